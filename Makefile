@@ -1,0 +1,89 @@
+# Everything a newcomer or a CI job does with this project. Each target makes sure of .venv first; nothing touches the system's Python.
+
+NODES ?= 2
+NPROC ?= 2
+EXPERIMENT ?= digits
+BACKEND ?= auto
+SERVICE ?= ddp-cpu
+# `make chaos DRILL=kill SEED=1`; a fresh seed is drawn and printed without one.
+DRILL ?= standard
+SEED ?=
+# Further options of `ddp train`, such as OPTIONS="--set epochs=2".
+OPTIONS ?=
+
+BIN := .venv/bin
+FAST := not slow and not docker and not gpu
+
+# What the image says about the code in it; they are build arguments of compose.yaml.
+export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
+export GIT_DIRTY ?= $(shell test -z "$$(git status --porcelain 2>/dev/null)" && echo false || echo true)
+export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup cpu-cluster up image image-test test test-docker test-all lint compare verify-layouts chaos claims report sbom clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  cpu-cluster takes NODES=2 NPROC=2 EXPERIMENT=digits BACKEND=auto|docker|local OPTIONS=\"--set epochs=2\""
+
+# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes this a tenth of the download.
+setup: ## Make .venv from constraints.txt (again only where that or pyproject.toml changed)
+	@for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11); do \
+	  if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
+	  then exec $$python tools/environment.py; fi; done; \
+	echo "setup: no Python 3.11 to 3.13 with venv found; install one (Debian: apt install python3-venv) or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2
+
+cpu-cluster: setup ## Train on NODES x NPROC processes over gloo, after the single-process baseline, and compare
+	@$(BIN)/python -m experiments.cluster up --backend $(BACKEND) --nodes $(NODES) --nproc $(NPROC) --experiment $(EXPERIMENT) $(OPTIONS)
+
+up: setup ## Run one service of compose.yaml: make up SERVICE=ddp-4gpu (says what to do where the GPUs are missing)
+	@$(BIN)/python -m experiments.cluster check $(SERVICE)
+	@EXPERIMENT=$(EXPERIMENT) DDP_OPTIONS='$(OPTIONS)' docker compose up --build --exit-code-from $(SERVICE) $(SERVICE)
+
+image: setup ## Build the image that every service runs
+	docker compose build ddp-cpu
+
+image-test: setup
+	docker compose build test
+
+test: setup ## Fast tests: no Docker, no network, under three minutes
+	$(BIN)/python -m pytest -m "$(FAST)"
+
+test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
+	$(BIN)/python -m pytest -m docker tests/docker
+
+test-all: setup ## Every test that this machine can run; says what it skips and why
+	@skip="not docker"; if docker info >/dev/null 2>&1; then skip=""; else echo "test-all: no Docker Engine answers: skipping the docker tests"; fi; \
+	if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  echo "test-all: torch finds no CUDA device: skipping the gpu tests"; skip="$${skip:+$$skip and }not gpu"; fi; \
+	case "$$skip" in *docker*) ;; *) $(MAKE) --no-print-directory image image-test;; esac && \
+	$(BIN)/python -m pytest -m "$$skip"
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+compare: setup ## One table of all runs in outputs/
+	@$(BIN)/ddp compare
+
+verify-layouts: setup ## Train one experiment on every layout that runs here, and set the digests side by side
+	@$(BIN)/ddp verify-layouts $(EXPERIMENT)
+
+chaos: setup ## Break a training cluster on purpose; the proof is the digest: DRILL=standard SEED=
+	@$(BIN)/ddp chaos --drill $(DRILL) $(if $(SEED),--seed $(SEED)) --backend $(BACKEND)
+
+claims: setup ## Measure what the articles claim, about ten minutes, and judge each sentence
+	@$(BIN)/ddp claims
+
+report: setup ## All runs, claims and drills on one page: outputs/report/index.html
+	@$(BIN)/ddp report
+
+sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
+	@$(BIN)/python tools/sbom.py
+
+clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
+	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
