@@ -1,0 +1,126 @@
+"""The order is uniform: what a shuffle could get wrong, tested on fixed seeds.
+
+Every p-value has to lie in [0.001, 0.999], a bound chosen before the first run; the seeds are whatever came first.
+That the tests can fail is shown twice: torch's own permutation passes them, and this one with four rounds does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.uniformity import Integers, correlation, of_pairs, of_positions, pooled, upper_tail
+from ddp_core import sampler
+from ddp_core.sampler import BLOCK, GlobalOrder, Permutation
+
+LOWEST, HIGHEST = 0.001, 0.999
+# Prefix cipher; the narrowest network (halves of seven and eight bits), walking and not; a wider one.
+LENGTHS = [1437, BLOCK, BLOCK + 1, 2**15, 2**16 + 1]
+ORDERS = 40
+
+
+def whole_order(length: int, epoch: int) -> Integers:
+    return Permutation(length, (11, epoch))(range(length))
+
+
+def torch_order(length: int, epoch: int) -> Integers:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(11_000 + epoch)).numpy()
+
+
+def p_values(length: int, order: Callable[[int, int], Integers], orders: int = ORDERS) -> dict[str, float]:
+    """One p-value for each thing that may go wrong, pooled over the epochs."""
+    tables: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    bits = (length - 1).bit_length()
+    # Neighbours, a batch apart, and where only the left half of the position differs.
+    distances = (1, 2, 64, 1 << (bits - bits // 2))
+    before = order(length, orders)
+    for epoch in range(orders):
+        ids = order(length, epoch)
+        for name, table in of_positions(ids, length).items():
+            tables[f"position, {name}"].append(table)
+        for distance in distances:
+            for name, table in of_pairs(ids[:-distance], ids[distance:], length).items():
+                tables[f"pairs {distance} apart, {name}"].append(table)
+        for name, table in of_pairs(before, ids, length).items():
+            tables[f"epochs, {name}"].append(table)
+        before = ids
+    return {name: pooled(several) for name, several in tables.items()}
+
+
+def failed(results: dict[str, float]) -> dict[str, float]:
+    return {name: p for name, p in results.items() if not LOWEST <= p <= HIGHEST}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_positions_pairs_and_epochs_are_independent(length: int) -> None:
+    assert not failed(p_values(length, whole_order))
+
+
+@pytest.mark.parametrize("length", [1437, 2**15])
+def test_torchs_permutation_passes_the_same_tests(length: int) -> None:
+    assert not failed(p_values(length, torch_order))
+
+
+@pytest.mark.parametrize("length", [BLOCK + 1, 2**15])
+def test_four_rounds_would_not_pass(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_ROUNDS", 4)
+    assert failed(p_values(length, whole_order))
+
+
+@pytest.mark.parametrize("length", [10**9, 10**12])
+def test_a_window_of_a_huge_order_is_spread_over_all_of_it(length: int) -> None:
+    window = 200_000
+    results: dict[str, float] = {}
+    for start in (0, length // 2, length - window):
+        ids = [GlobalOrder(length, seed).ids(epoch, start, start + window) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+        for order, window_ids in enumerate(ids):
+            counts = np.bincount((window_ids / length * 256).astype(np.int64), minlength=256)
+            expected = window / 256
+            results[f"{start}, {order}"] = upper_tail(float(((counts - expected) ** 2 / expected).sum()), 255)
+            for name, table in of_positions(window_ids, length).items():
+                results[f"{start}, {order}, position, {name}"] = pooled([table])
+            for distance in (1, 64):
+                for name, table in of_pairs(window_ids[:-distance], window_ids[distance:], length).items():
+                    results[f"{start}, {order}, pairs {distance} apart, {name}"] = pooled([table])
+        for other in (1, 2):
+            for name, table in of_pairs(ids[0], ids[other], length).items():
+                results[f"{start}, {other}, epochs or seeds, {name}"] = pooled([table])
+            assert abs(correlation(ids[0], ids[other])) < 3.3
+    # A hundred p-values at once: the bound for each is a tenth of the one above.
+    assert not {name: p for name, p in results.items() if not LOWEST / 10 <= p <= 1 - LOWEST / 10}
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 5])
+def test_all_short_permutations_come_equally_often(length: int) -> None:
+    every = dict.fromkeys(permutations(range(length)), 0)
+    draws = 40 * len(every)
+    for epoch in range(draws):
+        every[tuple(Permutation(length, (3, epoch))(range(length)).tolist())] += 1
+    counts = np.array(list(every.values()))
+    p = upper_tail(float(((counts - 40) ** 2 / 40).sum()), len(every) - 1)
+    assert LOWEST <= p <= HIGHEST
+
+
+@pytest.mark.parametrize("length", [1437, BLOCK + 1, 10**9, 10**12])
+def test_one_position_visits_all_classes_over_the_epochs(length: int) -> None:
+    epochs, classes = 3000 if length > BLOCK else 600, 12
+    for position in (0, 1, length // 2, length - 1):
+        ids = np.array([GlobalOrder(length, 2).ids(epoch, position, position + 1)[0] for epoch in range(epochs)])
+        counts = np.bincount((ids / length * classes).astype(np.int64), minlength=classes)
+        p = upper_tail(float(((counts - epochs / classes) ** 2 / (epochs / classes)).sum()), classes - 1)
+        assert LOWEST <= p <= HIGHEST
+
+
+@pytest.mark.parametrize("length", [1437, BLOCK, 2**15, 50_000])
+def test_ids_that_keep_their_position_are_as_many_as_chance_has_it(length: int) -> None:
+    # Fixed points, and coincidences of neighbouring epochs, of uniform permutations: Poisson of mean 1 each.
+    orders = [whole_order(length, epoch) for epoch in range(101)]
+    fixed = sum(int((ids == np.arange(length)).sum()) for ids in orders[:100])
+    together = sum(int((one == other).sum()) for one, other in pairwise(orders))
+    assert abs(fixed - 100) < 3.3 * 10
+    assert abs(together - 100) < 3.3 * 10
