@@ -1,0 +1,28 @@
+"""Exact reduction: gradient sums in one fixed order, so that a result does not depend on the layout.
+
+Sums of floating-point numbers depend on the order of the additions. Here that order is one binary tree over the
+micro-batches of a step (`tree`), whoever computes them: ranks exchange partial sums (`ordered_sum`) while backward
+goes on (`communication`), batch-norm statistics travel the same way (`batch_statistics`), and `ExactReduction`
+(`exact`) is all of it in a training loop.
+"""
+
+from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
+from .exact import ExactReduction, take_gradients
+from .ordered_sum import OrderedSum
+from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas, share
+
+__all__ = [
+    "BatchStatistics",
+    "ExactReduction",
+    "GradientTree",
+    "OrderedSum",
+    "Span",
+    "Subtree",
+    "canonical_subtrees",
+    "fold",
+    "fold_replicas",
+    "foreign_buffers",
+    "foreign_buffers_changed",
+    "share",
+    "take_gradients",
+]

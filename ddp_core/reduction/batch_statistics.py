@@ -1,0 +1,150 @@
+"""Batch normalisation that does not depend on who computed which micro-batch.
+
+A `_BatchNorm` layer folds each forward into its running statistics, so their bits depend on how many micro-batches its
+process saw, in which order. Here, while a step's micro-batches run, momentum is 1.0: the buffers then hold the
+statistics of just that micro-batch. Those are summed over micro-batches in the canonical tree, like gradients, and
+one update is made per step:
+
+    running = (1 - momentum) * running + momentum * mean over micro-batches
+
+(with `momentum=None`, a cumulative average over steps, as torch.nn.BatchNorm2d defines it over forwards), and
+`num_batches_tracked` counts steps. Normalisation itself is untouched: each micro-batch uses its own statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class BatchStatistics:
+    """Collects the batch-norm statistics of one module's micro-batches and makes one running update per step.
+
+    Per step: `begin()`; after each forward `leaf = take()`, pushed onto a GradientTree as one flat tensor;
+    `finish(root)` with the root of the tree. Layers in evaluation mode or without running statistics are left alone.
+    A layer called several times in one forward counts with its last call; one not called in a micro-batch is averaged
+    over the others. With DDP, `broadcast_buffers` must be False. Raises ValueError for SyncBatchNorm, whose
+    statistics depend on the world size.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._modules):
+            raise ValueError("SyncBatchNorm normalises over the ranks of a layout, so no reduction can make it exact")
+        self._step: _Step | None = None
+
+    def __bool__(self) -> bool:
+        """Whether the module has any batch normalisation."""
+        return bool(self._modules)
+
+    def begin(self) -> None:
+        """Set the true running statistics aside and let the buffers show one micro-batch at a time."""
+        self.restore()
+        active = [
+            module
+            for module in self._modules
+            if module.training and module.track_running_stats and module.running_mean is not None
+        ]
+        if active:
+            self._step = _Step(active)
+
+    def take(self, weight: float = 1.0) -> Tensor:
+        """Return the statistics of the micro-batch just run, times `weight`, as one flat tensor for the tree.
+
+        Float32 (float64 if a layer's are): all means, all variances, then one weight per layer.
+        """
+        step = self._step
+        if step is None:
+            return torch.empty(0)
+        weights = torch.stack(step.counters).clamp(max=1).to(step.before.dtype) * weight
+        torch._foreach_zero_(step.counters)
+        return torch.cat([torch.cat(step.running) * weights[step.owner], weights])
+
+    def zeros(self) -> Tensor:
+        """A tensor like `take`'s: what a rank without a micro-batch receives the sum in."""
+        step = self._step
+        return torch.empty(0) if step is None else step.before.new_zeros(len(step.owner) + len(step.counters))
+
+    def finish(self, total: Tensor) -> None:
+        """Make the step's running update from the sum of all micro-batches' `take`, and restore the momenta."""
+        step = self._step
+        if step is None:
+            return
+        sums, weights = total.split([len(step.owner), len(step.counters)])
+        seen = weights > 0
+        step.steps += seen
+        # In float64, then rounded: what a momentum given as a Python number becomes when it meets a tensor.
+        momenta = torch.where(step.momenta.isnan(), 1.0 / step.steps.clamp(min=1).double(), step.momenta)
+        taken, kept = momenta.to(total.dtype)[step.owner], (1.0 - momenta).to(total.dtype)[step.owner]
+        updated = kept * step.before + taken * (sums / weights[step.owner])
+        step.before = torch.where(seen[step.owner], updated, step.before)
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their momenta and running statistics back; without `finish`, as if the step had not begun."""
+        if self._step is not None:
+            self._step.restore()
+            self._step = None
+
+
+class _Step:
+    """The active layers' buffers, and what they held before: all means, then all variances, laid end to end."""
+
+    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
+        self.modules = modules
+        self.running = [_buffer(module.running_mean) for module in modules]
+        self.running += [_buffer(module.running_var) for module in modules]
+        self.counters = [_buffer(module.num_batches_tracked) for module in modules]
+        self.sizes = [buffer.numel() for buffer in self.running]
+        flat = torch.cat(self.running)
+        self.before = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        self.steps = torch.stack(self.counters)
+        self.plain_momenta = [module.momentum for module in modules]
+        numbers = [math.nan if momentum is None else momentum for momentum in self.plain_momenta]
+        self.momenta = torch.tensor(numbers, dtype=torch.float64, device=flat.device)
+        layers = torch.arange(len(modules), device=flat.device)
+        sizes = torch.tensor(self.sizes, device=flat.device)
+        self.owner = torch.repeat_interleave(layers.repeat(2), sizes, output_size=len(flat))
+        """For each number of `before`, the layer that it belongs to."""
+        for module in modules:
+            module.momentum = 1.0
+        torch._foreach_zero_(self.counters)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for module, momentum in zip(self.modules, self.plain_momenta, strict=True):
+            module.momentum = momentum
+        torch._foreach_copy_(self.running, list(self.before.split(self.sizes)))
+        torch._foreach_copy_(self.counters, list(self.steps.unbind()))
+
+
+def _buffer(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None
+    return buffer.detach()
+
+
+def foreign_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers by name, without those that BatchStatistics looks after.
+
+    What a forward changes in them (a counter, a moving average, a power iteration) happens once per micro-batch of
+    one rank, so it cannot be the same on every layout.
+    """
+    handled = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name not in handled}
+
+
+def foreign_buffers_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the buffers that differ between two results of `foreign_buffers`."""
+    names = sorted(before.keys() | after.keys())
+    return [
+        name for name in names if name not in before or name not in after or not torch.equal(before[name], after[name])
+    ]

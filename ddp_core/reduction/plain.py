@@ -1,0 +1,46 @@
+"""The ordinary way: gradients add up in `.grad`, and DistributedDataParallel's own all-reduce averages them over the
+ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .tree import cut
+
+
+class PlainReduction:
+    """`ExactReduction`'s interface without its promise: sums are made in whatever order is fastest.
+
+    Losses are sums over samples, but DDP divides gradients by the world size and a large batch is best scaled before
+    it is summed: so
+    backward is to be seeded with `world_size / samples`, and `finish` needs no scale.
+    """
+
+    def __init__(self, module: nn.Module, micro_batches: int) -> None:
+        self._module = module
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        group = module.process_group if isinstance(module, DistributedDataParallel) else None
+        self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self.share = cut(micro_batches, self.rank, self.world_size)
+
+    def begin(self, micro_batches: int) -> None:
+        """Start a step of `micro_batches` micro-batches over all ranks."""
+        self.share = cut(micro_batches, self.rank, self.world_size)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def micro_batch(self, index: int, weight: float = 1.0) -> AbstractContextManager[None]:
+        """One forward and backward; gradients travel during the backward of the rank's last one only."""
+        if isinstance(self._module, DistributedDataParallel) and index < self.share.stop - 1:
+            return self._module.no_sync()
+        return nullcontext()
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Nothing is left to do: DDP has waited for the gradients at the end of backward."""
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,165 @@
+"""The canonical tree: one fixed order of additions over M micro-batch gradients, whoever computes which.
+
+Write the leaves 0 … M-1 under the perfect binary tree over the next power of two, and leave out the leaves that do not
+exist. Every node is then an aligned block `[k * 2**j, (k + 1) * 2**j)` cut off at M, and its sum is *left child + right
+child*. A contiguous range of leaves falls apart into few whole nodes, so its owner can add those up alone; the rest of
+the tree is added where the nodes meet. Two-operand addition commutes bit for bit, so it does not matter which operand
+is overwritten, only which two meet: that is what the tree fixes.
+
+The stack of partial sums is the binary counter of Knuth (The Art of Computer Programming 4A, 7.1.3) and of pairwise
+summation (Higham, The accuracy of floating point summation, 1993).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """The leaves `first … stop-1` under one node of the tree."""
+
+    first: int
+    stop: int
+
+
+@dataclass
+class Subtree:
+    """A node of the tree and its sum, one tensor (or None: no gradient in any of its leaves) per parameter."""
+
+    span: Span
+    tensors: list[Tensor | None]
+
+
+def share(micro_batches: int, rank: int, world_size: int) -> range:
+    """Return the micro-batches that `rank` computes: contiguous, in rank order, sizes differing by one at most.
+
+    Raises ValueError if a rank would have nothing to do (`world_size > micro_batches`) or `rank` does not exist.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not exist in a world of {world_size}")
+    if micro_batches < 1:
+        raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
+    if world_size > micro_batches:
+        raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks: some would be idle")
+    return cut(micro_batches, rank, world_size)
+
+
+def cut(micro_batches: int, rank: int, world_size: int) -> range:
+    """`share` for a step with too few micro-batches: some ranks get an empty range."""
+    return range(rank * micro_batches // world_size, (rank + 1) * micro_batches // world_size)
+
+
+def canonical_subtrees(first: int, stop: int, leaves: int) -> list[Span]:
+    """Return the maximal nodes of the tree over `leaves` leaves that make up `[first, stop)`, left to right."""
+    if not 0 <= first <= stop <= leaves:
+        raise ValueError(f"[{first}, {stop}) is not a range of the {leaves} leaves")
+    spans = []
+    while first < stop:
+        size = first & -first or 1 << (leaves - 1).bit_length()
+        while min(first + size, leaves) > stop:
+            size //= 2
+        spans.append(Span(first, min(first + size, leaves)))
+        first += size
+    return spans
+
+
+def are_siblings(left: Span, right: Span, leaves: int) -> bool:
+    """Say whether two nodes of the tree over `leaves` leaves are the children of one node."""
+    size = left.stop - left.first
+    parent_stop = min(left.first + 2 * size, leaves)
+    return size & (size - 1) == 0 and left.first % (2 * size) == 0 and (left.stop, parent_stop) == right
+
+
+def add_(left: list[Tensor | None], right: Sequence[Tensor | None]) -> None:
+    """Add `right` to `left` in place, tensor by tensor; a tensor of `right` may end up in `left`.
+
+    None adds nothing. Written out it is -0.0, the one number that changes no other when added (+0.0 turns -0.0 into
+    +0.0).
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for position, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+        if ours is not None and theirs is not None:
+            pairs.append((ours, theirs if theirs.device == ours.device else theirs.to(ours.device)))
+        elif theirs is not None:
+            left[position] = theirs
+    if pairs:
+        torch._foreach_add_([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+
+
+class GradientTree:
+    """A binary counter over a contiguous range of micro-batches: push gradients in order, keep few partial sums.
+
+    `GradientTree(8)` is the whole tree over 8 micro-batches, `GradientTree(8, 2, 5)` the part over micro-batches 2,
+    3, 4. At most `log2(n) + 1` sums are alive for an aligned range of n leaves (`2 * log2(n)` otherwise), each as
+    large as a leaf. Raises ValueError for a range outside the tree and for one leaf too many.
+    """
+
+    def __init__(self, leaves: int, first: int = 0, stop: int | None = None) -> None:
+        self.leaves = leaves
+        self.span = Span(first, leaves if stop is None else stop)
+        if leaves < 1 or not 0 <= first <= self.span.stop <= leaves:
+            raise ValueError(f"[{first}, {self.span.stop}) is not a range of {leaves} micro-batches")
+        self.next_leaf = first
+        self.subtrees: list[Subtree] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether every leaf of the range has been pushed."""
+        return self.next_leaf == self.span.stop
+
+    @property
+    def last_leaf(self) -> Span:
+        """The last leaf of the range."""
+        return Span(self.span.stop - 1, self.span.stop)
+
+    def push(self, tensors: Sequence[Tensor | None]) -> None:
+        """Take the gradients of the next micro-batch; they belong to the tree from now on and will be overwritten."""
+        if self.complete:
+            raise ValueError(f"all micro-batches of {self.span} have been pushed already")
+        leaf = Subtree(Span(self.next_leaf, self.next_leaf + 1), list(tensors))
+        self.next_leaf += 1
+        self.subtrees.append(leaf)
+        merge_(self.subtrees, self.leaves)
+
+
+def merge_(stack: list[Subtree], leaves: int) -> None:
+    """Add the last two subtrees of `stack` while they are siblings."""
+    while len(stack) > 1 and are_siblings(stack[-2].span, stack[-1].span, leaves):
+        right = stack.pop()
+        left = stack[-1]
+        add_(left.tensors, right.tensors)
+        left.span = Span(left.span.first, right.span.stop)
+
+
+def fold(subtrees: Iterable[Subtree], leaves: int) -> list[Subtree]:
+    """Complete the tree from subtrees of several owners, overwriting them; the root alone is left if they cover it.
+
+    Raises ValueError if two subtrees overlap.
+    """
+    stack: list[Subtree] = []
+    end = 0
+    for subtree in sorted(subtrees, key=lambda subtree: subtree.span):
+        if subtree.span.first < end:
+            raise ValueError(f"{subtree.span} is covered twice")
+        end = subtree.span.stop
+        stack.append(subtree)
+        merge_(stack, leaves)
+    return stack
+
+
+def fold_replicas(trees: Iterable[GradientTree]) -> list[Tensor | None]:
+    """Return the sum over all micro-batches from the trees of the replicas in one process, overwriting them.
+
+    The sum lies on the device of the first replica. Raises ValueError if the trees are not the whole of one tree.
+    """
+    trees = list(trees)
+    leaves = trees[0].leaves
+    roots = fold((subtree for tree in trees for subtree in tree.subtrees), leaves)
+    if any(tree.leaves != leaves for tree in trees) or [root.span for root in roots] != [Span(0, leaves)]:
+        raise ValueError(f"{[root.span for root in roots]} is not the whole tree over {leaves} micro-batches")
+    return roots[0].tensors

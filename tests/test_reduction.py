@@ -1,0 +1,327 @@
+"""The canonical tree, batch statistics and ExactReduction in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ddp_core.reduction import (
+    BatchStatistics,
+    ExactReduction,
+    GradientTree,
+    Span,
+    canonical_subtrees,
+    fold,
+    fold_replicas,
+    foreign_buffers,
+    foreign_buffers_changed,
+    share,
+    take_gradients,
+)
+from ddp_core.reduction.ordered_sum import plan_for
+
+quick = settings(deadline=None, max_examples=60)
+
+
+def by_definition(leaves: list[Tensor]) -> Tensor:
+    """The tree, top down: the left half is the largest power of two that leaves something to the right."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1 << ((len(leaves) - 1).bit_length() - 1)
+    return by_definition(leaves[:half]) + by_definition(leaves[half:])
+
+
+def random_leaves(micro_batches: int, elements: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** torch.randint(-4, 5, (micro_batches, 1), generator=generator)
+    return list(torch.randn(micro_batches, elements, generator=generator) * scales)
+
+
+def trees_of(leaves: list[Tensor], world_size: int) -> list[GradientTree]:
+    trees = []
+    for rank in range(world_size):
+        own = share(len(leaves), rank, world_size)
+        tree = GradientTree(len(leaves), own.start, own.stop)
+        for index in own:
+            tree.push([leaves[index].clone()])
+            assert len(tree.subtrees) <= 2 * math.log2(len(own)) + 1
+        trees.append(tree)
+    return trees
+
+
+@quick
+@given(st.integers(1, 70), st.data())
+def test_shares_are_contiguous_and_cover_all_micro_batches(micro_batches: int, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, micro_batches))
+    shares = [share(micro_batches, rank, world_size) for rank in range(world_size)]
+    assert [index for own in shares for index in own] == list(range(micro_batches))
+    assert {len(own) for own in shares} <= {micro_batches // world_size, micro_batches // world_size + 1}
+
+
+def test_more_ranks_than_micro_batches_is_refused() -> None:
+    with pytest.raises(ValueError, match="idle"):
+        share(3, 0, 4)
+    with pytest.raises(ValueError, match="does not exist"):
+        share(3, 3, 3)
+
+
+@quick
+@given(st.integers(1, 70), st.data())
+def test_any_cut_of_the_leaves_gives_the_bits_of_the_definition(micro_batches: int, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, micro_batches))
+    leaves = random_leaves(micro_batches, data.draw(st.sampled_from([1, 3, 17, 64])), data.draw(st.integers(0, 999)))
+    (total,) = fold_replicas(trees_of(leaves, world_size))
+    assert torch.equal(total, by_definition(leaves))
+
+    # Higham 1993: |error| <= depth * u / (1 - depth * u) * sum |x|, with u half an ulp of float32.
+    depth, unit = math.ceil(math.log2(micro_batches)), 2.0**-24
+    exactly = torch.stack(leaves).double()
+    bound = depth * unit / (1 - depth * unit) * exactly.abs().sum(0)
+    assert ((total.double() - exactly.sum(0)).abs() <= bound + 1e-300).all()
+
+
+@quick
+@given(st.integers(1, 200), st.data())
+def test_a_range_is_cut_into_few_whole_nodes(micro_batches: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, micro_batches))
+    stop = data.draw(st.integers(first, micro_batches))
+    spans = canonical_subtrees(first, stop, micro_batches)
+    assert [leaf for span in spans for leaf in range(*span)] == list(range(first, stop))
+    assert len(spans) <= 2 * math.log2(max(2, stop - first))
+    tree = GradientTree(micro_batches, first, stop)
+    for leaf in range(first, stop):
+        tree.push([torch.tensor([float(leaf)])])
+    assert [subtree.span for subtree in tree.subtrees] == spans
+    assert [subtree.tensors[0] for subtree in tree.subtrees] == [torch.tensor([float(sum(range(*s)))]) for s in spans]
+
+
+def test_an_aligned_share_keeps_log2_sums_at_most() -> None:
+    tree, alive = GradientTree(16, 8, 16), []
+    for _ in range(8):
+        tree.push([torch.ones(1)])
+        alive.append(len(tree.subtrees))
+    assert alive == [1, 1, 2, 1, 2, 2, 3, 1]
+
+
+def test_the_plan_of_an_aligned_step_sends_one_subtree_a_rank() -> None:
+    assert plan_for(8, 4).spans == [[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]]
+    assert plan_for(8, 3).spans == [[Span(0, 2)], [Span(2, 4), Span(4, 5)], [Span(5, 6), Span(6, 8)]]
+    assert plan_for(2, 3).spans == [[], [Span(0, 1)], [Span(1, 2)]]
+
+
+def test_a_left_fold_has_other_bits() -> None:
+    leaves = random_leaves(8, 1000, 0)
+    folded = leaves[0].clone()
+    for leaf in leaves[1:]:
+        folded += leaf
+    assert not torch.equal(folded, by_definition(leaves))
+
+
+@quick
+@given(st.lists(st.sampled_from([None, -0.0, 0.0, 1e-8, 1.0, -1.0]), min_size=1, max_size=12), st.data())
+def test_a_missing_gradient_adds_nothing_wherever_it_is(values: list[float | None], data: st.DataObject) -> None:
+    def leaves() -> list[list[Tensor | None]]:
+        return [[None if value is None else torch.tensor([value])] for value in values]
+
+    def total(world_size: int) -> Tensor | None:
+        trees = []
+        for rank in range(world_size):
+            own = share(len(values), rank, world_size)
+            trees.append(GradientTree(len(values), own.start, own.stop))
+            for index in own:
+                trees[-1].push(leaves()[index])
+        return fold_replicas(trees)[0]
+
+    one, several = total(1), total(data.draw(st.integers(1, len(values))))
+    written_out = by_definition([torch.tensor([-0.0 if value is None else value]) for value in values])
+    if all(value is None for value in values):
+        assert one is None
+        assert several is None
+    else:
+        assert one is not None
+        assert several is not None
+        assert one.view(torch.int32) == several.view(torch.int32) == written_out.view(torch.int32)
+
+
+def test_the_tree_refuses_what_does_not_fit() -> None:
+    tree = GradientTree(2)
+    tree.push([torch.ones(1)])
+    with pytest.raises(ValueError, match="whole tree"):
+        fold_replicas([tree])
+    with pytest.raises(ValueError, match="twice"):
+        fold([*tree.subtrees, *tree.subtrees], 2)
+    tree.push([torch.ones(1)])
+    with pytest.raises(ValueError, match="already"):
+        tree.push([torch.ones(1)])
+    with pytest.raises(ValueError, match="not a range"):
+        GradientTree(4, 2, 5)
+    with pytest.raises(ValueError, match="not a range"):
+        canonical_subtrees(0, 3, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.average = nn.BatchNorm1d(4, momentum=None)
+        self.outer = nn.Linear(4, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.outer(self.average(torch.relu(self.norm(self.inner(rows)))))
+
+
+def inputs(micro_batches: int = 4, samples: int = 5) -> Tensor:
+    return torch.randn(micro_batches, samples, 3, generator=torch.Generator().manual_seed(1))
+
+
+def step(exact: ExactReduction, batches: Tensor, scale: float = 1.0) -> None:
+    for index in exact.share:
+        with exact.micro_batch(index):
+            exact.module(batches[index]).square().sum().backward()
+    exact.finish(scale)
+
+
+def test_one_process_sums_the_gradients_in_the_tree_and_scales_once() -> None:
+    torch.manual_seed(0)
+    net, batches = Net(), inputs(5)
+    separately = []
+    for batch in batches:
+        net.zero_grad()
+        net(batch).square().sum().backward()
+        separately.append(take_gradients(net.parameters()))
+    with ExactReduction(net, 5) as exact:
+        for _ in range(2):  # gradients of the step before do not leak into the next
+            step(exact, batches, scale=0.04)
+            for position, parameter in enumerate(net.parameters()):
+                expected = by_definition([leaf[position] for leaf in separately]) * 0.04
+                assert torch.equal(parameter.grad, expected)
+
+
+def test_threads_with_a_replica_each_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    net, batches = Net(), inputs(6)
+    replicas, trees = [copy.deepcopy(net) for _ in range(4)], []
+    for rank, replica in enumerate(replicas):
+        own = share(6, rank, 4)
+        statistics = BatchStatistics(replica)
+        statistics.begin()
+        tree = GradientTree(6, own.start, own.stop)
+        for index in own:
+            replica(batches[index]).square().sum().backward()
+            tree.push([*take_gradients(replica.parameters()), statistics.take()])
+        statistics.restore()
+        trees.append(tree)
+    *gradients, total = fold_replicas(trees)
+    statistics = BatchStatistics(replicas[0])
+    statistics.begin()
+    statistics.finish(total)
+    with ExactReduction(net, 6) as exact:
+        step(exact, batches)
+    assert all(torch.equal(a, b.grad) for a, b in zip(gradients, net.parameters(), strict=True))
+    for name, buffer in net.named_buffers():
+        assert torch.equal(buffer, dict(replicas[0].named_buffers())[name]), name
+
+
+def test_running_statistics_are_updated_once_a_step_with_the_mean_over_micro_batches() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3, momentum=None, affine=False))
+    batches = inputs()
+    with ExactReduction(net, 4) as exact:
+        for steps in (1, 2, 3):
+            mean, var = net[0].running_mean.clone(), net[0].running_var.clone()
+            average = net[1].running_var.clone()
+            step(exact, batches * steps)
+            means = by_definition([batch.mean(0) * steps for batch in batches]) / 4
+            variances = by_definition([(batch * steps).var(0) for batch in batches]) / 4
+            torch.testing.assert_close(net[0].running_mean, 0.7 * mean + 0.3 * means)
+            torch.testing.assert_close(net[0].running_var, 0.7 * var + 0.3 * variances)
+            seen = torch.stack(
+                [torch.nn.functional.batch_norm(b * steps, None, None, training=True).var(0) for b in batches]
+            )
+            torch.testing.assert_close(net[1].running_var, average * (steps - 1) / steps + seen.mean(0) / steps)
+            assert [int(layer.num_batches_tracked) for layer in net] == [steps, steps]
+            assert [layer.momentum for layer in net] == [0.3, None]
+
+
+def test_weights_and_layers_that_were_not_called_are_heard() -> None:
+    layer, idle, frozen = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()
+    statistics = BatchStatistics(nn.ModuleList([layer, idle, frozen]))
+    statistics.begin()
+    tree = GradientTree(2)
+    for batch, weight in zip(inputs(2), (5, 3), strict=True):
+        layer(batch)
+        frozen(batch)
+        tree.push([statistics.take(weight)])
+    (total,) = tree.subtrees[0].tensors
+    statistics.finish(total)
+    means = [batch.mean(0) for batch in inputs(2)]
+    torch.testing.assert_close(layer.running_mean, 0.1 * (5 * means[0] + 3 * means[1]) / 8)
+    assert int(layer.num_batches_tracked) == 1
+    for untouched in (idle, frozen):
+        assert untouched.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
+        assert all(torch.equal(a, b) for a, b in zip(untouched.buffers(), nn.BatchNorm1d(3).buffers(), strict=True))
+
+
+def test_an_unfinished_step_leaves_the_buffers_as_they_were() -> None:
+    net = Net()
+    before = copy.deepcopy(net.state_dict())
+    exact = ExactReduction(net, 4)
+    with exact.micro_batch(0):
+        net(inputs()[0]).sum().backward()
+    assert net.norm.momentum == 1.0
+    exact.close()
+    assert net.norm.momentum == 0.1
+    assert net.average.momentum is None
+    assert all(torch.equal(net.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_another_number_of_micro_batches_holds_for_one_step() -> None:
+    with ExactReduction(Net(), 4) as exact:
+        exact.begin(3)
+        assert exact.share == range(3)
+        step(exact, inputs())
+        assert exact.share == range(4)
+        with pytest.raises(ValueError, match="at least one"):
+            exact.begin(0)
+
+
+def test_misuse_is_named() -> None:
+    net = Net()
+    exact = ExactReduction(net, 4)
+    with pytest.raises(RuntimeError, match="micro-batch 0 of"):
+        exact.finish()
+    with pytest.raises(ValueError, match="out of turn"), exact.micro_batch(1):
+        pass
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        ExactReduction(net, 0)
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(rows)
+
+
+def test_what_cannot_be_exact_is_refused() -> None:
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        ExactReduction(nn.SyncBatchNorm(3), 4)
+    net = nn.Sequential(nn.BatchNorm1d(3), Counting())
+    with pytest.raises(ValueError, match=r"1\.calls"), ExactReduction(net, 4) as exact:
+        step(exact, inputs())
+    before = foreign_buffers(net)
+    assert list(before) == ["1.calls"]
+    assert foreign_buffers_changed(before, foreign_buffers(net)) == []
+    embedding = nn.Embedding(4, 2, sparse=True)
+    exact = ExactReduction(embedding, 1)
+    with pytest.raises(ValueError, match="sparse"), exact.micro_batch(0):
+        embedding(torch.tensor([1])).sum().backward()
