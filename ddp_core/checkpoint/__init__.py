@@ -1,0 +1,37 @@
+"""Save, find, verify, load and prune checkpoints: plain state dicts in, plain state dicts out.
+
+One checkpoint is a data file written by `torch.save` and a manifest beside it; the rename of the manifest commits it.
+docs/checkpoints.md has the format, the order of the writes, and what is trusted.
+"""
+
+from ddp_core.checkpoint.fence import Fence, Superseded
+from ddp_core.checkpoint.files import POINTS
+from ddp_core.checkpoint.manifest import FORMAT, Checkpoint
+from ddp_core.checkpoint.reading import (
+    best_checkpoint,
+    find_checkpoints,
+    load,
+    newest_valid,
+    read_checkpoint,
+    sweep,
+    verify,
+)
+from ddp_core.checkpoint.saving import Checkpointer
+from ddp_core.checkpoint.state import describe
+
+__all__ = [
+    "FORMAT",
+    "POINTS",
+    "Checkpoint",
+    "Checkpointer",
+    "Fence",
+    "Superseded",
+    "best_checkpoint",
+    "describe",
+    "find_checkpoints",
+    "load",
+    "newest_valid",
+    "read_checkpoint",
+    "sweep",
+    "verify",
+]

@@ -1,0 +1,120 @@
+"""A fencing token: once a newer writer has taken it, an older one that wakes up can commit nothing.
+
+After Kleppmann, "How to do distributed locking" (2016): a lock alone does not stop a paused holder, a number that only
+grows does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from ddp_core.checkpoint.files import replace_file, try_lock, write_error
+from ddp_core.errors import ExitCode, UserError
+
+_TOKEN_FILE = "fence.json"
+_LOCK_FILE = "fence.lock"
+
+
+class Superseded(UserError):
+    """Another process has taken over this run's directory; the one that meets this must stop writing and leave."""
+
+    def __init__(self, message: str, exit_code: int = ExitCode.PEERS_LOST) -> None:
+        super().__init__(message, exit_code)
+
+
+@contextmanager
+def _short_lock(path: Path, patience: float) -> Iterator[None]:
+    """Hold the flock of `path`; one held for longer than `patience` seconds (its holder is stopped) gets a new file."""
+    deadline = time.monotonic() + patience
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            while not try_lock(descriptor):
+                if time.monotonic() > deadline:
+                    if _is_still(path, descriptor):
+                        path.unlink(missing_ok=True)
+                    break
+                time.sleep(0.005)
+            else:
+                if _is_still(path, descriptor):
+                    yield
+                    return
+        finally:
+            os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _read(path: Path) -> tuple[int, str]:
+    try:
+        content = json.loads(path.read_bytes())
+        return int(content["token"]), str(content["holder"])
+    except FileNotFoundError:
+        return 0, "nobody"
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it when no run uses this directory") from None
+
+
+class Fence:
+    """The right to write in a directory, held by whoever took the highest token.
+
+    `Fence.take(directory)` makes every earlier Fence of that directory stale. `check()` raises Superseded in a stale
+    one; `with fence.holding():` does so too, and keeps others from taking the token until the block ends.
+    """
+
+    def __init__(self, directory: Path, token: int, patience: float) -> None:
+        self.directory = directory
+        self.token = token
+        self._patience = patience
+
+    @classmethod
+    def take(cls, directory: str | Path, *, patience: float = 5.0) -> Self:
+        """Become the one writer of `directory`; the number written is one more than any before.
+
+        `patience`: seconds to wait for a writer that is inside its short critical section; one that holds it for longer
+        is taken to be stopped. Raises UserError (4) where the directory cannot be written.
+        """
+        directory = Path(directory)
+        path = directory / _TOKEN_FILE
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _short_lock(directory / _LOCK_FILE, patience):
+                token = _read(path)[0] + 1
+                content = {
+                    "token": token,
+                    "holder": f"process {os.getpid()} on {socket.gethostname()}",
+                    "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                }
+                replace_file(path, json.dumps(content).encode() + b"\n")
+        except OSError as error:
+            raise write_error(error, path) from error
+        return cls(directory, token, patience)
+
+    def check(self) -> None:
+        """Raise Superseded if a newer token has been taken: one small file is read."""
+        token, holder = _read(self.directory / _TOKEN_FILE)
+        if token != self.token:
+            cause = f"{holder} took over with token {token}" if token else f"its {_TOKEN_FILE} is gone"
+            raise Superseded(
+                f"this process may no longer write to {self.directory}: {cause} (this one has {self.token}); nothing "
+                "was written, it leaves"
+            )
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Check, and let nobody take the token until the block ends; keep the block to a rename."""
+        with _short_lock(self.directory / _LOCK_FILE, self._patience):
+            self.check()
+            yield

@@ -1,0 +1,244 @@
+"""The reader: find checkpoints, verify them before a byte is unpickled, load them, and sweep up after dead writers."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_core.checkpoint.files import human_bytes, is_temporary, try_lock
+from ddp_core.checkpoint.manifest import (
+    Checkpoint,
+    Damaged,
+    pointed_step,
+    read_manifest,
+    stem,
+    step_of_data,
+    step_of_manifest,
+    uncommitted,
+)
+from ddp_core.checkpoint.state import Shapes, describe
+from ddp_core.errors import ExitCode, UserError
+
+_SHOWN = 4
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+def _manifests(directory: Path) -> list[Path]:
+    """Manifest files, newest step first."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read {directory}: {error.strerror}", ExitCode.RESOURCES) from error
+    steps = sorted(((step, name) for name in names if (step := step_of_manifest(name)) is not None), reverse=True)
+    return [directory / name for _, name in steps]
+
+
+def _complete(path: Path) -> Checkpoint:
+    """The checkpoint of a manifest, if its data file is there with the right size; raises Damaged."""
+    try:
+        checkpoint = read_manifest(path)
+        size = checkpoint.path.stat().st_size
+    except OSError as error:
+        raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from None
+    if size != checkpoint.bytes:
+        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
+    return checkpoint
+
+
+def find_checkpoints(directory: str | Path) -> list[Checkpoint]:
+    """The committed checkpoints of `directory`, newest step first, by manifest and file size, without digests."""
+    found = []
+    for path in _manifests(Path(directory)):
+        with contextlib.suppress(Damaged):
+            found.append(_complete(path))
+    return found
+
+
+def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoint:
+    """The checkpoint whose manifest or data file is `path`; raises UserError (3) if it is not there or not whole.
+
+    sha256: what another process (rank 0) says its data is; anything else is an error.
+    """
+    path = Path(path)
+    step = step_of_data(path.name)
+    try:
+        checkpoint = _complete(path if step is None else path.with_name(f"{stem(step)}.json"))
+        if sha256 is not None and checkpoint.sha256 != sha256:
+            raise Damaged(f"it is {checkpoint.sha256[:12]}… here and {sha256[:12]}… for the process that chose it")
+    except Damaged as error:
+        raise UserError(f"no usable checkpoint at {path}: {error}", ExitCode.NO_CHECKPOINT) from None
+    return checkpoint
+
+
+def best_checkpoint(directory: str | Path) -> Checkpoint | None:
+    """The checkpoint that was saved last with `best=True`, if it is there."""
+    step = pointed_step(Path(directory) / "best.json")
+    if step is None:
+        return None
+    try:
+        return _complete(Path(directory) / f"{stem(step)}.json")
+    except Damaged:
+        return None
+
+
+def _verify(checkpoint: Checkpoint, data: BufferedReader) -> None:
+    size = os.fstat(data.fileno()).st_size
+    if size != checkpoint.bytes:
+        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
+    digest = hashlib.file_digest(data, "sha256").hexdigest()
+    if digest != checkpoint.sha256:
+        raise Damaged(f"{checkpoint.file} has SHA-256 {digest[:12]}…, its manifest says {checkpoint.sha256[:12]}…")
+    data.seek(0)
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raise UserError (3) unless the data file has the size and the SHA-256 of the manifest; nothing is unpickled."""
+    try:
+        with checkpoint.path.open("rb") as data:
+            _verify(checkpoint, data)
+    except (Damaged, OSError) as error:
+        raise _unusable(checkpoint, error) from None
+
+
+def _unusable(checkpoint: Checkpoint, reason: object) -> UserError:
+    return UserError(f"checkpoint {checkpoint.path} cannot be used: {reason}", ExitCode.NO_CHECKPOINT)
+
+
+def newest_valid(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> Checkpoint | None:
+    """The newest checkpoint whose size and SHA-256 are right; older ones are tried after it, each with a warning line.
+
+    None if nothing was ever committed in `directory`; UserError (3) if something was, and all of it is damaged.
+    """
+    directory = Path(directory)
+    damages: list[str] = []
+    for path in _manifests(directory):
+        try:
+            checkpoint = _complete(path)
+            with checkpoint.path.open("rb") as data:
+                _verify(checkpoint, data)
+        except (Damaged, OSError) as error:
+            damages.append(str(error))
+            on_event(f"warning: checkpoint {path.with_suffix('').name} is damaged: {error}; trying the one before it")
+        else:
+            if damages:
+                on_event(f"warning: falling back to the checkpoint of step {checkpoint.step}")
+            return checkpoint
+    if damages:
+        raise UserError(
+            f"no usable checkpoint in {directory}: {len(damages)} found, all damaged (the newest: {damages[0]}); "
+            "restore one from a copy, or start afresh in another directory",
+            ExitCode.NO_CHECKPOINT,
+        )
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _difference(there: Shapes, here: Shapes) -> str | None:
+    """What is different between the tensors of a checkpoint and those expected, in words; None if nothing is."""
+    parts = []
+    if missing := [name for name in here if name not in there]:
+        parts.append(f"missing in it: {_some(missing)}")
+    if unexpected := [name for name in there if name not in here]:
+        parts.append(f"unexpected in it: {_some(unexpected)}")
+    changed = [
+        f"{name} is {there[name][0]} {there[name][1]} there, {here[name][0]} {here[name][1]} here"
+        for name in here
+        if name in there and list(there[name]) != list(here[name])
+    ]
+    if changed:
+        parts.append(_some(changed))
+    return "; ".join(parts) or None
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    map_location: Any = "cpu",
+    expect: Shapes | None = None,
+    only: Sequence[str] | None = None,
+    expect_metadata: Mapping[str, Any] | None = None,
+) -> Any:
+    """The state of a checkpoint, read with `weights_only=True` from the very file whose digest was just computed.
+
+    expect: what `describe` says of the state to be filled; only: compare just the parts under these top-level keys.
+    expect_metadata: entries that the manifest's metadata must have.
+
+    Raises UserError (3), before any tensor is loaded, where something differs, the digest is wrong, or the data holds
+    more than tensors and plain values (code is refused, never run).
+    """
+    for key, value in (expect_metadata or {}).items():
+        found = checkpoint.metadata.get(key)
+        if found != value:
+            raise _unusable(checkpoint, f"it was written with {key} {found!r}, this run has {value!r}")
+    if expect is not None:
+        there = checkpoint.shapes
+        if only is not None:
+            there = {name: shape for name, shape in there.items() if name.split(".", 1)[0] in only}
+        difference = _difference(there, expect)
+        if difference is not None:
+            raise _unusable(checkpoint, f"it is of another model: {difference}")
+    try:
+        with checkpoint.path.open("rb") as data:
+            _verify(checkpoint, data)
+            state = torch.load(data, map_location=map_location, weights_only=True)
+        difference = _difference(describe(state), checkpoint.shapes)
+    except torch.OutOfMemoryError:
+        raise
+    except (Damaged, OSError) as error:
+        raise _unusable(checkpoint, error) from None
+    except Exception as error:
+        # torch's own message goes on to advise weights_only=False.
+        reason = f"{type(error).__name__}: {_first_sentence(error)}"
+        raise _unusable(checkpoint, f"refused, it holds more than tensors and plain values ({reason})") from None
+    if difference is not None:
+        raise _unusable(checkpoint, f"its data is not what its manifest says: {difference}")
+    return state
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    for line in lines:
+        if line.startswith("WeightsUnpickler error:"):
+            return line.removeprefix("WeightsUnpickler error:").strip()[:200]
+    return lines[0][:200] if lines else ""
+
+
+def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> list[Path]:
+    """Remove what dead writers left: temporary files, and data files that no manifest commits; return their paths.
+
+    Only names that this package gives are touched, and no file that a live writer holds (by its flock).
+    """
+    removed = []
+    directory = Path(directory)
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if not (is_temporary(path.name) or uncommitted(path)):
+            continue
+        try:
+            with path.open("rb") as leftover:
+                # Asked again under the lock: a live writer may have committed it in between.
+                if try_lock(leftover.fileno()) and (is_temporary(path.name) or uncommitted(path)):
+                    path.unlink()
+                    removed.append(path)
+                    on_event(
+                        f"swept {path.name}, {human_bytes(os.fstat(leftover.fileno()).st_size)} of an unfinished save"
+                    )
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                on_event(f"warning: cannot sweep {path}: {error.strerror}")
+    return removed

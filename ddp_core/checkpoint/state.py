@@ -1,0 +1,148 @@
+"""The state of a run: a tree of dicts, lists and tuples over tensors and plain values; described and copied."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shapes = dict[str, list[Any]]
+"""Dotted name → [dtype without "torch.", list of sizes]."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class Tree:
+    """A state, walked once: its tensors, their dotted names, and the same tree over other tensors.
+
+    Raises TypeError, naming the key, for anything that `torch.load(weights_only=True)` could not read back as it was,
+    and ValueError where two tensors share one dotted name.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.tensors: list[Tensor] = []
+        """Each one once, detached: tied tensors are one."""
+        self.shapes: Shapes = {}
+        self._slots: list[int] = []
+        self._dtypes: dict[torch.dtype, str] = {}
+        self._slot_of: dict[tuple[Any, ...], int] = {}
+        self._walk(state, "")
+
+    def _walk(self, state: Any, name: str) -> None:
+        if isinstance(state, Tensor):
+            self._add(state, name)
+        elif type(state) in _PLAIN:
+            pass
+        elif isinstance(state, Mapping):
+            for key, value in state.items():
+                if type(key) not in (str, int):
+                    raise TypeError(f"state[{name!r}] has a key {key!r} of type {type(key).__name__}: use str or int")
+                self._walk(value, f"{name}.{key}" if name else str(key))
+        elif type(state) in (list, tuple):
+            for index, value in enumerate(state):
+                self._walk(value, f"{name}.{index}" if name else str(index))
+        else:
+            kind = f"{type(state).__module__}.{type(state).__qualname__}"
+            raise TypeError(
+                f"state[{name!r}] is a {kind}: only tensors, dict, list, tuple and plain JSON values (None, bool, int, "
+                "float, str) are saved"
+            )
+
+    def _add(self, tensor: Tensor, name: str) -> None:
+        if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.device})"
+            raise TypeError(f"state[{name!r}] is a {kind}: only dense tensors are saved")
+        if name in self.shapes:
+            raise ValueError(f"two tensors of the state are called {name!r}")
+        dtype, shape = tensor.dtype, tensor.shape
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = str(dtype).removeprefix("torch.")
+        self.shapes[name] = [self._dtypes[dtype], list(shape)]
+        identity = (tensor.data_ptr(), tensor.device, dtype, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        slot = self._slot_of.setdefault(identity, len(self.tensors))
+        if slot == len(self.tensors):
+            self.tensors.append(tensor.detach() if tensor.requires_grad or type(tensor) is not Tensor else tensor)
+        self._slots.append(slot)
+
+    def bytes_needed(self) -> int:
+        """Bytes of the data file at most, a little generous: storages are aligned, and each has a record header."""
+        return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
+
+    def over(self, tensors: list[Tensor]) -> Any:
+        """The same tree with `tensors[i]` in the place of `self.tensors[i]`."""
+        return _rebuild(self._state, map(tensors.__getitem__, self._slots))
+
+
+def describe(state: Any) -> Shapes:
+    """Dotted name → [dtype, shape] of every tensor in `state`, for `load(expect=…)`; raises as `Tree`."""
+    return Tree(state).shapes
+
+
+def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return next(tensors)
+    if type(state) in _PLAIN:
+        return state
+    if isinstance(state, Mapping):
+        items = [(key, _rebuild(value, tensors)) for key, value in state.items()]
+        if isinstance(state, Counter):  # MultiStepLR keeps its milestones in one
+            return Counter(dict(items))
+        if not isinstance(state, OrderedDict):
+            return dict(items)
+        ordered = OrderedDict(items)
+        if hasattr(state, "_metadata"):  # a module's state_dict carries the versions of its submodules
+            versions = Tree(state._metadata)
+            ordered._metadata = versions.over(versions.tensors)  # type: ignore[attr-defined]
+        return ordered
+    return type(state)([_rebuild(value, tensors) for value in state])
+
+
+class Snapshots:
+    """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
+
+    CUDA tensors go to pinned memory in stream order: `ready()` waits for them, in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._layout: list[tuple[Any, ...]] = []
+        self._buffers: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def copy(self, tree: Tree) -> Any:
+        """The same state over buffers of this object; it is valid until the next call."""
+        layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in tree.tensors]
+        if layout != self._layout:
+            self._buffers = []  # freed before the new ones are made
+            self._buffers = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in tree.tensors]
+            self._layout = layout
+        if tree.tensors:
+            torch._foreach_copy_(self._buffers, tree.tensors, non_blocking=True)
+        self._events = []
+        for device in {tensor.device for tensor in tree.tensors if tensor.is_cuda}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+        return tree.over(self._buffers)
+
+    def ready(self) -> None:
+        """Return when every byte of the last copy has arrived."""
+        for event in self._events:
+            event.synchronize()
+
+
+def on_cpu(tree: Tree) -> Any:
+    """The same state on the CPU, each tensor owning just its own bytes; copies only where needed."""
+    return tree.over([_own(tensor) for tensor in tree.tensors])
+
+
+def _own(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.cpu().resolve_conj().resolve_neg()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    return tensor.resolve_conj().resolve_neg()
