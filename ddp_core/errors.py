@@ -1,0 +1,46 @@
+"""The one exception that a user sees: a message without a traceback, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import errno
+from enum import IntEnum
+from pathlib import Path
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every `ddp` command, worker and container."""
+
+    DONE = 0
+    BAD_INPUT = 2
+    NO_CHECKPOINT = 3
+    RESOURCES = 4
+    NUMERICS = 5
+    PEERS_LOST = 6
+    STOPPED = 75
+
+
+class UserError(Exception):
+    """Something the user can mend: says what, where and what to do now.
+
+    `exit_code` is what the process that meets it ends with.
+    """
+
+    def __init__(self, message: str, exit_code: int = ExitCode.BAD_INPUT) -> None:
+        super().__init__(message)
+        self.exit_code = ExitCode(exit_code)
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, int]]:
+        return (type(self), (str(self), int(self.exit_code)))
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room: disk, quota, or a limit on the size of files."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_room(place: Path, error: BaseException) -> UserError:
+    """What the user is told about it (4)."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UserError(
+        f"disk full: {reason} in {place}; free some space and continue with --resume auto", ExitCode.RESOURCES
+    )

@@ -1,0 +1,96 @@
+"""Which samples were trained, by whom, at which step: the proof that none was lost or trained twice.
+
+With `--ledger` every rank appends one line per finished step to `ledger/attempt-<n>-rank-<r>.jsonl`. An attempt that
+starts at step k takes back
+what earlier attempts did from k on, since it continues from the weights of step k.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ddp_core.errors import UserError
+
+
+class Ledger:
+    """One rank's lines of one attempt."""
+
+    def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
+        path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._file: IO[str] = path.open("w", buffering=1)
+        self._write({"from_step": first_step})
+
+    def write(self, step: int, epoch: int, ids: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+        """Note what this rank trained in finished step number `step`, counted from 1."""
+        self._write({"step": step, "epoch": epoch, "ids": np.concatenate([*ids, np.empty(0, np.int64)]).tolist()})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+
+def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
+    """For each step that counts: its epoch and the ids that all ranks trained in it.
+
+    Raises UserError where there is no ledger.
+    """
+    attempts: dict[int, list[list[dict[str, Any]]]] = {}
+    for path in sorted((directory / "ledger").glob("attempt-*-rank-*.jsonl")):
+        attempts.setdefault(int(path.name.split("-")[1]), []).append(_lines(path))
+    if not attempts:
+        raise UserError(f"{directory} has no ledger; train with --ledger")
+    steps: dict[int, tuple[int, list[int]]] = {}
+    for number in sorted(attempts):
+        ranks = attempts[number]
+        first = min(lines[0]["from_step"] for lines in ranks if lines)
+        steps = {step: entry for step, entry in steps.items() if step <= first}
+        for lines in ranks:
+            for line in lines[1:]:
+                epoch, ids = steps.get(line["step"], (line["epoch"], []))
+                steps[line["step"]] = (epoch, ids + line["ids"])
+    return steps
+
+
+def audit(directory: Path) -> str:
+    """One line: what the ledger shows. Raises UserError where a sample was trained twice in an epoch or a step is
+    missing.
+    """
+    steps = committed_steps(directory)
+    missing = sorted(set(range(1, max(steps) + 1)) - steps.keys())
+    if missing:
+        raise UserError(f"{directory}: no rank trained step {missing[0]}")
+    epochs: dict[int, Counter[int]] = {}
+    for epoch, ids in steps.values():
+        epochs.setdefault(epoch, Counter()).update(ids)
+    for epoch, counts in epochs.items():
+        twice = [number for number, count in counts.items() if count > 1]
+        if twice:
+            raise UserError(
+                f"{directory}: sample {twice[0]} and {len(twice) - 1} others were trained more than once "
+                f"in epoch {epoch}"
+            )
+    total = sum(sum(counts.values()) for counts in epochs.values())
+    return (
+        f"ledger: {len(steps)} steps, {len(epochs)} epochs, {total} samples, each at most once per epoch, "
+        "no step missing"
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

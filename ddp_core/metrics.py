@@ -1,0 +1,186 @@
+"""What a run says while it trains: one JSON line per record, plain lines or a progress bar for people, TensorBoard on
+request.
+
+metrics.jsonl holds one JSON object per line with a `kind`:
+`step` (step, epoch, loss, lr, samples_per_second, data_wait), `evaluation` (step, epoch, test_loss, test_accuracy),
+`digest` (step, weights_sha256),
+`resume` (step: the records of later steps before this line were rolled back) and `checkpoint` (step, seconds).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl; whole lines only, so that a reader may look at any time.
+
+    `may_write` is called before each record and raises where another process has taken over.
+    """
+
+    def __init__(
+        self, path: Path | None, tensorboard: Path | None = None, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self._may_write = may_write
+        self._file: IO[str] | None = path.open("a", buffering=1) if path else None
+        if self._file is not None and path is not None and _ends_in_a_line(path):
+            # A full disk or a crash cut it; the next record must not be lost with it.
+            self._file.write("\n")
+        self._board: Any = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(str(tensorboard))
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record; NaN and infinities become null."""
+        if self._file is None:
+            return
+        self._may_write()
+        record = {"kind": kind, "time": round(time.time(), 3)}
+        record |= {name: _finite(value) for name, value in fields.items()}
+        self._file.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name, value in fields.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, fields.get("step", 0))
+
+    def hyper_parameters(self, settings: Mapping[str, Any], result: Mapping[str, float]) -> None:
+        """The run's settings, nested ones under dotted names, beside its result, for TensorBoard's table."""
+        if self._board is not None:
+            figures = {f"result/{name}": value for name, value in result.items()}
+            self._board.add_hparams(_flattened(settings), figures, run_name=".")
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | float | int]:
+    """What TensorBoard can show: lists and what is not set have no place in its table."""
+    flat: dict[str, bool | str | float | int] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flattened(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | str | float | int):
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The records that stand: rolled-back steps are left out, a half-written last line too."""
+    records: list[dict[str, Any]] = []
+    for record in _lines(path):
+        if record.get("kind") == "resume":
+            records = [old for old in records if old.get("step", 0) <= record["step"]]
+        records.append(record)
+    return [record for record in records if kind is None or record.get("kind") == kind]
+
+
+def _ends_in_a_line(path: Path) -> bool:
+    """Whether the last line has no end."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+class Console:
+    """Speaks to the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, log: Path | None = None) -> None:
+        self.rank = rank
+        self.prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
+        self.speaks = rank == 0
+        self._log: IO[str] | None = log.open("a", buffering=1) if log else None
+        self._bar: Any = None
+
+    def log_to(self, path: Path) -> None:
+        """Keep what is said in this file, too."""
+        self._log = path.open("a", buffering=1)
+
+    def say(self, text: str) -> None:
+        """A line for the user, from rank 0."""
+        self._keep(text)
+        if self.speaks:
+            self._print(text, sys.stdout)
+
+    def warn(self, text: str) -> None:
+        """A warning, from any rank, with its rank."""
+        text = f"{self.prefix}warning: {text}"
+        self._keep(text)
+        self._print(text, sys.stderr)
+
+    def progress(self, step: int, total: int, text: str) -> None:
+        """Where the run is: a bar on a terminal; the caller says a plain line elsewhere (see `draws`)."""
+        if not self.draws:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=step, unit="step", leave=False, dynamic_ncols=True)
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix_str(text, refresh=False)
+
+    @property
+    def draws(self) -> bool:
+        """Whether there is a terminal to draw a bar on."""
+        return self.speaks and sys.stderr.isatty()
+
+    def end_progress(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """End the bar and the log."""
+        self.end_progress()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _keep(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
+
+    def _print(self, text: str, stream: IO[str]) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=stream)
+        else:
+            print(text, file=stream, flush=True)

@@ -1,0 +1,81 @@
+"""A trace of a window of steps on every rank, for Perfetto or chrome://tracing, and one view of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from ddp_core.errors import UserError
+
+
+class StepProfiler:
+    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`; None traces nothing.
+
+    Raises UserError for a window that is none.
+    """
+
+    def __init__(self, window: str | None, directory: Path, rank: int) -> None:
+        self._first, self._last = parse_window(window) if window else (0, 0)
+        self._path = directory / "trace" / f"rank-{rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+
+    def before_step(self, step: int) -> None:
+        """Begin where the window does."""
+        if step != self._first:
+            return
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=kinds)
+        self._profiler.start()
+
+    def after_step(self, step: int) -> None:
+        """End where the window does."""
+        if step == self._last:
+            self._finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profiler is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            self._path.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(self._path))
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """First and last step of 'first:last'. Raises UserError."""
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise UserError(f"--profile {text}: expected FIRST:LAST steps, for example 20:25")
+    return int(first), int(last)
+
+
+def merge_traces(directory: Path) -> Path | None:
+    """One trace of all ranks, `trace/all-ranks.json`, each as a process of its own; None where there is none."""
+    events: list[dict[str, Any]] = []
+    for path in sorted((directory / "trace").glob("rank-*.json")):
+        rank = int(path.stem.removeprefix("rank-"))
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            found = json.loads(path.read_text())["traceEvents"]
+            events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            # A rank is one process here, whatever number the operating system gave it.
+            events += [event | {"pid": rank} for event in found if event.get("name") != "process_name"]
+    if not events:
+        return None
+    target = directory / "trace" / "all-ranks.json"
+    target.write_text(json.dumps({"traceEvents": events}))
+    return target

@@ -1,0 +1,21 @@
+"""One step, three ways, on one loop."""
+
+from ddp_core.trainers.trainer import Job, Trainer
+
+
+def build_trainer(job: Job) -> Trainer:
+    """The trainer for the job's layout."""
+    if job.layout.kind == "single":
+        from ddp_core.trainers.single import SingleTrainer
+
+        return SingleTrainer(job)
+    if job.layout.kind == "ddp":
+        from ddp_core.trainers.distributed import DistributedTrainer
+
+        return DistributedTrainer(job)
+    from ddp_core.trainers.data_parallel import CudaDataParallelTrainer, DataParallelTrainer
+
+    return (CudaDataParallelTrainer if job.layout.device == "cuda" else DataParallelTrainer)(job)
+
+
+__all__ = ["Job", "Trainer", "build_trainer"]

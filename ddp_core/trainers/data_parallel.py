@@ -1,0 +1,178 @@
+"""One process, several replicas: nn.DataParallel on CUDA, and its five moves over threads on CPU.
+
+nn.DataParallel does in every step: scatter the batch, replicate the module, apply the replicas in parallel threads,
+gather the
+outputs, and in backward reduce the gradients onto the first device. On CPU torch's class merely calls the module;
+here the same moves are made
+over copies of it, so that the comparison exists on a laptop. One difference: each thread runs its own backward (torch's
+CPU autograd would run them one after the other), and what is gathered are losses rather than outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
+from ddp_core.reduction.tree import cut
+from ddp_core.trainers.batches import StepBatch
+from ddp_core.trainers.keyed_random import KeyedRandom
+from ddp_core.trainers.trainer import Job, Trainer
+
+Gradients = list[Tensor | None]
+
+
+class DataParallelTrainer(Trainer):
+    """The CPU replicas: each a copy of the model in a thread of its own."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        count = job.layout.nproc_per_node
+        self.model.train()
+        self.replicas = [_Replica(self, number) for number in range(count)]
+        threads = torch.get_num_threads()
+        # The number of OpenMP threads belongs to each Python thread.
+        self.threads = ThreadPoolExecutor(count, "replica", initializer=lambda: torch.set_num_threads(threads))
+
+    def shares(self) -> range:
+        """All of them: one process feeds every replica."""
+        return range(self.job.layout.nproc_per_node)
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Scatter, replicate, parallel apply, gather, reduce."""
+        self.signals.begin()
+        scattered = self._scatter(batch)
+        for replica in self.replicas[1:]:
+            replica.copy_from(self.model)
+        self.clock.lap("exposed_communication")
+        applied = [
+            self.threads.submit(replica.apply, share) for replica, share in zip(self.replicas, scattered, strict=True)
+        ]
+        found = [future.result() for future in applied]
+        self.clock.lap("forward_backward")
+        for losses in found:
+            for index, loss in losses:
+                self.signals.put_loss(index, loss)
+        self.meet_others()
+        self._reduce()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.shutdown()
+
+    def _scatter(self, batch: StepBatch) -> list[StepBatch]:
+        owned = iter(zip(batch.micro_batches, batch.tensors, strict=True))
+        shares = []
+        for share in self.shares():
+            count = len(self.cut.share(share, batch.samples))
+            pairs = [next(owned) for _ in range(count)]
+            parts, tensors = [part for part, _ in pairs], [pair for _, pair in pairs]
+            shares.append(StepBatch(batch.step, batch.epoch, batch.samples, parts, tensors))
+        return shares
+
+    def _reduce(self) -> None:
+        """Sum the replicas' gradients onto the first: in the canonical tree, or from left to right as torch does."""
+        parameters = self.replicas[0].parameters
+        if self.exact:
+            gradients = fold_replicas([replica.tree for replica in self.replicas])
+            self.replicas[0].statistics.finish(self._statistics_total())
+            for replica in self.replicas[1:]:
+                replica.statistics.restore()
+        else:
+            gradients = list(self.replicas[0].gradients)
+            for replica in self.replicas[1:]:
+                for number, gradient in enumerate(replica.gradients):
+                    ours = gradients[number]
+                    gradients[number] = gradient if ours is None else ours if gradient is None else ours.add_(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _statistics_total(self) -> Tensor:
+        total = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
+        assert total is not None
+        return total
+
+
+class _Replica:
+    """A copy of the model and what it found in one step."""
+
+    def __init__(self, trainer: DataParallelTrainer, number: int) -> None:
+        self.trainer = trainer
+        self.number = number
+        self.module = trainer.model if number == 0 else copy.deepcopy(trainer.model)
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.statistics = BatchStatistics(self.module)
+        self.random = KeyedRandom(trainer.experiment.seed)
+        self.tree = self.statistics_tree = GradientTree(1)
+        self.gradients: Gradients = []
+
+    @torch.no_grad()
+    def copy_from(self, model: nn.Module) -> None:
+        """Take over the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
+        for ours, theirs in ((self.module.parameters(), model.parameters()), (self.module.buffers(), model.buffers())):
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.copy_(other)
+
+    def apply(self, share: StepBatch) -> list[tuple[int, Tensor]]:
+        """Forward and backward of this replica's micro-batches; returns their losses."""
+        trainer = self.trainer
+        count = trainer.cut.count(share.samples)
+        own = cut(count, self.number, trainer.cut.shares)
+        self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
+        take_gradients(self.parameters)
+        if trainer.exact:
+            self.statistics.begin()
+        seed, losses = trainer.backward_seed(share.samples), []
+        for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
+            with self.random.micro_batch(share.step, part.index):
+                loss = trainer.forward(self.module, inputs, targets)
+            losses.append((part.index, loss.detach()))
+            loss.backward(seed)
+            if trainer.exact:
+                self.tree.push(take_gradients(self.parameters))
+                self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
+        self.gradients = [] if trainer.exact else take_gradients(self.parameters)
+        return losses
+
+
+class CudaDataParallelTrainer(Trainer):
+    """nn.DataParallel itself, over CUDA devices: each round takes one micro-batch per device.
+
+    It sums the replicas' gradients inside autograd, where their order cannot be chosen, so it has no exact reduction.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.module = nn.DataParallel(self.model, device_ids=list(range(job.layout.nproc_per_node)))
+        self.module.train()
+
+    def shares(self) -> range:
+        """All of them."""
+        return range(self.job.layout.nproc_per_node)
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """One call of nn.DataParallel per round, which scatters, replicates, applies, gathers and reduces."""
+        self.signals.begin()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        seed = self.backward_seed(batch.samples)
+        for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
+            self.seed_micro_batch(batch.step, batch.micro_batches[members[0]].index)
+            pairs = [batch.tensors[member] for member in members]
+            inputs, targets = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+            loss = self.forward(self.module, inputs, targets)
+            self.signals.put_loss(batch.micro_batches[members[0]].index, loss.detach())
+            loss.backward(seed)
+        self.meet_others()
+
+
+def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:
+    """Which micro-batches run together: the n-th of every share."""
+    positions = {part.index: number for number, part in enumerate(batch.micro_batches)}
+    owned = [cut(count, share, shares) for share in range(shares)]
+    longest = max(len(share) for share in owned)
+    return [[positions[share[turn]] for share in owned if turn < len(share)] for turn in range(longest)]

@@ -1,0 +1,108 @@
+"""One process per device, DistributedDataParallel around the model: gradients travel while backward is still
+running.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.plain import PlainReduction
+from ddp_core.trainers.batches import StepBatch
+from ddp_core.trainers.trainer import Job, Trainer
+
+
+class DistributedTrainer(Trainer):
+    """This rank's share of every global batch."""
+
+    def __init__(self, job: Job) -> None:
+        if job.experiment.sync_batch_norm:
+            job.model = nn.SyncBatchNorm.convert_sync_batchnorm(job.model)
+        super().__init__(job)
+        settings = job.experiment.ddp
+        self.module = DistributedDataParallel(
+            self.model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+            find_unused_parameters=settings.find_unused_parameters,
+            # The exact reduction carries batch-norm statistics itself.
+            broadcast_buffers=settings.broadcast_buffers and not self.exact,
+        )
+        self.reduction: ExactReduction | PlainReduction
+        if self.exact:
+            self.reduction = ExactReduction(self.module, self.cut.micro_batches)
+        else:
+            self.reduction = PlainReduction(self.module, self.cut.micro_batches)
+            self._register_hook()
+        self.module.train()
+
+    def shares(self) -> range:
+        """This rank's own."""
+        rank = self.job.collectives.world.rank
+        return range(rank, rank + 1)
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward and backward of this rank's micro-batches; gradients and losses travel during the last backward."""
+        self.signals.begin()
+        self.reduction.begin(self.cut.count(batch.samples))
+        # DDP's own all-reduce divides by the number of ranks, the exact reduction does not.
+        seed = self.backward_seed(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
+        for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
+            self.seed_micro_batch(batch.step, part.index)
+            with self.reduction.micro_batch(part.index, part.stop - part.start):
+                loss = self.forward(self.module, inputs, targets)
+                self.signals.put_loss(part.index, loss.detach())
+                self.clock.lap("forward")
+                if part is batch.micro_batches[-1]:
+                    self.meet_others()
+                loss.backward(seed)
+                self.clock.lap_backward()
+        if not batch.micro_batches:
+            self._join_empty_handed()
+        self.reduction.finish()
+
+    def settle_buffers(self) -> None:
+        """In plain mode each rank's buffers have seen its own last forward: take rank 0's, as DDP does before the
+        next.
+        """
+        if not self.exact and self.experiment.ddp.broadcast_buffers:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def close(self) -> None:
+        """End the communication thread, then drop DDP: its reducer must be gone before the process group is."""
+        self.reduction.close()
+        del self.reduction, self.module
+        gc.collect()
+
+    def _join_empty_handed(self) -> None:
+        """An incomplete last batch may leave a rank without a micro-batch; its peers still wait for it."""
+        if self.exact:
+            self.meet_others()
+            return
+        # DDP's all-reduce runs in a backward only: one of a sample that counts nothing, and leaves no trace in the
+        # buffers. Forward comes first, as on the other ranks: it may broadcast the buffers.
+        self.module.eval()
+        inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
+        loss = self.forward(self.module, inputs, targets)
+        self.meet_others()
+        loss.backward(torch.zeros((), device=self.device))
+        self.module.train()
+
+    def _register_hook(self) -> None:
+        settings = self.experiment.ddp
+        if settings.communication_hook == "fp16":
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif settings.communication_hook == "bf16":
+            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif settings.communication_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start_powerSGD_iter=10)
+            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

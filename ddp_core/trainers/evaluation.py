@@ -1,0 +1,58 @@
+"""Evaluation that counts every held-out sample once and gives the same numbers on every layout.
+
+Batches are fixed by index and dealt out in turn; each rank fills in its own entries of a table of zeros, so the sum
+over ranks is exact, and
+`math.fsum` rounds once. (DistributedSampler would pad, counting some samples twice.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_core.experiment import Evaluation
+from ddp_core.loader import Loader
+from ddp_core.losses import Loss
+from ddp_core.process_group import Collectives
+from ddp_core.splits import Dataset
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    count_hits: Loss | None,
+    dataset: Dataset,
+    settings: Evaluation,
+    collectives: Collectives,
+) -> dict[str, float]:
+    """`test_loss`, and `test_accuracy` where `count_hits` says how; on every rank.
+
+    `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch.
+    """
+    samples, size = len(dataset), settings.samples_per_batch
+    batches = math.ceil(samples / size)
+    world = collectives.world
+    if settings.where == "rank0":
+        mine = range(batches) if world.is_first else range(0)
+    else:
+        mine = range(world.rank, batches, world.world_size)
+    loader, table = Loader(dataset), torch.zeros(batches, 2, dtype=torch.float64)
+    training = model.training
+    model.eval()
+    for batch in mine:
+        ids = np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64)
+        outputs, targets, loss = forward(*loader.fetch(0, ids))
+        table[batch, 0] = loss.double()
+        if count_hits is not None:
+            table[batch, 1] = count_hits(outputs, targets)
+    model.train(training)
+    losses, hits = collectives.sum_(table).T.tolist()
+    result = {"test_loss": math.fsum(losses) / samples}
+    if count_hits is not None:
+        result["test_accuracy"] = math.fsum(hits) / samples
+    return result

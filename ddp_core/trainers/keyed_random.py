@@ -1,0 +1,59 @@
+"""Random numbers for replicas that run in threads: torch's default CPU generator is one for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_core.determinism import MicroBatchSeed
+
+
+class KeyedRandom:
+    """Gives the random operations of one thread's forward a generator of its own, seeded per micro-batch.
+
+    The numbers are those that the default generator would have given after `MicroBatchSeed`, so one process and
+    replicas in threads drop the same units.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._mode = _OwnGenerator(torch.Generator())
+        self._seed = MicroBatchSeed(seed, torch.device("cpu"))
+        self._seed.generator = self._mode.generator
+
+    @contextlib.contextmanager
+    def micro_batch(self, step: int, index: int) -> Iterator[None]:
+        """Run one forward with the numbers of (step, micro-batch)."""
+        self._seed(step, index)
+        with self._mode:
+            yield
+
+
+class _OwnGenerator(TorchDispatchMode):
+    """Hands `generator` to every random operation of this thread that was called without one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        if given.get("generator") is None:
+            func, given["generator"] = _with_generator(func), self.generator
+        return func(*args, **given)
+
+
+def _with_generator(func: Any) -> Callable[..., Any]:
+    """The overload of a random operation that takes a generator: the same one, or its sibling."""
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func  # type: ignore[no-any-return]
+    packet, name = func.overloadpacket, func._overloadname
+    sibling = "generator" if name == "default" else f"{name}_generator"
+    return getattr(packet, sibling)  # type: ignore[no-any-return]

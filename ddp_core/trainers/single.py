@@ -1,0 +1,42 @@
+"""One process, one device: the reference that every other layout is compared with."""
+
+from __future__ import annotations
+
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.plain import PlainReduction
+from ddp_core.trainers.batches import StepBatch
+from ddp_core.trainers.trainer import Job, Trainer
+
+
+class SingleTrainer(Trainer):
+    """Micro-batches one after the other on one device."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        kind = ExactReduction if self.exact else PlainReduction
+        self.reduction = kind(self.model, self.cut.micro_batches)
+        self.model.train()
+
+    def shares(self) -> range:
+        """All of the global batch."""
+        return range(1)
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward and backward of each micro-batch; the reduction adds up."""
+        self.signals.begin()
+        self.reduction.begin(self.cut.count(batch.samples))
+        seed = self.backward_seed(batch.samples)
+        for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
+            self.seed_micro_batch(batch.step, part.index)
+            with self.reduction.micro_batch(part.index, part.stop - part.start):
+                loss = self.forward(self.model, inputs, targets)
+                self.signals.put_loss(part.index, loss.detach())
+                self.clock.lap("forward")
+                loss.backward(seed)
+                self.clock.lap_backward()
+        self.meet_others()
+        self.reduction.finish()
+
+    def close(self) -> None:
+        """Give the batch-norm layers their momenta back."""
+        self.reduction.close()

@@ -1,0 +1,86 @@
+"""Everything that resumes: weights, optimizer, scaler and the position. Random state and schedule follow from the
+position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_core.experiment import Experiment
+
+
+@dataclass
+class TrainState:
+    """The record that a checkpoint holds; `step` counts finished optimizer steps over the whole run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None = None
+    step: int = 0
+    epoch_loss: float = 0.0
+    """Sum of the losses of all samples trained in the epoch so far."""
+    epoch_samples: int = 0
+    last_epoch_loss: float | None = None
+    """Mean loss over the samples of the last whole epoch."""
+    best: float | None = None
+    evaluation: dict[str, float] = field(default_factory=dict)
+    trained_seconds: float = 0.0
+    trained_samples: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain JSON types only."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "position": {
+                "step": self.step,
+                "epoch_loss": self.epoch_loss,
+                "epoch_samples": self.epoch_samples,
+                "last_epoch_loss": self.last_epoch_loss,
+                "best": self.best,
+                "evaluation": self.evaluation,
+                "trained_seconds": self.trained_seconds,
+                "trained_samples": self.trained_samples,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for name, value in state["position"].items():
+            setattr(self, name, value)
+
+
+def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Optimizer:
+    """The experiment's optimizer over the model's trainable parameters."""
+    settings = experiment.optimizer
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # On CPU foreach is the same operations, one over all tensors after the other: the same bits with a cold cache.
+    foreach = settings.implementation == "foreach" and any(parameter.is_cuda for parameter in parameters)
+    pinned = {"foreach": foreach, "fused": settings.implementation == "fused"}
+    if settings.name == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=settings.lr,
+            momentum=settings.momentum,
+            nesterov=settings.nesterov,
+            weight_decay=settings.weight_decay,
+            **pinned,
+        )
+    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
+    return kind(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        **pinned,
+    )

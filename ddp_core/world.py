@@ -1,0 +1,97 @@
+"""Who am I: the only reader of the launcher's environment variables.
+
+| variable | set by | meaning here |
+|---|---|---|
+| RANK, WORLD_SIZE | torchrun, torch.distributed.launch, a scheduler, our spawn | rank, world_size |
+| LOCAL_RANK, LOCAL_WORLD_SIZE | the same | local_rank, nproc_per_node |
+| GROUP_RANK | torchrun | node_rank |
+| MASTER_ADDR, MASTER_PORT | the same | where the process group's store is |
+| TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
+| TORCHELASTIC_RESTART_COUNT | torchrun | shown only: it differs between nodes of one round |
+| DDP_REPORT_DIR | `ddp train` | where a worker leaves word of how it ended, for the launcher to say once |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_core.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all: ranks, counts, the launch it belongs to."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    nproc_per_node: int = 1
+    node_rank: int = 0
+    launch_id: str | None = None
+    restart_count: int = 0
+    report_dir: Path | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // self.nproc_per_node
+
+    @property
+    def place(self) -> str:
+        """'rank 3 (node 1)', for messages."""
+        return f"rank {self.rank} (node {self.node_rank})"
+
+    @staticmethod
+    def is_set(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether a launcher has already made this process a worker."""
+        return "RANK" in environ and "WORLD_SIZE" in environ
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
+        """The launcher's word, checked. Raises UserError naming the variable that is missing or wrong."""
+        reports = environ.get("DDP_REPORT_DIR")
+        if not cls.is_set(environ):
+            return cls()
+
+        def number(name: str, default: int | None = None) -> int:
+            text = environ.get(name)
+            if text is None and default is not None:
+                return default
+            try:
+                return int(text or "")
+            except ValueError:
+                raise UserError(f"{name}={text!r} is not a number; start this with torchrun or `ddp train`") from None
+
+        rank, world_size = number("RANK"), number("WORLD_SIZE")
+        local_rank = number("LOCAL_RANK", rank)
+        nproc_per_node = number("LOCAL_WORLD_SIZE", world_size)
+        if not 0 <= rank < world_size:
+            raise UserError(
+                f"RANK={rank} is outside of WORLD_SIZE={world_size}; give every process another rank from 0"
+            )
+        if nproc_per_node < 1 or world_size % nproc_per_node:
+            raise UserError(f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={nproc_per_node}")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if world_size > 1 and name not in environ:
+                raise UserError(f"RANK is set but {name} is not; start this with torchrun or `ddp train`")
+        if world_size > 1:
+            number("MASTER_PORT")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            nproc_per_node=nproc_per_node,
+            node_rank=number("GROUP_RANK", rank // nproc_per_node),
+            # "none" is torchrun's own default: no identity at all.
+            launch_id=None if (identity := environ.get("TORCHELASTIC_RUN_ID")) == "none" else identity,
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+            report_dir=Path(reports) if reports else None,
+        )
