@@ -1,0 +1,21 @@
+"""Uses memory up, a little at a time and never much of it, for a moment. Runs inside a node whose limit is near."""
+
+import sys
+import time
+
+_BYTES = 96 * 2**20
+_PIECE = 4 * 2**20
+
+
+def main() -> int:
+    """Returns when the kernel has had reason to kill something larger."""
+    pieces = []
+    for _ in range(_BYTES // _PIECE):
+        pieces.append(bytearray(b"1") * _PIECE)
+        time.sleep(0.01)
+    time.sleep(0.5)
+    return len(pieces) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
