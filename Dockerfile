@@ -1,0 +1,109 @@
+# One image for every layout: torch's wheels bring their own CUDA libraries, so the `base` flavour (driver hooks only) is enough, and the
+# same image runs the CPU cluster over gloo. The digest pins what the tag names today.
+ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:2ab6381d970b211fb93853796dc6707eb8a72575a375c422b17cf4d8b2641701
+
+
+# The interpreter alone, shared by every later stage. tini becomes process 1 where the engine's own init cannot (compose.user.yaml);
+# ca-certificates is for `ddp data fetch`.
+FROM ${BASE_IMAGE} AS python
+RUN rm -f /etc/apt/apt.conf.d/docker-clean
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 tini ca-certificates
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1
+
+
+# Only the dependency lists, so that an edit of the tool settings in pyproject.toml does not reinstall torch: the next stage copies
+# these files, and an unchanged file keeps its cached layers.
+FROM python AS requirements
+COPY pyproject.toml /
+RUN python3 -c "import tomllib; \
+    project = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
+    extras = project['optional-dependencies']; \
+    open('/runtime.txt', 'w').write('\n'.join(project['dependencies'])); \
+    open('/sbom.txt', 'w').write('\n'.join(extras['sbom'])); \
+    open('/test.txt', 'w').write('\n'.join(extras['cluster'] + extras['test']))"
+
+
+# Everything that changes rarely and weighs much. pip lives beside the environment, not in it, and is never copied into the image.
+FROM python AS deps
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3-venv
+COPY constraints.txt /
+# The cache mount keeps downloads between builds and out of the layers.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3 -m venv /opt/pip \
+    && /opt/pip/bin/pip install --disable-pip-version-check -c /constraints.txt pip \
+    && python3 -m venv --without-pip /opt/venv
+COPY --from=requirements /runtime.txt /
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt setuptools
+
+
+# What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.
+FROM python AS runtime
+RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ddp
+COPY --from=deps /opt/venv /opt/venv
+COPY --chmod=0755 tools/run-as-owner.sh /usr/local/bin/run-as-owner
+WORKDIR /app
+COPY pyproject.toml README.md LICENSE ./
+COPY ddp_core ddp_core
+COPY experiments experiments
+# Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now: nothing can be written later.
+RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation --editable . \
+    && rm -rf build *.egg-info \
+    && python -m compileall -q ddp_core experiments
+# A user without a name or home (any uid may run this) and a read-only root: whatever writes caches writes them to the tmpfs.
+ENV HOME=/tmp \
+    USER=ddp \
+    MPLCONFIGDIR=/tmp/matplotlib \
+    TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor \
+    PYTHONDONTWRITEBYTECODE=1 \
+    DDP_OUTPUT=/outputs \
+    DDP_DATA=/data
+# Last, because they change with every commit and must not cost a layer.
+ARG VERSION=unknown
+ARG GIT_COMMIT=unknown
+ARG GIT_DIRTY=unknown
+ENV DDP_IMAGE_VERSION=$VERSION \
+    DDP_GIT_COMMIT=$GIT_COMMIT \
+    DDP_GIT_DIRTY=$GIT_DIRTY
+LABEL org.opencontainers.image.title="ddp-core" \
+      org.opencontainers.image.description="Data-parallel training in PyTorch: the same weights on every layout" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version=$VERSION \
+      org.opencontainers.image.revision=$GIT_COMMIT
+USER ddp
+# Some CUDA images start everything with a banner.
+ENTRYPOINT []
+CMD ["ddp", "--help"]
+
+
+# The runtime image plus test tools and the files that tests read.
+FROM runtime AS test
+USER root
+COPY --from=requirements /test.txt /
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,from=deps,source=/constraints.txt,target=/constraints.txt \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /test.txt
+COPY . .
+ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
+USER ddp
+CMD ["pytest", "-m", "not slow and not docker and not gpu", "-p", "no:cacheprovider"]
+
+
+# The runtime image plus the tool that lists its contents: tools/sbom.py runs it.
+FROM runtime AS sbom
+USER root
+COPY --from=requirements /sbom.txt /
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,from=deps,source=/constraints.txt,target=/constraints.txt \
+    python3 -m venv --without-pip /opt/sbom \
+    && /opt/pip/bin/pip --python /opt/sbom/bin/python install -c /constraints.txt -r /sbom.txt
+USER ddp
