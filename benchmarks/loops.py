@@ -1,0 +1,379 @@
+"""One training step, written by several hands: the bare loop, this project's trainer, and three peers.
+
+Each builder returns a turn: it trains `steps + 1` steps on the same model, data and optimizer settings and gives the
+seconds per step over all but the first. The bare loop is that of source 003 (forward, loss, zero_grad, backward, step,
+`loss.item()`, counts).
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.turns import Seconds, Turn
+from ddp_core.checkpoint import Checkpointer
+from ddp_core.data import InMemory, Splits
+from ddp_core.determinism import make_deterministic
+from ddp_core.experiment import Component, Experiment, Optimizer
+from ddp_core.faults import FaultScript
+from ddp_core.heartbeat import Heartbeat
+from ddp_core.layout import Layout
+from ddp_core.losses import class_hits, cross_entropy
+from ddp_core.memory import keep_freed_memory
+from ddp_core.metrics import Console, MetricsWriter
+from ddp_core.models import MODELS
+from ddp_core.options import Options
+from ddp_core.process_group import Collectives
+from ddp_core.stop import StopRequest
+from ddp_core.torchvision_import import import_torchvision
+from ddp_core.trainers import Job, build_trainer
+from ddp_core.world import World
+
+CLASSES = 10
+SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: model, shape of a sample, samples per step, cut into micro-batches (None: not), timed steps.
+
+    With `data_loader` the loops that bring no data of their own draw from a shuffling `DataLoader` over a
+    `TensorDataset`; without, they use one batch in memory again and again.
+    """
+
+    title: str
+    model: str
+    shape: tuple[int, ...]
+    global_batch_size: int
+    steps: int
+    data_loader: bool
+    micro_batch: int | None = None
+    target: float | None = None
+
+    def build_model(self) -> nn.Module:
+        """The model in training mode, the same weights for every contender."""
+        torch.manual_seed(0)
+        return MODELS[self.model]().train()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets: a sample for each place in `steps + 1` batches, or one batch that is used again."""
+        generator = torch.Generator().manual_seed(0)
+        samples = self.global_batch_size * ((self.steps + 1) if self.data_loader else 1)
+        inputs = torch.randn(samples, *self.shape, generator=generator)
+        return inputs, torch.randint(0, CLASSES, (samples,), generator=generator)
+
+    def batches(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """What an ordinary loop iterates over."""
+        inputs, targets = self.tensors()
+        if self.data_loader:
+            dataset = TensorDataset(inputs, targets)
+            return DataLoader(dataset, batch_size=self.global_batch_size, shuffle=True)
+        return Again(inputs, targets, self.steps + 1)
+
+
+class Again:
+    """One batch, `times` times. (Lightning takes a list for a collection of loaders.)"""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, times: int) -> None:
+        self.batch, self.times = (inputs, targets), times
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return repeat(self.batch, self.times)
+
+
+class Clock(FaultScript):
+    """Seconds per step, on the wall's clock and of this process, from the end of the first step to that of the last.
+
+    A trainer takes it for a script of faults, without any.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps, self.done, self.first, self.last = steps, 0, (0.0, 0.0), (0.0, 0.0)
+
+    def after_step(self, step: int = 0) -> None:
+        """To be called at the end of every step."""
+        self.done += 1
+        if self.done == 1:
+            self.first = time.perf_counter(), time.process_time()
+        elif self.done == self.steps + 1:
+            self.last = time.perf_counter(), time.process_time()
+
+    def seconds(self) -> Seconds:
+        """The result; every step must have been counted."""
+        assert self.done == self.steps + 1, self.done
+        step, cpu = ((last - first) / self.steps for last, first in zip(self.last, self.first, strict=True))
+        return {"step": step, "cpu": cpu}
+
+
+def _parts(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), **SETTINGS)
+
+
+def bare(case: Case, keep_memory: bool = False) -> Turn:
+    """The loop of source 003; with `keep_memory` after the call that this project's runs make at their start."""
+    if keep_memory:
+        keep_freed_memory()
+    model = case.build_model()
+    criterion, optimizer = _parts(model)
+    batches = case.batches()
+
+    def turn() -> Seconds:
+        clock = Clock(case.steps)
+        train_loss, correct, total = 0.0, 0.0, 0
+        for inputs, targets in batches:
+            outputs = model(inputs)
+            loss = criterion(outputs, targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            train_loss += loss.item()
+            total += targets.size(0)
+            correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+            clock.after_step()
+        return clock.seconds()
+
+    return turn
+
+
+def bare_accumulating(case: Case) -> Turn:
+    """The same with each batch cut into micro-batches, whose gradients add up in `.grad`."""
+    model = case.build_model()
+    criterion, optimizer = _parts(model)
+    assert case.micro_batch is not None
+    size, parts = case.micro_batch, case.global_batch_size // case.micro_batch
+    batches = case.batches()
+
+    def turn() -> Seconds:
+        clock = Clock(case.steps)
+        train_loss, correct, total = 0.0, 0.0, 0
+        for whole_inputs, whole_targets in batches:
+            optimizer.zero_grad()
+            for inputs, targets in zip(whole_inputs.split(size), whole_targets.split(size), strict=True):
+                outputs = model(inputs)
+                loss = criterion(outputs, targets) / parts
+                loss.backward()
+                train_loss += loss.item()
+                total += targets.size(0)
+                correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+            optimizer.step()
+            clock.after_step()
+        return clock.seconds()
+
+    return turn
+
+
+class _Drawing(Console):
+    """Draws its progress bar wherever stderr leads to."""
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+
+def experiment_of(case: Case, reduction: str, implementation: str = "foreach") -> Experiment:
+    """The case as an experiment of one epoch; the trainers' data set, model and loss are given to them directly."""
+    return Experiment(
+        name="benchmark",
+        model=Component(name=case.model),
+        data=Component(name="random"),
+        optimizer=Optimizer(name="sgd", implementation=implementation, **SETTINGS),
+        global_batch_size=case.global_batch_size,
+        micro_batch=case.micro_batch,
+        reduction=reduction,
+    )
+
+
+def splits_of(case: Case) -> Splits:
+    """The case's samples in memory; `size` may be more than there are, which are then used again."""
+    inputs, targets = case.tensors()
+    return Splits(InMemory(inputs, targets, case.global_batch_size * (case.steps + 1)), None, CLASSES, None, "")
+
+
+def trainer_turn(
+    experiment: Experiment, steps: int, layout: Layout, model: nn.Module, splits: Splits, collectives: Collectives
+) -> Seconds:
+    """One run of `Trainer.train`, with metrics, log, progress bar, heartbeat, NaN guard, stop request and checkpoints
+    on.
+
+    `step` and `cpu` are from the first step's end to the last one's; `run` is all of `train`, with the first step and
+    the digest and checkpoint at the epoch's end, until they are on disk.
+    """
+    clock = Clock(steps)
+    first = collectives.world.is_first
+    with tempfile.TemporaryDirectory() as scratch, StopRequest() as stop:
+        place = Path(scratch)
+        console = _Drawing(collectives.world.rank, collectives.world.world_size, place / "log.txt" if first else None)
+        with MetricsWriter(place / "metrics.jsonl" if first else None) as metrics:
+            job = Job(
+                experiment=experiment,
+                layout=layout,
+                options=Options(reduction=experiment.reduction),
+                model=model,
+                loss=cross_entropy,
+                hits=class_hits,
+                splits=splits,
+                collectives=collectives,
+                device=torch.device("cpu"),
+                console=console,
+                metrics=metrics,
+                stop=stop,
+                faults=clock,
+                heartbeat=Heartbeat(place, collectives.world),
+            )
+            trainer = build_trainer(job)
+            try:
+                started = time.perf_counter()
+                if first:
+                    with Checkpointer(place / "checkpoints", asynchronous=True) as trainer.checkpointer:
+                        trainer.train()
+                else:
+                    trainer.train()
+                whole = time.perf_counter() - started
+            finally:
+                trainer.close()
+                console.close()
+    return clock.seconds() | {"run": whole / (steps + 1)}
+
+
+def ours(case: Case, reduction: str = "plain", implementation: str = "foreach") -> Turn:
+    """This project's trainer, in one process."""
+    make_deterministic()
+    keep_freed_memory()
+    splits, collectives = splits_of(case), Collectives(World(), torch.device("cpu"))
+    experiment = experiment_of(case, reduction, implementation)
+    return lambda: trainer_turn(experiment, case.steps, Layout(), case.build_model(), splits, collectives)
+
+
+def fabric(case: Case) -> Turn:
+    """Lightning Fabric around the bare loop."""
+    import_torchvision()  # lightning does, through torchmetrics
+    from lightning.fabric import Fabric
+
+    lightning_fabric = Fabric(accelerator="cpu", devices=1)
+    model = case.build_model()
+    criterion, raw_optimizer = _parts(model)
+    prepared, optimizer = lightning_fabric.setup(model, raw_optimizer)
+    batches: Any = case.batches()
+    if case.data_loader:
+        batches = lightning_fabric.setup_dataloaders(batches)
+
+    def turn() -> Seconds:
+        clock = Clock(case.steps)
+        train_loss, correct, total = 0.0, 0.0, 0
+        for inputs, targets in batches:
+            outputs = prepared(inputs)
+            loss = criterion(outputs, targets)
+            optimizer.zero_grad()
+            lightning_fabric.backward(loss)
+            optimizer.step()
+            train_loss += loss.item()
+            total += targets.size(0)
+            correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+            clock.after_step()
+        return clock.seconds()
+
+    return turn
+
+
+def accelerate(case: Case) -> Turn:
+    """Hugging Face Accelerate around the bare loop."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = case.build_model()
+    criterion, raw_optimizer = _parts(model)
+    prepared, optimizer = accelerator.prepare(model, raw_optimizer)
+    batches: Any = case.batches()
+    if case.data_loader:
+        batches = accelerator.prepare(batches)
+
+    def turn() -> Seconds:
+        clock = Clock(case.steps)
+        train_loss, correct, total = 0.0, 0.0, 0
+        for inputs, targets in batches:
+            outputs = prepared(inputs)
+            loss = criterion(outputs, targets)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            train_loss += loss.item()
+            total += targets.size(0)
+            correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+            clock.after_step()
+        return clock.seconds()
+
+    return turn
+
+
+def lightning(case: Case) -> Turn:
+    """Lightning's Trainer at its leanest: no logger, no checkpoint, no progress bar, no model summary."""
+    import_torchvision()
+    import lightning as pl
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    clock = Clock(case.steps)
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = case.build_model()
+            self.criterion = nn.CrossEntropyLoss()
+            self.train_loss, self.correct, self.total = 0.0, 0.0, 0
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            inputs, targets = batch
+            outputs = self.model(inputs)
+            loss: Tensor = self.criterion(outputs, targets)
+            self.train_loss += loss.item()
+            self.total += targets.size(0)
+            self.correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+            return loss
+
+        def on_train_batch_end(self, *_: object) -> None:
+            clock.after_step()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.model.parameters(), **SETTINGS)
+
+    module, batches = Module(), case.batches()
+
+    def turn() -> Seconds:
+        nonlocal clock
+        clock = Clock(case.steps)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, batches)
+        return clock.seconds()
+
+    return turn
+
+
+PEERS: dict[str, tuple[str, Callable[[Case], Turn]]] = {
+    "Lightning Fabric": ("lightning", fabric),
+    "Accelerate": ("accelerate", accelerate),
+    "Lightning": ("lightning", lightning),
+}
+"""Name, the package that must be there, builder."""

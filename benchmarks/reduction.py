@@ -1,0 +1,156 @@
+"""What exact reduction costs: the ordered sum against gloo's all_reduce, and memory in copies of the gradients.
+
+    python -m benchmarks.reduction [--worlds 2 4] [--rounds 15] [--out FILE]
+
+Times: 11 million float32 (a ResNet-18), one tensor and cut into 1 million pieces as DDP's buckets are; the two ways
+take turns in one run, the slowest rank counts, medians. Memory: highest resident size of a rank that trains an
+11-million-parameter network with DDP, exact less plain accumulation under no_sync, divided by the size of the
+gradients; log2(M / W) copies are the tree's, one more is its own leaf that DDP has as `.grad` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.record import record
+from ddp_core.reduction import ExactReduction, OrderedSum
+
+ELEMENTS = 11_000_000
+LAYERS, WIDTH = 11, 1000
+TARGETS = {2: 1.10, 4: 1.15}
+
+
+def time_sums(rank: int, world_size: int, rounds: int, piece: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank per round: gloo's all_reduce and the ordered sum, in turns."""
+    ordered_sum = OrderedSum(dist.group.WORLD)
+    flat = torch.randn(ELEMENTS)
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "all_reduce": dist.all_reduce,
+        "ordered": lambda part: ordered_sum([part], part, world_size),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 2):
+        for way, reduce in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for part in torch.split(flat, piece):
+                reduce(part)
+            elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            flat.div_(world_size)
+            if turn >= 2:
+                seconds[way].append(elapsed.item())
+    return seconds
+
+
+def peak_memory(rank: int, world_size: int, micro_batches: int, exact: bool) -> int:
+    """Highest resident bytes of this process while it trains three steps."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+    rows = torch.randn(4, WIDTH)
+    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
+    if exact:
+        with ExactReduction(module, micro_batches) as reduction:
+            for _ in range(3):
+                for index in reduction.share:
+                    with reduction.micro_batch(index):
+                        module(rows).sum().backward()
+                reduction.finish()
+    else:
+        own = micro_batches // world_size
+        for _ in range(3):
+            net.zero_grad()
+            for index in range(own):
+                with module.no_sync() if index < own - 1 else contextlib.nullcontext():
+                    module(rows).sum().backward()
+    status = Path("/proc/self/status").read_text().split()
+    return 1024 * int(status[status.index("VmHWM:") + 1])
+
+
+def _enter(rank: int, function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    result = function(rank, world_size, *arguments)
+    gc.collect()
+    dist.destroy_process_group()
+    if rank == 0:
+        results.put(result)
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
+    """Run `function(rank, world_size, *arguments)` on as many processes; return what rank 0 returned."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29500 + os.getpid() % 1000), OMP_NUM_THREADS="1")
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.start_processes(_enter, (function, world_size, arguments, results), nprocs=world_size, start_method="spawn")
+    return results.get()
+
+
+def measure(worlds: list[int], rounds: int) -> dict[str, Any]:
+    """All figures, printed as they come."""
+    times = []
+    print(f"{ELEMENTS:,} float32, medians of {rounds} rounds in turns")
+    print("world_size  pieces  all_reduce     ordered     ratio   target")
+    for world_size in worlds:
+        for piece in (ELEMENTS, 1_000_000):
+            seconds = on_ranks(time_sums, world_size, rounds, piece)
+            medians = {way: statistics.median(values) for way, values in seconds.items()}
+            row = {
+                "world_size": world_size,
+                "pieces": math.ceil(ELEMENTS / piece),
+                "all_reduce_ms": 1e3 * medians["all_reduce"],
+                "ordered_ms": 1e3 * medians["ordered"],
+                "ratio": medians["ordered"] / medians["all_reduce"],
+                "target": TARGETS.get(world_size),
+                "rounds_ms": {way: [1e3 * value for value in values] for way, values in seconds.items()},
+            }
+            times.append(row)
+            print(
+                f"{world_size:10} {row['pieces']:7} {row['all_reduce_ms']:8.1f} ms {row['ordered_ms']:8.1f} ms "
+                f"{row['ratio']:8.2f} {row['target'] or '-':>8}"
+            )
+    memory = []
+    gradients = 4 * LAYERS * WIDTH * WIDTH
+    print("\nmicro-batches per rank   extra copies of the gradients   log2(M / W)")
+    for own in (1, 2, 4, 8):
+        plain = on_ranks(peak_memory, 2, 2 * own, False)
+        exact = on_ranks(peak_memory, 2, 2 * own, True)
+        copies = (exact - plain) / gradients
+        memory.append({"micro_batches_per_rank": own, "extra_copies": copies, "expected": math.log2(own)})
+        print(f"{own:22} {copies:31.2f} {math.log2(own):13.0f}")
+    return {"elements": ELEMENTS, "sum": times, "memory": memory}
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    print(
+        record(
+            "reduction", "python -m benchmarks.reduction", measure(arguments.worlds, arguments.rounds), arguments.out
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Contenders in processes of their own that take turns, so that what disturbs the machine disturbs all of them.
+
+Only ratios within one run are worth reporting: each is the median over the rounds of a contender's time divided by
+that of the first contender in the same round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from statistics import median, quantiles
+from typing import Any
+
+Seconds = dict[str, float]
+Turn = Callable[[], Seconds]
+"""One turn of a contender: seconds per step by kind of measurement."""
+
+
+def take_turns(
+    contenders: Mapping[str, tuple[Callable[..., Turn], Sequence[Any]]], rounds: int
+) -> dict[str, list[Seconds]]:
+    """Each contender's turns, by name: `build(*arguments)` makes its turn in a new process, with one thread.
+
+    The order within a round rotates. A first, unrecorded round warms every process up.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    lines: dict[str, Connection] = {}
+    for name, (build, arguments) in contenders.items():
+        lines[name], theirs = context.Pipe()
+        process = context.Process(target=_answer, args=(theirs, build, arguments), daemon=True, name=name)
+        process.start()
+        theirs.close()
+        processes.append(process)
+    try:
+        _round(lines, list(lines))
+        seconds: dict[str, list[Seconds]] = {name: [] for name in lines}
+        for turn in range(rounds):
+            names = list(lines)
+            names = names[turn % len(names) :] + names[: turn % len(names)]
+            for name, answer in _round(lines, names).items():
+                seconds[name].append(answer)
+        return seconds
+    finally:
+        for line in lines.values():
+            line.close()
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _round(lines: Mapping[str, Connection], names: Sequence[str]) -> dict[str, Seconds]:
+    answers = {}
+    for name in names:
+        lines[name].send("go")
+        answer = lines[name].recv()
+        if isinstance(answer, str):
+            raise RuntimeError(f"{name}: {answer}")
+        answers[name] = answer
+    return answers
+
+
+def _answer(line: Connection, build: Callable[..., Turn], arguments: Sequence[Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):  # noqa: PTH123
+        try:
+            turn = build(*arguments)
+            with contextlib.suppress(EOFError):
+                while line.recv():
+                    line.send(turn())
+        except Exception as error:
+            line.send(f"{type(error).__name__}: {error}")
+            sys.exit(1)
+
+
+def summary(seconds: Mapping[str, Sequence[Seconds]], kind: str = "step") -> dict[str, dict[str, float]]:
+    """Per contender: median microseconds, median ratio to the first contender with its quartiles, and the ratio of each
+    one's fastest turn, which other work disturbed least.
+    """
+    base = next(iter(seconds.values()))
+    result = {}
+    for name, turns in seconds.items():
+        ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(turns, base, strict=True)]
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        times = [1e6 * turn[kind] for turn in turns]
+        result[name] = {"microseconds": median(times), "ratio": median(ratios), "low": low, "high": high}
+        result[name]["fastest"] = min(times) / min(1e6 * turn[kind] for turn in base)
+    return result
