@@ -1,0 +1,89 @@
+"""What holds for every test: single-threaded mathematics, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# More threads than cores would have ranks wait for each other, and results are compared on one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# `ddp` says so itself before it imports torch; the fork server has imported torch already.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+# Descendants inherit it, also those that have left the tree; a process that outlives its test is found by it.
+_MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)
+os.environ[_MARK] = _SESSION
+
+_LEAVING_SECONDS = 5
+
+
+def _own_helpers() -> set[int]:
+    """multiprocessing's fork server and resource tracker live as long as the test session, by design."""
+    return {
+        child.pid
+        for child in psutil.Process().children()
+        if any("multiprocessing.forkserver" in word or "resource_tracker" in word for word in _command(child))
+    }
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _children() -> list[psutil.Process]:
+    helpers = _own_helpers()
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in helpers and _lives(child)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _strays() -> list[psutil.Process]:
+    """Everything that carries this session's mark, wherever in the process tree it is."""
+    helpers, found = _own_helpers() | {os.getpid()}, []
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in helpers and process.environ().get(_MARK) == _SESSION and _lives(process):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_child() -> Iterator[None]:
+    """Fails the test whose processes are still there after it."""
+    before = {child.pid for child in _children()}
+    yield
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while (left := [child for child in _children() if child.pid not in before]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    described = [f"{child.pid}: {' '.join(_command(child))[:200]}" for child in left]
+    for child in left:
+        child.kill()
+    assert not left, f"processes left behind: {described}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def leaves_no_stray() -> Iterator[None]:
+    """Fails the session when a process that no longer has a parent among the tests outlives them."""
+    yield
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while (left := _strays()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    described = [f"{process.pid}: {' '.join(_command(process))[:200]}" for process in left]
+    for process in left:
+        process.kill()
+    assert not left, f"processes left behind by the test session: {described}"

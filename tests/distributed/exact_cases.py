@@ -1,0 +1,385 @@
+"""What the worker processes of test_exact_reduction.py do; no test framework here, so that they start fast."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import itertools
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
+from ddp_core.reduction.ordered_sum import Collectives, PointToPoint, plan_for
+from ddp_core.reduction.tree import cut
+
+SAMPLES = 3
+CLASSES = 5
+
+
+class ConvolutionalNet(nn.Module):
+    """Convolutions, both kinds of batch-norm momentum, dropout: about 4,000 parameters in ten tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.first_norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 16, 3, padding=1)
+        self.second_norm = nn.BatchNorm2d(16, momentum=None)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(16 * 3 * 3, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.max_pool2d(torch.relu(self.first_norm(self.first(images))), 2)
+        hidden = torch.relu(self.second_norm(self.second(hidden)))
+        return self.head(self.dropout(hidden.flatten(1)))
+
+
+class RandomNet(nn.Module):
+    """Layers of random widths; a layer's turn may depend on the data, so that its gradient is missing sometimes."""
+
+    def __init__(self, generator: random.Random, sometimes_unused: bool) -> None:
+        super().__init__()
+        widths = [6, *(generator.randint(1, 40) for _ in range(generator.randint(1, 5)))]
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in itertools.pairwise(widths))
+        self.optional = nn.ModuleList(nn.Linear(widths[-1], widths[-1]) for _ in range(2))
+        self.never = nn.Parameter(torch.ones(3)) if sometimes_unused else None
+        self.sometimes_unused = sometimes_unused
+        self.head = nn.Linear(widths[-1], CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = rows
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        for position, layer in enumerate(self.optional):
+            if not self.sometimes_unused or int(rows[0, 0] * 1000) % 3 == position:
+                hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, to be repeated on every layout."""
+
+    net: Callable[[], nn.Module] = ConvolutionalNet
+    sample_shape: tuple[int, ...] = (1, 6, 6)
+    optimizer: str = "sgd"
+    micro_batches: int = 8
+    steps: Sequence[int] = (8, 8, 8)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    wrapped: bool = True
+    channels_last: bool = False
+    autocast: bool = False
+
+
+def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """SHA-256 over weights, buffers and optimizer state."""
+    sha = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        sha.update(name.encode())
+        sha.update(tensor.contiguous().numpy().tobytes())
+    for _, state in sorted(optimizer.state_dict()["state"].items()) if optimizer is not None else ():
+        for name, value in sorted(state.items()):
+            sha.update(name.encode())
+            sha.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else str(value).encode())
+    return sha.hexdigest()
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """A DDP module whose buffers are left alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has a new name for broadcast_buffers, 2.11 has not
+        return DistributedDataParallel(module, broadcast_buffers=False, **options)
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Start gloo, and end it in the order that cannot hang."""
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def train(case: Case, world_size: int) -> str:
+    """Train on `world_size` ranks (0: no process group at all); return the digest."""
+    torch.manual_seed(0)
+    net = case.net()
+    if case.channels_last:
+        net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer: torch.optim.Optimizer
+    if case.optimizer == "sgd":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    wrapped = case.wrapped and world_size > 0
+    group = dist.group.WORLD if world_size > 0 and not case.wrapped else None
+    with ExactReduction(wrap(net, **case.ddp) if wrapped else net, case.micro_batches, process_group=group) as exact:
+        for step, micro_batches in enumerate(case.steps):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
+            targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
+            exact.begin(micro_batches)
+            for index in exact.share:
+                with exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    torch.manual_seed(1000 * step + index)
+                    outputs = exact.module(inputs[index])
+                    cross_entropy(outputs, targets[index], reduction="sum").backward()
+            exact.finish(scale=1 / (SAMPLES * micro_batches))
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        result = digest_of(net, optimizer)
+        unused = [name for name, parameter in net.named_parameters() if parameter.grad is None]
+    assert unused == (["never"] if getattr(net, "sometimes_unused", False) else []), unused
+    return result
+
+
+TINY_BUCKETS = {"bucket_cap_mb": 0.0005}
+TRAININGS = {
+    "sgd": Case(),
+    "adamw": Case(optimizer="adamw", ddp={"gradient_as_bucket_view": True, **TINY_BUCKETS}),
+    "blocking": Case(wrapped=False),
+    "static graph": Case(ddp={"static_graph": True}, steps=(8, 3, 8)),
+    "incomplete batches": Case(micro_batches=12, steps=(12, 1, 12, 5, 2, 12), ddp=TINY_BUCKETS),
+    "channels last": Case(channels_last=True, ddp=TINY_BUCKETS),
+    "bfloat16 autocast": Case(autocast=True),
+}
+
+
+def random_case(seed: int) -> Case:
+    """A network, a number of micro-batches and DDP options drawn from `seed`."""
+    generator = random.Random(seed)
+    unused = generator.random() < 0.4
+    micro_batches = generator.choice([8, 9, 10, 11, 12])
+    ddp: dict[str, Any] = {
+        "bucket_cap_mb": generator.choice([0.00001, 0.001, 25]),
+        "gradient_as_bucket_view": generator.random() < 0.5,
+        "find_unused_parameters": unused,
+    }
+    widths = generator.randrange(1 << 30)
+    return Case(
+        net=lambda: RandomNet(random.Random(widths), unused),
+        sample_shape=(6,),
+        micro_batches=micro_batches,
+        steps=(micro_batches, micro_batches),
+        ddp=ddp,
+    )
+
+
+RANDOM_CASES = range(6)
+
+
+def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
+    """Sum random leaves over the ranks by each way of exchange; return what differs from the tree on one process."""
+    generator = random.Random(seed)
+    micro_batches = generator.randint(1, 12)
+    elements = generator.choice([0, 1, 2, 7, 100, 1023, 5000])
+    dtype = generator.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+    torch.manual_seed(seed)
+    leaves = (torch.randn(micro_batches, elements) * 10.0 ** torch.randint(-3, 4, (micro_batches, 1))).to(dtype)
+
+    whole = GradientTree(micro_batches)
+    for leaf in leaves:
+        whole.push([leaf.clone()])
+    (expected,) = whole.subtrees[0].tensors
+    assert expected is not None
+
+    share = cut(micro_batches, rank, world_size)
+    wrong = []
+    for name, exchange in (
+        ("chosen", OrderedSum(dist.group.WORLD)),
+        ("point to point", PointToPoint(dist.group.WORLD)),
+        ("collectives", Collectives(dist.group.WORLD)),
+    ):
+        own = []
+        for span in canonical_subtrees(share.start, share.stop, micro_batches):
+            parts = [Subtree(cut_leaf, [leaves[cut_leaf.first].clone()]) for cut_leaf in canonical_leaves(span)]
+            (subtree,) = fold(parts, micro_batches)
+            own.append(subtree.tensors[0])
+        out = own[-1] if own and generator.random() < 0.5 else torch.full_like(expected, float("nan"))
+        if isinstance(exchange, OrderedSum):
+            exchange(own, out, micro_batches)
+        elif world_size > 1 and elements:
+            exchange.sum_(own, out, plan_for(micro_batches, world_size))
+        else:
+            continue
+        if not torch.equal(out, expected):
+            wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
+    return wrong
+
+
+def canonical_leaves(span: Any) -> list[Any]:
+    """The single leaves under a node."""
+    return [type(span)(leaf, leaf + 1) for leaf in range(*span)]
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    """All cases in one set of processes: digests by name, and what went wrong with sums."""
+    with process_group():
+        digests = {name: train(case, world_size) for name, case in TRAININGS.items()}
+        digests |= {f"random {seed}": train(random_case(seed), world_size) for seed in RANDOM_CASES}
+        wrong = [message for seed in range(20) for message in random_sum(seed, rank, world_size)]
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
+    return {"digests": digests, "wrong sums": wrong, "threads": threads}
+
+
+def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
+    """The reference: the same trainings without a process group."""
+    digests = {name: train(case, 0) for name, case in TRAININGS.items()}
+    return digests | {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
+
+
+def controls(rank: int, world_size: int) -> list[str]:
+    """Digests of the "sgd" training: exact, by DDP's all-reduce, by a left fold, and with dropout keyed by rank."""
+    with process_group():
+        return [
+            train(TRAININGS["sgd"], world_size),
+            train_inexactly(TRAININGS["sgd"], world_size, "all-reduce"),
+            train_inexactly(TRAININGS["sgd"], world_size, "left fold"),
+            train_inexactly(TRAININGS["sgd"], world_size, "keys by rank"),
+        ]
+
+
+def train_inexactly(case: Case, world_size: int, way: str) -> str:
+    """`train` with one thing done the usual way."""
+    torch.manual_seed(0)
+    net = case.net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    module = wrap(net) if way == "all-reduce" else net
+    exact = ExactReduction(net, case.micro_batches, process_group=dist.group.WORLD)
+    for step, micro_batches in enumerate(case.steps):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
+        targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
+        exact.begin()
+        left_to_right = [torch.zeros_like(parameter) for parameter in net.parameters()]
+        share = list(exact.share)
+        for index in range(micro_batches) if way == "left fold" else share:
+            torch.manual_seed(1000 * step + (index if way != "keys by rank" else share.index(index)))
+            if way == "keys by rank":
+                with exact.micro_batch(index):
+                    cross_entropy(net(inputs[index]), targets[index], reduction="sum").backward()
+            elif way == "left fold":
+                net.zero_grad()
+                cross_entropy(net(inputs[index]), targets[index], reduction="sum").backward()
+                for total, parameter in zip(left_to_right, net.parameters(), strict=True):
+                    total += parameter.grad
+            elif index != share[-1]:
+                with module.no_sync():
+                    cross_entropy(module(inputs[index]), targets[index], reduction="sum").backward()
+            else:
+                cross_entropy(module(inputs[index]), targets[index], reduction="sum").backward()
+        if way == "keys by rank":
+            exact.finish(scale=1 / (SAMPLES * micro_batches))
+        else:
+            for total, parameter in zip(left_to_right, net.parameters(), strict=True):
+                factor = 1 if way == "left fold" else world_size
+                parameter.grad = (total if way == "left fold" else parameter.grad) * factor / (SAMPLES * micro_batches)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    exact.close()
+    return digest_of(net, optimizer)
+
+
+def fail_on_one_rank(rank: int, world_size: int, where: str) -> str:
+    """Train until rank 1 fails in its third step; return the error that this rank saw."""
+    dist.init_process_group("gloo")
+    module = wrap(ConvolutionalNet(), bucket_cap_mb=0.0005)
+    exact = ExactReduction(module, 6)
+    message = ""
+    try:
+        for step in range(5):
+            for index in exact.share:
+                last = index == exact.share[-1]
+                with exact.micro_batch(index):
+                    failing = rank == 1 and step == 2 and last
+                    if failing and where == "forward":
+                        raise RuntimeError("failed on purpose")
+                    loss = module(torch.randn(2, 1, 6, 6)).sum()
+                    if failing and where == "between backwards":
+                        loss.register_hook(_fail)
+                    if failing and where == "exchange":
+                        exact._channel._ordered_sum = _fail  # type: ignore[assignment]
+                    loss.backward()
+            exact.finish()
+    except RuntimeError as error:
+        message = str(error)
+    exact.close()
+    # Not even an orderly end: this process leaves, and the others must notice.
+    del exact, module
+    gc.collect()
+    dist.destroy_process_group()
+    return message
+
+
+def _fail(*_: Any) -> Any:
+    raise RuntimeError("failed on purpose")
+
+
+def leave_a_parameter_out(rank: int, world_size: int) -> str:
+    """A parameter without gradient in rank 0's last micro-batch, and DDP not told that this may happen."""
+    dist.init_process_group("gloo")
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, rows: Tensor, both: bool) -> Tensor:
+            return self.layers[1](self.layers[0](rows) if both else rows)
+
+    module = wrap(Optional())
+    exact = ExactReduction(module, 4)
+    message = ""
+    try:
+        for index in exact.share:
+            with exact.micro_batch(index):
+                module(torch.ones(1, 2), index != 1).sum().backward()
+        exact.finish()
+    except RuntimeError as error:
+        message = str(error)
+    exact.close()
+    del exact, module
+    gc.collect()
+    dist.destroy_process_group()
+    return message
+
+
+def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """A short training of a deep network, one bucket per parameter."""
+
+    def deep() -> nn.Module:
+        return nn.Sequential(
+            *(layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh())), nn.Linear(8, CLASSES)
+        )
+
+    case = Case(net=deep, sample_shape=(8,), steps=(8,) * 5, ddp={"bucket_cap_mb": 0.00001})
+    with process_group():
+        digest = train(case, world_size)
+    return digest, [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
+
+
+def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:
+    """What a block of docs/exact.md prints, under torchrun's variables or without."""
+    printed = io.StringIO()
+    if not distributed:
+        del os.environ["RANK"]
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        exec(compile(code, "docs/exact.md", "exec"), {})
+    return printed.getvalue()

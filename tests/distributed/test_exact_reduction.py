@@ -1,0 +1,97 @@
+"""Exact reduction in real processes: one digest whatever the world size, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import exact_cases as cases
+from tests.distributed.processes import run_processes
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "exact.md"
+WORLD_SIZES = [1, 2, 3, 4, 5, 8]
+
+
+@functools.cache
+def results(world_size: int) -> list[dict]:
+    """Everything on `world_size` ranks, run once."""
+    return run_processes(cases.everything, world_size, timeout=90)
+
+
+@functools.cache
+def reference(name: str) -> str:
+    """The digest of one process without any process group."""
+    (result,) = results_of_one_process()
+    return result[name]
+
+
+@functools.cache
+def results_of_one_process() -> list[dict]:
+    return run_processes(cases.everything_on_one_process, 1, timeout=60)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", cases.TRAININGS)
+def test_a_training_ends_with_one_digest_on_every_world_size(name: str, world_size: int) -> None:
+    assert {result["digests"][name] for result in results(world_size)} == {reference(name)}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_random_networks_and_bucket_sizes_end_with_one_digest(world_size: int) -> None:
+    for seed in cases.RANDOM_CASES:
+        digests = {result["digests"][f"random {seed}"] for result in results(world_size)}
+        assert digests == {reference(f"random {seed}")}, f"random case {seed}: {cases.random_case(seed)}"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_ordered_sums_of_random_shapes_equal_the_tree_of_one_process(world_size: int) -> None:
+    assert [result["wrong sums"] for result in results(world_size)] == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_communication_thread_is_left(world_size: int) -> None:
+    assert [result["threads"] for result in results(world_size)] == [[]] * world_size
+
+
+def test_negative_controls_end_with_other_digests() -> None:
+    exact, *others = run_processes(cases.controls, 3)[0]
+    assert exact == reference("sgd")
+    assert len({exact, *others}) == 1 + len(others), "a control that agrees proves nothing"
+
+
+@pytest.mark.parametrize("where", ["forward", "between backwards", "exchange"])
+def test_an_error_on_one_rank_ends_every_rank(where: str) -> None:
+    started = time.monotonic()
+    messages = run_processes(cases.fail_on_one_rank, 3, where, timeout=30)
+    assert all(messages), messages
+    assert "on purpose" in messages[1]
+    assert time.monotonic() - started < 20
+
+
+def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
+    messages = run_processes(cases.leave_a_parameter_out, 2, timeout=30)
+    assert "find_unused_parameters" in messages[0]
+
+
+def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
+    first, loop = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    exec(compile(first, "docs/exact.md", "exec"), {})
+    alone = run_processes(cases.run_document, 1, loop, False, timeout=30)
+    three = run_processes(cases.run_document, 3, loop, True, timeout=30)
+    assert len(alone[0].strip()) == 64
+    assert three == alone * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_fifty_runs_with_many_small_buckets_neither_hang_nor_leak() -> None:
+    digests = set()
+    for _ in range(50):
+        for digest, threads in run_processes(cases.many_small_buckets, 4, timeout=60):
+            digests.add(digest)
+            assert threads == []
+    assert len(digests) == 1

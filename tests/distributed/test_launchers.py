@@ -1,0 +1,136 @@
+"""One training, started in every way: the same digest, the same directory, a clean console, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.commands import Ended, command, ddp, train, trained
+from tests.distributed.processes import free_port
+
+TOY = ("toy_mlp", "--device", "cpu")
+FILES = {"checkpoints", "experiment.py", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of one process."""
+    record = train(tmp_path_factory.mktemp("reference"), *TOY)
+    return record["weights_sha256"], record["optimizer_sha256"]
+
+
+def check(output: Path, reference: tuple[str, str], launcher: str, ended: Ended, clean: bool = True) -> None:
+    assert ended.code == 0, ended.errors
+    directory, record = trained(output)
+    assert (record["weights_sha256"], record["optimizer_sha256"]) == reference
+    assert (record["status"], record["exit_code"], record["options"]["launcher"]) == ("completed", 0, launcher)
+    assert {path.name for path in directory.path.iterdir() if path.name != "run.lock"} >= FILES - {"heartbeats"}
+    assert f"weights sha256 {reference[0]}" in ended.output
+    assert ended.output.count("epoch   1 ") == 1, "one rank speaks"
+    assert (directory.path / "log.txt").read_text().count("epoch   1 ") == 1
+    if clean:
+        assert ended.errors == ""
+
+
+def test_one_process_as_a_user_starts_it(tmp_path: Path, reference: tuple[str, str]) -> None:
+    check(tmp_path, reference, "in-process", command("train", *TOY, "--output", tmp_path))
+
+
+def test_torchruns_agent_as_a_user_starts_it(tmp_path: Path, reference: tuple[str, str]) -> None:
+    ended = command("train", *TOY, "--layout", "ddp", "--nproc-per-node", "2", "--output", tmp_path)
+    check(tmp_path, reference, "torchrun", ended)
+
+
+def test_mp_spawn(tmp_path: Path, reference: tuple[str, str]) -> None:
+    ended = command("train", *TOY, "--layout", "ddp", "--launcher", "spawn", "--output", tmp_path)
+    check(tmp_path, reference, "spawn", ended)
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_ddp_on_one_and_on_three_ranks(tmp_path: Path, reference: tuple[str, str], count: int) -> None:
+    ended = ddp("train", *TOY, "--layout", "ddp", "--nproc-per-node", count, "--output", tmp_path)
+    check(tmp_path, reference, "torchrun", ended)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        [*TORCHRUN, "-m", "ddp_core"],
+        [*LAUNCH, f"--master_port={free_port()}", "-m", "ddp_core"],
+        pytest.param([*LAUNCH, "--use_env", f"--master_port={free_port()}", "-m", "ddp_core"], marks=pytest.mark.slow),
+    ],
+    ids=["torchrun", "launch", "launch with use_env"],
+)
+def test_a_launcher_outside(tmp_path: Path, reference: tuple[str, str], program: Sequence[str]) -> None:
+    ended = command("train", *TOY, "--layout", "ddp", "--output", tmp_path, program=program)
+    check(tmp_path, reference, "external", ended, clean=False)
+    assert "ddp:" not in ended.errors
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank=1", "--local_rank=1"])
+def test_the_old_launchers_argument_is_taken_in_both_spellings_and_places(tmp_path: Path, spelling: str) -> None:
+    before = ddp(spelling, "train", "toy_mlp", "--layout", "ddp", "--set", "nonsense=1", "--output", tmp_path)
+    behind = ddp("train", "toy_mlp", spelling, "--layout", "ddp", "--set", "nonsense=1", "--output", tmp_path)
+    for ended in (before, behind):
+        assert ended.code == 2
+        assert "no such setting" in ended.errors, ended.errors
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_under_the_old_launcher(tmp_path: Path, reference: tuple[str, str]) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\nfrom ddp_core.cli import main\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main(['train', 'toy_mlp', '--device', 'cpu', '--layout', 'ddp', *sys.argv[1:]]))\n"
+    )
+    ended = command("--output", tmp_path / "out", program=[*LAUNCH, f"--master_port={free_port()}", str(script)])
+    check(tmp_path / "out", reference, "external", ended, clean=False)
+
+
+def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: tuple[str, str]) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = ddp("train", *TOY, "--layout", "dp", "--nproc-per-node", "3", "--output", tmp_path, env=world)
+    check(tmp_path, reference, "in-process", ended)
+    assert trained(tmp_path)[1]["layout"]["nproc_per_node"] == 3
+
+
+def test_two_processes_cannot_share_one_process_layout(tmp_path: Path) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = ddp("train", *TOY, "--output", tmp_path, env=world)
+    assert ended.code == 2
+    assert "--layout ddp" in ended.errors
+    assert ended.errors.count("\n") == 1
+
+
+def test_several_nodes_need_a_meeting_place(tmp_path: Path) -> None:
+    ended = ddp("train", *TOY, "--layout", "ddp", "--nnodes", "2", "--output", tmp_path)
+    assert ended.code == 2
+    assert "--rdzv-endpoint" in ended.errors
+    spawned = ddp("train", *TOY, "--layout", "ddp", "--nnodes", "2", "--launcher", "spawn", "--output", tmp_path)
+    assert spawned.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_endpoint_that_is_none_is_said(tmp_path: Path) -> None:
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", "29400", "--rdzv-id", "x", "--max-restarts", "0"]
+    ended = ddp("train", *TOY, "--layout", "ddp", *meeting, "--output", tmp_path)
+    assert ended.code in (2, 6)
+    assert "29400" in ended.errors
+    assert ended.errors.count("\n") == 1, ended.errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_rendezvous_is_said(tmp_path: Path) -> None:
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "0"]
+    ended = command("train", *TOY, "--layout", "ddp", *meeting, "--timeout", "3", "--output", tmp_path, timeout=120)
+    assert ended.code == 6
+    assert "ddp rendezvous" in ended.errors
+    assert ended.errors.count("\n") == 1, ended.errors

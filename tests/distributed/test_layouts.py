@@ -1,0 +1,228 @@
+"""The project's sentence: the result does not depend on the layout. Real processes, real files."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.commands import running, train, trained, wait_until
+from tests.distributed.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
+from tests.distributed.processes import free_port
+
+LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
+
+
+@functools.cache
+def exact_digests(kind: str, count: int) -> dict[str, tuple[str, str]]:
+    """Every exact case on one layout, run once."""
+    with tempfile.TemporaryDirectory() as output:
+        return digests(EXACT, Path(output), kind, count)
+
+
+@pytest.mark.parametrize(("kind", "count"), LAYOUTS)
+def test_exact_reduction_ends_with_one_digest_on_every_layout(kind: str, count: int) -> None:
+    assert exact_digests(kind, count) == exact_digests("single", 1)
+
+
+def test_different_trainings_end_with_different_digests() -> None:
+    found = exact_digests("single", 1)
+    assert len(set(found.values())) == len(EXACT)
+    assert all(len(digest) == 64 for pair in found.values() for digest in pair)
+
+
+def test_plain_reduction_on_three_ranks_ends_with_other_bits(tmp_path: Path) -> None:
+    plain = {"plain": [ADAMW_MLP, "--set", "max_steps=4", "--reduction", "plain"]}
+    alone, three = (digests(plain, tmp_path / kind, kind, count) for kind, count in [("single", 1), ("ddp", 3)])
+    assert alone != three, "a control that agrees proves nothing"
+
+
+def test_keys_by_rank_end_with_other_bits(tmp_path: Path) -> None:
+    name = "AdamW, clipping, cosine"
+    one, two = (
+        digests({name: EXACT[name]}, tmp_path / str(count), "ddp", count, keyed_by_rank=True) for count in (1, 2)
+    )
+    assert one != two, "a control that agrees proves nothing"
+
+
+@pytest.fixture(scope="module")
+def toy_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """toy_mlp in plain reduction with a ledger, on every layout; 2 x 2 as two launches that meet at a rendezvous."""
+    output = tmp_path_factory.mktemp("toy")
+    words = ["toy_mlp", "--reduction", "plain", "--ledger"]
+    runs = {name: output / name for name in ("single", "dp x 2", "ddp x 2", "ddp x 4", "2 x 2")}
+    train(runs["single"], *words)
+    train(runs["dp x 2"], *words, "--layout", "dp", "--nproc-per-node", "2")
+    train(runs["ddp x 2"], *words, ranks=2)
+    train(runs["ddp x 4"], *words, ranks=4)
+    train_on_two_nodes(runs["2 x 2"], *words)
+    return runs
+
+
+def train_on_two_nodes(output: Path, *words: str) -> None:
+    port = free_port()
+    meeting = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        f"t{port}",
+    ]
+    full = ["train", *words, "--layout", "ddp", "--device", "cpu", "--output", str(output), *meeting]
+    with running("rendezvous", "--port", str(port)) as rendezvous:
+        assert rendezvous.stdout is not None
+        assert "listening" in rendezvous.stdout.readline()
+        with running(*full) as first, running(*full) as second:
+            for node in (first, second):
+                _, errors = node.communicate(timeout=90)
+                assert (node.returncode, errors) == (0, "")
+        rendezvous.terminate()
+        assert rendezvous.wait(10) == 0
+
+
+def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Path]) -> None:
+    reference = ids_by_step(toy_runs["single"])
+    assert sorted(reference) == [1, 2, 3, 4]
+    for epoch in range(2):
+        ids = [number for at, numbers in reference.values() if at == epoch for number in numbers]
+        assert sorted(ids) == list(range(32))
+    for name, output in toy_runs.items():
+        assert ids_by_step(output) == reference, name
+
+
+def test_no_two_ranks_see_the_same_sample(toy_runs: dict[str, Path]) -> None:
+    directory, _ = trained(toy_runs["2 x 2"])
+    ledgers = sorted((directory.path / "ledger").glob("*.jsonl"))
+    assert len(ledgers) == 4
+    assert len({ledger.read_text().partition("\n")[2] for ledger in ledgers}) == 4
+
+
+def test_plain_reduction_agrees_up_to_rounding(toy_runs: dict[str, Path]) -> None:
+    reference = load_file(trained(toy_runs["single"])[0].path / "model.safetensors")
+    assert sum(value.numel() for value in reference.values()) == 61
+    for name, output in toy_runs.items():
+        directory, record = trained(output)
+        assert record["options"]["reduction"] == "plain"
+        for key, value in load_file(directory.path / "model.safetensors").items():
+            assert torch.allclose(value, reference[key], rtol=1e-4, atol=0), (name, key)
+
+
+def test_the_record_names_the_layout(toy_runs: dict[str, Path]) -> None:
+    labels = {name: trained(output)[1]["layout"]["label"] for name, output in toy_runs.items()}
+    assert labels == {
+        "single": "single-cpu",
+        "dp x 2": "dp-2-cpu",
+        "ddp x 2": "ddp-1x2-cpu",
+        "ddp x 4": "ddp-1x4-cpu",
+        "2 x 2": "ddp-2x2-cpu",
+    }
+
+
+DDP_OPTIONS = {
+    "small buckets": ["--set", "ddp.bucket_cap_mb=0.001"],
+    "gradients as bucket views": ["--set", "ddp.gradient_as_bucket_view=true"],
+    "static graph": ["--set", "ddp.static_graph=true"],
+    "unused parameters": ["--set", "ddp.find_unused_parameters=true"],
+    "buffers by rank": ["--set", "ddp.broadcast_buffers=false"],
+}
+HOOKS = {hook: ["--set", f"ddp.communication_hook={hook}"] for hook in ("fp16", "powersgd")}
+
+
+def test_ddps_options_do_not_change_the_exact_bits(tmp_path: Path) -> None:
+    cases = {name: [*EXACT["AdamW, clipping, cosine"], *words] for name, words in DDP_OPTIONS.items()}
+    found = digests(cases, tmp_path, "ddp", 2)
+    assert set(found.values()) == {exact_digests("single", 1)["AdamW, clipping, cosine"]}
+
+
+def test_plain_reduction_takes_every_option_and_hook(tmp_path: Path) -> None:
+    words = ["toy_mlp", "--reduction", "plain", "--set", "epochs=8"]
+    cases = {name: [*words, *extra] for name, extra in (DDP_OPTIONS | HOOKS).items()}
+    cases["static graph"] += ["--set", "micro_batch=null"]
+    cases |= {"one share at once": [*words, "--set", "micro_batch=null"]}
+    alone = train(tmp_path / "alone", *words)
+    digests(cases, tmp_path / "ddp", "ddp", 2)
+    for number, name in enumerate(cases):
+        result = trained(tmp_path / "ddp" / str(number))[1]["result"]
+        tolerance = 1e-2 if name in HOOKS else 1e-5
+        assert result["train_loss"] == pytest.approx(alone["result"]["train_loss"], rel=tolerance), name
+
+
+def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path) -> None:
+    case = {"ragged": [*EXACT["ragged end"], "--reduction", "plain", "--set", "precision=fp32"]}
+    (tmp_path / "five").mkdir()
+    digests(case, tmp_path / "five", "ddp", 5)
+    digests(case, tmp_path / "one", "single", 1)
+    five, one = (trained(tmp_path / name / "0")[1]["result"] for name in ("five", "one"))
+    assert five["train_loss"] == pytest.approx(one["train_loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("where", ["all_ranks", "rank0"])
+def test_evaluation_is_the_same_on_every_layout(tmp_path: Path, where: str) -> None:
+    # 360 held-out samples in batches of 101: the last one is short, and two ranks have two each, three have 2, 1, 1.
+    words = [
+        *EXACT["AdamW, clipping, cosine"],
+        "--set",
+        "evaluation.samples_per_batch=101",
+        "--set",
+        f"evaluation.where={where}",
+    ]
+    results = [train(tmp_path / str(ranks), *words, ranks=ranks)["result"] for ranks in (0, 2, 3)]
+    assert len({(result["test_loss"], result["test_accuracy"], result["train_loss"]) for result in results}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_resnet18_ends_with_one_digest_on_every_layout(tmp_path: Path) -> None:
+    words = [
+        *(
+            "resnet18_synthetic",
+            "--reduction",
+            "exact",
+            "--set",
+            "model.small_input=true",
+            "--set",
+            "data.image_size=32",
+        ),
+        *(
+            "--set",
+            "data.samples=64",
+            "--set",
+            "data.pool=64",
+            "--set",
+            "global_batch_size=16",
+            "--set",
+            "micro_batch=2",
+        ),
+        *("--set", "max_steps=4"),
+    ]
+    found = {
+        (kind, count): digests({"resnet": words}, tmp_path / f"{kind}{count}", kind, count)["resnet"]
+        for kind, count in [("single", 1), *LAYOUTS, ("dp", 4), ("ddp", 4), ("ddp", 8)]
+    }
+    assert set(found.values()) == {found["single", 1]}, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_of_digits_ends_with_one_digest_on_every_layout(tmp_path: Path) -> None:
+    words = ["digits"]
+    found = {
+        (kind, count): digests({"digits": words}, tmp_path / f"{kind}{count}", kind, count)["digits"]
+        for kind, count in [("single", 1), ("dp", 4), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("ddp", 8)]
+    }
+    assert set(found.values()) == {found["single", 1]}, found
+    accuracies = {trained(tmp_path / f"{kind}{count}" / "0")[1]["result"]["test_accuracy"] for kind, count in found}
+    assert len(accuracies) == 1
+    assert accuracies.pop() >= 0.985
+
+
+def test_waiting_is_bounded() -> None:
+    with pytest.raises(AssertionError, match="never"):
+        wait_until(lambda: False, 0.05, "never")

@@ -1,0 +1,154 @@
+"""What ranks tell each other, and what is said when one is missing, there twice, or different."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.peers import is_peer_loss
+from ddp_core.process_group import Collectives, local_device, process_group
+from ddp_core.world import World
+from tests.distributed.processes import free_port, run_processes
+
+CPU = torch.device("cpu")
+
+
+def _talk(rank: int, world_size: int) -> dict[str, Any]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with process_group(World.from_environment(), CPU, 20) as collectives:
+        started = collectives.start_sum(tensor := torch.full((2,), float(rank)))
+        assert started is not None
+        started.wait()
+        table = torch.zeros(world_size, dtype=torch.float64)
+        table[rank] = 1 / 3 + rank
+        said = {
+            "broadcast": collectives.broadcast({"from": rank}),
+            "gather": collectives.gather(("rank", rank)),
+            "sum": tensor.tolist(),
+            "table": collectives.sum_(table).tolist(),
+            "nan": math.isnan(collectives.sum_(torch.tensor([math.nan if rank == 1 else 0.0])).item()),
+        }
+        collectives.require_same(code="v1", data="abc")
+        try:
+            collectives.require_same(code="v1", data=f"of {min(rank, 1)}")
+        except UserError as error:
+            said["difference"] = (str(error), int(error.exit_code))
+        collectives.barrier()
+    said["ended"] = not dist.is_initialized()
+    return said
+
+
+def test_ranks_tell_each_other() -> None:
+    for said in run_processes(_talk, 3):
+        assert said["broadcast"] == {"from": 0}
+        assert said["gather"] == [("rank", 0), ("rank", 1), ("rank", 2)]
+        assert said["sum"] == [3.0, 3.0]
+        assert said["table"] == [1 / 3, 1 / 3 + 1, 1 / 3 + 2], "one giver per element: no rounding"
+        assert said["nan"]
+        assert said["ended"]
+        message, code = said["difference"]
+        assert message.startswith("ranks 1, 2 have another data than rank 0")
+        assert code == ExitCode.BAD_INPUT
+
+
+def test_one_process_needs_no_group() -> None:
+    with process_group(World(), CPU, 1) as collectives:
+        assert not dist.is_initialized()
+        assert collectives.broadcast(5) == 5
+        assert collectives.gather(5) == [5]
+        tensor = torch.ones(2)
+        assert collectives.sum_(tensor) is tensor
+        assert collectives.start_sum(tensor) is None
+        collectives.barrier()
+        collectives.require_same(code="v1")
+
+
+def _alone(rank: int, world_size: int) -> bool:
+    with process_group(World.from_environment(), CPU, 5, even_alone=True):
+        return dist.is_initialized() and dist.get_world_size() == 1
+
+
+def test_one_process_may_have_a_group_all_the_same() -> None:
+    assert run_processes(_alone, 1) == [True]
+
+
+def _with_a_mistake(rank: int, world_size: int, mistake: str) -> tuple[str, int, float]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if mistake == "missing":
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    elif mistake == "twice":
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+        os.environ["RANK"] = "0" if rank == 0 else "1"
+    elif mistake == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+    started = time.monotonic()
+    try:
+        with process_group(World.from_environment(), CPU, 2):
+            pass
+    except UserError as error:
+        return str(error), int(error.exit_code), time.monotonic() - started
+    return "nothing", 0, 0.0
+
+
+def test_a_missing_rank_is_named_within_the_timeout() -> None:
+    answers = run_processes(_with_a_mistake, 2, "missing", timeout=40)
+    assert "rank 2 of 3 did not come" in answers[0][0]
+    for message, code, seconds in answers:
+        assert "of 3 did not come within 2 s" in message
+        assert code == ExitCode.PEERS_LOST
+        assert seconds < 10
+
+
+def test_a_rank_that_is_there_twice_is_named() -> None:
+    answers = run_processes(_with_a_mistake, 3, "twice", timeout=40)
+    assert any("rank 1 was started twice" in message and code == ExitCode.BAD_INPUT for message, code, _ in answers)
+
+
+def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
+    for message, code, seconds in run_processes(_with_a_mistake, 2, "interface"):
+        assert "GLOO_SOCKET_IFNAME=eth77" in message
+        assert "lo" in message
+        assert code == ExitCode.BAD_INPUT
+        assert seconds < 5
+
+
+def test_no_first_rank_is_said_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    world, started = World(rank=1, world_size=2, local_rank=1, nproc_per_node=2), time.monotonic()
+    with pytest.raises(UserError, match="its store is unreachable") as raised, process_group(world, CPU, 1):
+        pass
+    assert raised.value.exit_code == ExitCode.PEERS_LOST
+    assert time.monotonic() - started < 20
+
+
+def _lose_a_peer(rank: int, world_size: int) -> tuple[bool, float]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with process_group(World.from_environment(), CPU, 20) as collectives:
+        collectives.barrier()
+        if rank == 1:
+            return True, 0.0
+        started = time.monotonic()
+        try:
+            collectives.barrier()
+        except Exception as error:
+            return is_peer_loss(error), time.monotonic() - started
+    return False, 0.0
+
+
+def test_a_peer_that_leaves_is_noticed_at_once() -> None:
+    (noticed, seconds), _ = run_processes(_lose_a_peer, 2)
+    assert noticed
+    assert seconds < 5
+
+
+def test_devices_are_dealt_out_by_local_rank() -> None:
+    assert local_device(World(rank=3, world_size=4, local_rank=3, nproc_per_node=4), "cpu") == CPU
+    assert Collectives(World(), CPU).world == World()

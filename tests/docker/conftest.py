@@ -1,0 +1,99 @@
+"""Real containers: one image for the session, a Compose project and an output directory of its own for each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from ddp_core.errors import UserError
+from experiments.cluster.containers import ContainerBackend, engine_version
+
+ROOT = Path(__file__).parent.parent.parent
+UNNAMED_USER = (4321, 4322)
+"""Ids that neither the host nor the image has a name for."""
+
+if shutil.which("docker") is not None:
+    os.environ.setdefault("DOCKER_CLI_HINTS", "false")
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[docker.DockerClient]:
+    """The engine's API, or the reason to skip."""
+    try:
+        engine_version()
+    except UserError as error:
+        pytest.skip(str(error))
+    client = docker.from_env()
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def image(engine: docker.DockerClient) -> str:
+    """The runtime image, up to date with the working tree."""
+    ContainerBackend().build()
+    return f"ddp-core:{os.environ.get('IMAGE_TAG', 'latest')}"
+
+
+@dataclass
+class Project:
+    """A Compose project: runs commands in it, reads what it wrote, and is removed after the test."""
+
+    output: Path
+    data: Path
+    name: str = field(default_factory=lambda: f"ddp-test-{secrets.token_hex(4)}")
+    files: tuple[str, ...] = ("compose.yaml",)
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def compose(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        """`docker compose ARGUMENTS` on this project's files, with its variables."""
+        files = [word for name in self.files for word in ("-f", name)]
+        environment = os.environ | {"DDP_OUTPUT": str(self.output), "DDP_DATA": str(self.data)} | self.variables
+        return subprocess.run(
+            ["docker", "compose", "-p", self.name, *files, *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def up(self, service: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run one service to its end; the result's return code is the service's."""
+        self.variables |= variables
+        return self.compose("up", "--no-build", "--no-color", "--exit-code-from", service, service)
+
+    def records(self) -> list[dict[str, Any]]:
+        """run.json of every run that it made."""
+        return [json.loads(path.read_text()) for path in sorted(self.output.glob("*/*/run.json"))]
+
+    def own(self, uid: int, gid: int) -> None:
+        """Hand the mounted directories to another user."""
+        for directory in (self.output, self.data):
+            os.chown(directory, uid, gid)
+
+    def remove(self) -> None:
+        """Containers and networks."""
+        self.compose("--profile", "*", "down", "--timeout", "1", "--remove-orphans")
+
+
+@pytest.fixture
+def project(image: str, tmp_path: Path) -> Iterator[Project]:
+    """A project whose containers run as the owner of its output directory."""
+    output, data = tmp_path / "outputs", tmp_path / "data"
+    output.mkdir()
+    data.mkdir()
+    made = Project(output, data, variables={"DDP_IDENTITY": "detected"})
+    yield made
+    made.remove()

@@ -1,0 +1,261 @@
+"""Faults in real containers: each row of the fault matrix that needs an engine, as quickly as it can be shown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from experiments.chaos.containers import BreakableContainers
+from experiments.chaos.drill import Drill, parse
+from experiments.chaos.judge import read_ledger, two_writers
+from experiments.chaos.watch import Progress, Words
+from experiments.cluster.cluster import Spec
+from experiments.cluster.verdict import NodeResult, Verdict, judge
+from tests.docker.conftest import ROOT, Project
+from tests.faults.matrix import record_row
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]
+
+QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, "paced": False}
+
+
+def run_drill(place: Path, text: str) -> tuple[dict[str, Any], str]:
+    """A drill from its YAML; its report and all it said."""
+    file = place / "quick.yaml"
+    file.write_text(text)
+    words = ["--drill", str(file), "--backend", "docker", "--seed", "1", "--verbose"]
+    places = ["--output", str(place / "outputs"), "--data-dir", str(place / "data")]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.chaos", *words, *places],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    (report,) = (place / "outputs").glob("*/*/drill.json")
+    return json.loads(report.read_text()), done.stdout
+
+
+def test_killed_node_lost_rendezvous_paused_node_and_down_and_up_lose_nothing(image: str, tmp_path: Path) -> None:
+    report, _ = run_drill(
+        tmp_path,
+        """
+        settings: [epochs=16]
+        nodes: 2
+        timeout: 6
+        checkpoint_every: 10
+        faults:
+          - {fault: kill, node: rank-0, at_step: 30, seconds: 8}
+          - {fault: kill, node: rendezvous, at_step: 90}
+          - {fault: pause, node: rank-0, at_step: 150, seconds: 10}
+          - {fault: down, at_step: 210}
+        """,
+    )
+    assert (report["identical"], report["ledger_whole"]) == (True, True)
+    assert (report["left_behind"], report["remarks"]) == ([], [])
+    outcomes = [fault["outcome"] for fault in report["faults"]]
+    assert outcomes == ["recovered"] * 4
+    killed, met, paused, down = report["faults"]
+    assert paused["noticed_seconds"] < 6 + 5
+    assert down["steps_lost"] == 0
+    for row, fault in ((2, killed), (3, met), (5, paused), (28, down)):
+        lost = f"{fault['steps_lost']} steps repeated"
+        record_row(row, f"D: noticed after {fault['noticed_seconds']} s, {lost}", fault["resumed_seconds"])
+
+
+def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_path: Path) -> None:
+    report, said = run_drill(
+        tmp_path,
+        """
+        settings: [epochs=12]
+        nodes: 2
+        timeout: 6
+        checkpoint_every: 10
+        faults: [{fault: disk-full, at_step: 40}]
+        """,
+    )
+    (fault,) = report["faults"]
+    assert fault["outcome"] == "recovered"
+    assert 4 in fault["exit_codes"].values()
+    assert "disk full" in said
+    assert "Traceback" not in said
+    assert report["left_behind"] == []
+    record_row(8, f"D: {sorted(set(fault['exit_codes'].values()))}, weights as undisturbed", fault["resumed_seconds"])
+
+
+class Nodes:
+    """A cluster without a script: the test breaks it."""
+
+    def __init__(self, place: Path, drill: Drill, *options: str, epochs: int = 6) -> None:
+        self.cluster = BreakableContainers(drill)
+        words = (*drill.train_options(), "--set", f"epochs={epochs}", *options)
+        self.spec = Spec("digits", "ddp", drill.nodes, 1, words, place / "outputs", place / "data")
+        self.progress = Progress(self.spec.output, self.spec.launch_id)
+        self.words = Words()
+        self.cluster.start(self.spec)
+        self.cluster.follow(self.words.hear)
+
+    def until(self, condition: Callable[[], object], seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            self.progress.look()
+            if condition():
+                return
+            assert time.monotonic() < deadline, "\n".join(said.line for said in self.words.since(0))[-5000:]
+            time.sleep(0.1)
+
+    def at_step(self, step: int) -> None:
+        self.until(lambda: self.progress.step >= step)
+
+    def ended(self) -> bool:
+        return set(self.cluster.exit_codes()) == set(self.cluster.nodes())
+
+    def verdict(self) -> Verdict:
+        self.until(self.ended)
+        results: dict[str, NodeResult] = self.cluster.results()
+        return judge(list(results.values()))
+
+    def said(self) -> str:
+        return "\n".join(f"{said.node} | {said.line}" for said in self.words.since(0))
+
+
+Start = Callable[..., Nodes]
+
+
+@pytest.fixture
+def start(image: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts clusters of which nothing may be left."""
+    started: list[Nodes] = []
+
+    def one(content: dict[str, object], *options: str, **settings: Any) -> Nodes:
+        started.append(Nodes(tmp_path, parse(QUIET | content), *options, **settings))
+        return started[-1]
+
+    yield one
+    for nodes in started:
+        nodes.cluster.stop()
+        assert nodes.cluster.left_behind() == []
+
+
+def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_run(start: Start) -> None:
+    nodes = start({"nodes": 3}, epochs=8)
+    nodes.at_step(30)
+    nodes.until(lambda: nodes.progress.first_rank_host() is not None)
+    found = nodes.progress.first_rank_host()
+    assert found is not None
+    (victim,) = [name for name in nodes.cluster.nodes() if nodes.cluster.holds(name, *found)]
+    began = time.time()
+    nodes.cluster.cut_off(victim)
+    nodes.until(lambda: nodes.words.first_notice(began, not_from=victim) is not None, 40)
+    noticed = time.time() - began
+    nodes.until(lambda: nodes.progress.completed, 120)
+    nodes.until(nodes.ended, 150)
+    codes = nodes.cluster.exit_codes()
+    assert codes.pop(victim) == 6, nodes.said()[-4000:]
+    assert set(codes.values()) == {0}
+    assert nodes.progress.path is not None
+    assert two_writers(nodes.progress.path) is None
+    assert read_ledger(nodes.progress.path)[1]
+    record_row(6, f"D: noticed after {noticed:.1f} s; the others end with 0, the one cut off with 6")
+
+
+def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
+    nodes = start({"nodes": 2, "faults": [{"fault": "slow", "at_step": 1}]}, epochs=4)
+    nodes.at_step(5)
+    nodes.cluster.slow_down("node-2", 3000)
+    before, began = nodes.progress.step, time.monotonic()
+    nodes.at_step(before + 6)
+    slow = (time.monotonic() - began) / (nodes.progress.step - before)
+    nodes.cluster.speed_up("node-2")
+    assert nodes.verdict().exit_code == 0
+    nodes.progress.look()
+    assert nodes.progress.attempts == 1
+    record_row(7, f"D: a link of 3 Mbit/s makes a step take {slow:.2f} s; nobody is taken for dead")
+
+
+def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
+    nodes = start({"nodes": 2}, epochs=8)
+    nodes.at_step(1)
+    nodes.cluster.throttle("node-2", 0.1)
+    assert nodes.verdict().exit_code == 0
+    nodes.progress.look()
+    assert nodes.progress.attempts == 1
+    assert nodes.progress.path is not None
+    named = [line for line in nodes.said().splitlines() if "slowest: rank" in line]
+    hosts = {beat["rank"]: beat["host"] for beat in heartbeats(nodes.progress.path)}
+    assert len(named) == 1, nodes.said()[-3000:]
+    rank = int(named[0].partition("slowest: rank ")[2].split()[0])
+    assert nodes.cluster.container("node-2").id.startswith(hosts[rank])
+    assert "p95" in named[0]
+    record_row(7, f"D: {named[0].partition('| ')[2]}")
+
+
+def heartbeats(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (run / "heartbeats").glob("rank-*.json")]
+
+
+def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
+    nodes = start({"nodes": 2}, "--max-restarts", "0", epochs=1000)
+    nodes.at_step(5)
+    nodes.cluster.starve("node-2")
+    verdict = nodes.verdict()
+    assert verdict.exit_code == 4, (verdict, nodes.said()[-3000:])
+    assert any("node-2 ran out of memory" in line for line in verdict.lines)
+    record_row(16, f"D: {verdict.exit_code}, {next(line for line in verdict.lines if 'memory' in line)}")
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "command", "expected"),
+    [
+        (22, {"read_only": True}, "ddp train digits --device cpu", "cannot write to /outputs"),
+        (23, {}, "ddp train digits --device cuda --layout ddp --nproc-per-node 4", "asked for 4 CUDA devices, found 0"),
+        (31, {"shm_size": "64k"}, "ddp train digits --device cpu --workers 2 --output /tmp/o", "shm_size"),
+        (31, {"shm_size": "64k"}, "ddp train digits --layout ddp --device cpu --workers 2 --output /tmp/o", "shm_size"),
+    ],
+)
+def test_missing_resource_ends_with_4_and_one_line(
+    image: str, engine: docker.DockerClient, row: int, settings: dict[str, Any], command: str, expected: str
+) -> None:
+    if row == 23 and Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    began = time.monotonic()
+    container = engine.containers.run(
+        image, command.split(), detach=True, network_mode="none", tmpfs={"/tmp": ""}, init=True, **settings
+    )
+    try:
+        code = container.wait(timeout=100)["StatusCode"]
+        lines = container.logs().decode().splitlines()
+    finally:
+        container.remove(force=True)
+    assert code == 4, lines
+    errors = [line for line in lines if "error" in line.lower()]
+    assert len(errors) == 1, lines
+    assert expected in errors[0]
+    assert not any("Traceback" in line for line in lines)
+    record_row(row, f"D: {code}, {errors[0].removeprefix('ddp: error: ')}", time.monotonic() - began)
+
+
+def test_container_stopped_on_one_layout_goes_on_with_another_to_the_same_weights(project: Project) -> None:
+    done = project.up("ddp-cpu", DDP_OPTIONS="--set epochs=5 --max-seconds 0.5")
+    assert done.returncode == 75, done.stdout + done.stderr
+    done = project.up("single-cpu", DDP_OPTIONS="--set epochs=5 --resume auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = project.up("dp-cpu", DDP_OPTIONS="--set epochs=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    resumed, undisturbed = sorted(project.records(), key=lambda record: record["layout"]["kind"] == "dp")
+    assert len(resumed["attempts"]) == 2
+    assert resumed["weights_sha256"] == undisturbed["weights_sha256"]
+    kinds = [attempt["layout"]["kind"] for attempt in resumed["attempts"]]
+    assert list(itertools.pairwise(kinds)) == [("ddp", "single")]
+    record_row(32, "D: stopped as ddp on two processes, ended as single, weights as undisturbed")

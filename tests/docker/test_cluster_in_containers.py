@@ -1,0 +1,79 @@
+"""Several nodes in containers, driven as `make cpu-cluster` does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import docker
+import pytest
+
+from experiments.cluster.cluster import Cluster, Spec
+from experiments.cluster.containers import ContainerBackend
+from tests.docker.conftest import ROOT
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+
+
+def leftovers(engine: docker.DockerClient, launch_id: str) -> list[str]:
+    label = {"label": f"com.docker.compose.project=ddp-{launch_id}"}
+    networks = [network.name for network in engine.networks.list(filters=label)]
+    return [container.name for container in engine.containers.list(all=True, filters=label)] + networks
+
+
+def run_cluster(spec: Spec, engine: docker.DockerClient) -> tuple[int, list[str]]:
+    said: list[str] = []
+    with Cluster(spec, ContainerBackend()) as cluster:
+        cluster.start()
+        cluster.logs(lambda node, line: said.append(f"{node} | {line}"))
+        verdict = cluster.judge(cluster.wait(patience=60, deadline=200))
+    assert leftovers(engine, spec.launch_id) == []
+    return verdict.exit_code, [*said, *verdict.lines]
+
+
+def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, tmp_path: Path) -> None:
+    options = ["--output", str(tmp_path / "outputs"), "--data-dir", str(tmp_path / "data"), "--set", "epochs=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.cluster", "up", "--backend", "docker", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, table = done.stdout.rpartition("cluster: node-2 exited with 0 (done)")
+    assert "single | " in before
+    assert "ddp-2x2-cpu" in table
+    assert "single-cpu" in table
+
+
+def test_three_nodes_with_one_process(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
+    spec = Spec("linear_regression", nnodes=3, nproc_per_node=1, output=tmp_path, data=tmp_path)
+    exit_code, said = run_cluster(spec, engine)
+    assert exit_code == 0, said
+    assert len(list(tmp_path.glob("*/ddp-3x1-cpu-*/run.json"))) == 1
+
+
+def test_one_failed_node_fails_the_cluster(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
+    spec = Spec(
+        "digits", nnodes=2, options=("--set", "epochs=100000", "--max-restarts", "0"), output=tmp_path, data=tmp_path
+    )
+    backend = ContainerBackend()
+    with Cluster(spec, backend) as cluster:
+        cluster.start()
+        cluster.logs(lambda node, line: backend.container("node-1").kill() if "epoch   1" in line else None)
+        results = cluster.wait(patience=60, deadline=200)
+    assert results[0].exit_code == 137
+    assert results[1].exit_code != 0
+    assert cluster.judge(results).exit_code == 6
+    assert leftovers(engine, spec.launch_id) == []
+
+
+def test_bad_setting_ends_every_node_with_2(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
+    spec = Spec("digits", nnodes=2, options=("--set", "global_batch=1"), output=tmp_path, data=tmp_path)
+    exit_code, said = run_cluster(spec, engine)
+    assert exit_code == 2
+    assert any("global_batch_size" in line for line in said)
+    assert not any("Traceback" in line for line in said)

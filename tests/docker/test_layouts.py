@@ -1,0 +1,63 @@
+"""Each layout in a container of its own, and the GPU services where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docker.conftest import Project
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+
+QUICK = "--set epochs=1"
+NO_GPU = not Path("/proc/driver/nvidia").exists()
+
+
+def test_every_cpu_layout_and_a_gpu_layout_on_cpu_train_to_the_same_weights(project: Project) -> None:
+    project.files = ("compose.yaml", "compose.cpu.yaml")
+    for service in ("single-cpu", "dp-cpu", "ddp-cpu", "ddp-4gpu"):
+        done = project.up(service, DDP_OPTIONS=QUICK)
+        assert done.returncode == 0, f"{service}: {done.stdout}{done.stderr}"
+    records = project.records()
+    assert sorted(record["layout"]["label"] for record in records) == [
+        "ddp-1x2-cpu",
+        "ddp-1x4-cpu",
+        "dp-2-cpu",
+        "single-cpu",
+    ]
+    assert {record["status"] for record in records} == {"completed"}
+    assert len({record["weights_sha256"] for record in records}) == 1
+
+
+def test_experiment_and_quoted_options_come_through_the_environment(project: Project) -> None:
+    options = "--set 'epochs=1' --set global_batch_size=32 --set 'model.width=8'"
+    done = project.up("single-cpu", EXPERIMENT="digits", DDP_OPTIONS=options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = project.records()
+    assert record["experiment"]["global_batch_size"] == 32
+    assert record["experiment"]["model"]["options"]["width"] == 8
+
+
+def test_mistake_is_one_line_and_exit_2(project: Project) -> None:
+    done = project.up("ddp-cpu", EXPERIMENT="digitz")
+    assert done.returncode == 2
+    assert "digits" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not NO_GPU, reason="this machine has an NVIDIA driver")
+def test_gpu_service_without_gpus_names_the_way_out(project: Project) -> None:
+    done = project.up("ddp-4gpu")
+    assert done.returncode != 0
+    assert "else-use-compose.cpu.yaml" in done.stderr
+    assert "could not select device driver" not in done.stderr
+    logs = project.compose("--profile", "gpu", "logs", "nvidia-gpu.else-use-compose.cpu.yaml")
+    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in logs.stdout
+
+
+@pytest.mark.timeout(1300)
+def test_fast_tests_pass_inside_the_image(project: Project) -> None:
+    assert project.compose("build", "--quiet", "test", timeout=300).returncode == 0
+    done = project.compose("run", "--rm", "test", timeout=900)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

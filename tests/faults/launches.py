@@ -1,0 +1,231 @@
+"""`ddp train` with its workers as one thing that can be watched, hurt and waited for: a node of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from ddp_core.ledger import audit, committed_steps
+from ddp_core.run_directory import RunDirectory
+from tests.distributed.commands import Ended, ddp, forked, trained, wait_until
+from tests.distributed.processes import free_port
+
+DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
+STEPS_PER_EPOCH = 8
+
+
+class Launch:
+    """One `ddp` command and everything below it, started in a session of its own.
+
+    What is left of it at the end is killed, and where an ended launch has left a process an AssertionError is raised.
+    """
+
+    def __init__(self, *words: str | Path, pause: float = 0.0) -> None:
+        self._context = forked(*words, env={"DOTS_PAUSE": str(pause)})
+
+    def __enter__(self) -> Self:
+        self._process = self._context.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            print(self.output(), self.errors(), sep="\n")
+        self.kill()
+        self._context.__exit__(kind, error, trace)
+
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        """Whether the launcher is there."""
+        return self._process.lives
+
+    def output(self) -> str:
+        """What it has said so far."""
+        return self._process.said()[0]
+
+    def errors(self) -> str:
+        """What it has said so far on standard error."""
+        return self._process.said()[1]
+
+    def wait(self, timeout: float = 60) -> Ended:
+        """How it ended. Raises AssertionError when it does not."""
+        return self._process.end(timeout)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """The workers that live now, by rank."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children():
+                with contextlib.suppress(psutil.Error, KeyError):
+                    if child.status() != psutil.STATUS_ZOMBIE:
+                        found[int(child.environ()["RANK"])] = child
+        return found
+
+    def everything(self) -> list[psutil.Process]:
+        """The launcher and all that it has started."""
+        with contextlib.suppress(psutil.Error):
+            launcher = psutil.Process(self.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        return []
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """To the launcher and all below it, as `docker kill` or `docker pause` do to a node."""
+        for process in self.everything():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL to all of it."""
+        self.signal_all(signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the launcher alone."""
+        os.kill(self.pid, number)
+
+
+def train_words(output: Path, *words: str | Path, ranks: int = 2) -> list[str]:
+    """The words of a training of `dots` on this machine's CPU that keeps a ledger and saves every four steps."""
+    return [
+        *("train", DOTS, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", str(ranks), "--output", str(output)),
+        *("--ledger", "--checkpoint-every", "4", "--log-every", "1"),
+        *map(str, words),
+    ]
+
+
+@contextlib.contextmanager
+def nodes(
+    count: int, output: Path, *words: str | Path, pause: float = 0.0
+) -> Iterator[tuple[list[Launch], Callable[[], Launch], Store]]:
+    """`count` launches of one worker that meet at a rendezvous; a way to start one more; the rendezvous."""
+    with Store(free_port()) as store, contextlib.ExitStack() as stack:
+        meeting = ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", f"test-{store.port}"]
+        full = train_words(output, *words, "--nnodes", f"1:{count}", *meeting, ranks=1)
+
+        def start() -> Launch:
+            return stack.enter_context(Launch(*full, pause=pause))
+
+        yield [start() for _ in range(count)], start, store
+
+
+class Store:
+    """`ddp rendezvous`, which can be killed and started again on its port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._stack = contextlib.ExitStack()
+        self.launch: Launch | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        self.launch = store = self._stack.enter_context(Launch("rendezvous", "--port", str(self.port)))
+        wait_until(lambda: "listening" in store.output(), 20, "the rendezvous listens")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.launch is not None
+        self.launch.kill()
+        self.launch.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+
+class Watch:
+    """What the run directory below `output` shows while the run goes on."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of one kind, also those taken back later."""
+        found = []
+        for path in self.output.glob("*/*/metrics.jsonl"):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    found.append(json.loads(line))
+        return [record for record in found if record["kind"] == kind]
+
+    def step(self) -> int:
+        """The last step that was written down."""
+        steps = self.records("step")
+        return int(steps[-1]["step"]) if steps else 0
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        """Until this step is done."""
+        wait_until(lambda: self.step() >= step, timeout, f"step {step}")
+
+    def wait_for_record(self, timeout: float = 60) -> None:
+        """Until the run has begun."""
+        wait_until(lambda: any(self.output.glob("*/*/run.json")), timeout, "run.json")
+
+    def wait_for_new_step(self, since: float, timeout: float = 60) -> float:
+        """Until a step is done after the moment `since` and a resume; the seconds between."""
+        first = [0.0]
+
+        def found() -> bool:
+            resumed = [record["time"] for record in self.records("resume") if record["time"] > since]
+            if resumed:
+                first[:] = [record["time"] for record in self.records("step") if record["time"] > resumed[0]][:1]
+            return bool(resumed and first)
+
+        wait_until(found, timeout, "a new step")
+        return first[0] - since
+
+    def layout(self) -> str:
+        """The label of the layout that trains now."""
+        (path,) = self.output.glob("*/*/run.json")
+        return str(RunDirectory(path.parent).read()["layout"]["label"])
+
+    def when_struck(self, fault: str) -> float:
+        """The moment of a scripted fault."""
+        (marker,) = self.output.glob(f"*/*/.fault-{fault}")
+        return marker.stat().st_mtime
+
+
+def undisturbed(output: Path, *words: str) -> str:
+    """The weights' digest of `dots` trained by one process that nothing happens to."""
+    ended = ddp("train", DOTS, "--device", "cpu", "--output", output, *words)
+    assert ended.code == 0, ended.errors
+    return str(trained(output)[1]["weights_sha256"])
+
+
+def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any]:
+    """The run has ended as if nothing had happened: same weights, every sample once; returns its record."""
+    directory, record = trained(output)
+    assert (record["status"], record["exit_code"], record["weights_sha256"]) == ("completed", 0, digest)
+    check_ledger(directory, steps)
+    return record
+
+
+def check_ledger(directory: RunDirectory, steps: int) -> None:
+    """Every sample of every epoch trained exactly once, up to `steps`."""
+    audit(directory.path)
+    committed = committed_steps(directory.path)
+    assert sorted(committed) == list(range(1, steps + 1))
+    for epoch in range(steps // STEPS_PER_EPOCH):
+        ids = [number for at, numbers in committed.values() if at == epoch for number in numbers]
+        assert sorted(ids) == list(range(96)), f"epoch {epoch}"
+
+
+def now() -> float:
+    """Wall clock, as in metrics.jsonl."""
+    return time.time()

@@ -1,0 +1,323 @@
+"""The fault matrix as a table: each fault, what a run must do about it, and the tests that produce it.
+
+`record_row` notes what a test has seen, for docs/faults.md; `python -m tests.faults.document` writes that page's table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+RECORDS = "DDP_FAULT_RECORDS"
+"""Environment variable: the folder that records are written to; without it none are."""
+
+_LOSSES = "tests/faults/test_losses.py"
+_NODES = "tests/faults/test_nodes.py"
+_SAVES = "tests/faults/test_saves.py"
+_NUMBERS = "tests/faults/test_numbers.py"
+_REQUESTS = "tests/faults/test_requests.py"
+_PLACES = "tests/faults/test_places.py"
+_CHECKPOINTS = "tests/test_checkpoint_faults.py"
+_INPUT = "tests/test_bad_input.py"
+_GROUP = "tests/distributed/test_process_group.py"
+_LAYOUTS = "tests/distributed/test_layouts.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault. `where`: P on processes, D in containers; `tests` holds those on processes, as FILE::FUNCTION."""
+
+    number: int
+    fault: str
+    expected: str
+    where: str
+    tests: tuple[str, ...] = ()
+
+
+ROWS = (
+    Row(
+        1,
+        "a worker is killed (SIGKILL)",
+        "noticed within 1 s, rank and node named; trains again within 10 s, each sample once",
+        "P",
+        (
+            f"{_LOSSES}::test_a_killed_worker_is_replaced",
+            f"{_LOSSES}::test_twenty_kills_are_twenty_recoveries",
+            f"{_NODES}::test_killed_workers_of_two_nodes_are_replaced_every_time",
+        ),
+    ),
+    Row(
+        2,
+        "a node is killed, launcher and workers",
+        "noticed within 1 s; the others train again within 10 s on what is left; the node is taken in when it is back",
+        "P, D",
+        (f"{_NODES}::test_a_killed_node_is_done_without_and_taken_in_again",),
+    ),
+    Row(
+        3,
+        "the rendezvous is killed",
+        "noticed within 2 s; goes on when it is started again, else 6",
+        "P, D",
+        (f"{_NODES}::test_a_lost_rendezvous_is_waited_for", f"{_NODES}::test_a_rendezvous_that_stays_away_ends_in_6"),
+    ),
+    Row(
+        4,
+        "only the launcher is killed",
+        "its workers are gone within 2 s",
+        "P",
+        (f"{_LOSSES}::test_workers_leave_with_their_launcher",),
+    ),
+    Row(
+        5,
+        "a worker or a node is stopped (SIGSTOP, docker pause)",
+        "noticed at --timeout + 1 s; the run goes on; once awake, the stale one can write nothing",
+        "P, D",
+        (
+            f"{_LOSSES}::test_a_stopped_worker_is_replaced",
+            f"{_NODES}::test_a_stopped_node_writes_nothing_when_it_wakes",
+        ),
+    ),
+    Row(6, "the network is cut in two", "as 5; the minority exits 6 and writes nothing", "D"),
+    Row(
+        7,
+        "a slow worker, a slow link",
+        "nobody is taken for dead; the slowest rank is named with its p95 step time",
+        "P, D",
+        (f"{_LOSSES}::test_a_slow_worker_is_named_not_killed",),
+    ),
+    Row(
+        8,
+        "the disk fills up while saving",
+        "4, with what is needed and what there is; the checkpoint before loads",
+        "P, D",
+        (
+            f"{_SAVES}::test_a_full_disk_ends_the_run_and_loses_one_save",
+            f"{_CHECKPOINTS}::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
+            f"{_CHECKPOINTS}::test_a_full_disk_is_seen_before_and_during_the_write",
+        ),
+    ),
+    Row(
+        9,
+        "SIGKILL at every point of a save",
+        "the newest complete checkpoint loads; leftovers are swept",
+        "P",
+        (
+            f"{_CHECKPOINTS}::test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint",
+            f"{_CHECKPOINTS}::test_many_kills_at_random_times_lose_no_committed_checkpoint",
+        ),
+    ),
+    Row(
+        10,
+        "a truncated or empty checkpoint",
+        "the newest valid one is loaded, and it is said; none valid: 3",
+        "P",
+        (
+            f"{_SAVES}::test_a_damaged_checkpoint_is_passed_over",
+            f"{_SAVES}::test_no_valid_checkpoint_is_the_end",
+            f"{_CHECKPOINTS}::test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so",
+            f"{_CHECKPOINTS}::test_nothing_but_damaged_checkpoints_is_the_end_of_it",
+        ),
+    ),
+    Row(
+        11,
+        "one flipped bit in a checkpoint",
+        "found by its digest before anything is loaded, then as 10",
+        "P",
+        (
+            f"{_SAVES}::test_a_damaged_checkpoint_is_passed_over",
+            f"{_CHECKPOINTS}::test_any_flipped_bit_of_the_data_is_found_before_it_is_loaded",
+        ),
+    ),
+    Row(
+        12,
+        "the checkpoint of another model or experiment",
+        "3, with the difference, before any tensor is loaded",
+        "P",
+        (
+            f"{_INPUT}::test_a_checkpoint_of_another_experiment_is_refused",
+            f"{_CHECKPOINTS}::test_the_checkpoint_of_another_model_is_refused_with_the_difference",
+        ),
+    ),
+    Row(
+        13,
+        "a malicious pickle as a checkpoint",
+        "refused, not run: 3",
+        "P",
+        (
+            f"{_SAVES}::test_a_malicious_checkpoint_is_refused_not_run",
+            f"{_CHECKPOINTS}::test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run",
+        ),
+    ),
+    Row(
+        14,
+        "a NaN or Inf loss on one rank",
+        "all ranks stop before the optimizer step: 5, naming rank, step and sample ids; or skip the step when told to",
+        "P",
+        (
+            f"{_NUMBERS}::test_a_nan_on_one_rank_stops_all_before_the_update",
+            f"{_NUMBERS}::test_a_nan_is_skipped_on_all_ranks_when_told_to",
+        ),
+    ),
+    Row(
+        15,
+        "an exception on one rank",
+        "that rank's traceback once, the others in one line; 2 or 6",
+        "P",
+        (
+            f"{_LOSSES}::test_an_exception_is_told_once_by_the_rank_that_raised",
+            f"{_NODES}::test_an_exception_on_one_node_ends_both",
+        ),
+    ),
+    Row(16, "out of memory: the kernel kills", "4, naming the node", "D"),
+    Row(
+        17,
+        "uneven data per rank",
+        "equal step counts by construction; nothing hangs",
+        "P",
+        (
+            f"{_NUMBERS}::test_uneven_shares_end_together_with_the_same_weights",
+            f"{_LAYOUTS}::test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting",
+        ),
+    ),
+    Row(
+        18,
+        "fewer samples than the global batch or the ranks need",
+        "2, before a process is started",
+        "P",
+        (f"{_INPUT}::test_bad_input_is_refused_before_anything_is_started",),
+    ),
+    Row(
+        19,
+        "a held-out set that does not divide (1, 3, 5, 10, 101 samples)",
+        "each sample counted once; the same metric on every layout",
+        "P",
+        (f"{_NUMBERS}::test_held_out_samples_count_once_on_every_layout",),
+    ),
+    Row(
+        20,
+        "a global batch that the ranks cannot share",
+        "2, with the nearest sizes that they can",
+        "P",
+        (f"{_INPUT}::test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do",),
+    ),
+    Row(
+        21,
+        "a data set that is missing or incomplete",
+        "2 within 5 s, one message, with the command that fetches it",
+        "P",
+        (f"{_INPUT}::test_bad_input_is_refused_before_anything_is_started",),
+    ),
+    Row(
+        22,
+        "an output directory that cannot be written",
+        "4 before step 0",
+        "P, D",
+        (
+            f"{_INPUT}::test_an_output_that_cannot_be_written",
+            f"{_CHECKPOINTS}::test_a_read_only_directory_is_met_before_the_first_step",
+        ),
+    ),
+    Row(
+        23,
+        "more GPUs asked for than there are",
+        "4, with how many were found and what would run here",
+        "P, D",
+        (f"{_INPUT}::test_bad_input_is_refused_before_anything_is_started",),
+    ),
+    Row(
+        24,
+        "a port in use",
+        "4 within 2 s",
+        "P",
+        (f"{_PLACES}::test_a_rendezvous_on_a_port_in_use", f"{_PLACES}::test_a_process_group_on_a_port_in_use"),
+    ),
+    Row(
+        25,
+        "a network interface that does not exist",
+        "2, listing those that do",
+        "P",
+        (f"{_GROUP}::test_an_interface_that_does_not_exist_is_named_with_those_that_do",),
+    ),
+    Row(
+        26,
+        "a peer missing at the start, or a rank started twice",
+        "6 within the timeout, naming the missing rank; 2 for the one that is there twice",
+        "P",
+        (
+            f"{_GROUP}::test_a_missing_rank_is_named_within_the_timeout",
+            f"{_GROUP}::test_a_rank_that_is_there_twice_is_named",
+        ),
+    ),
+    Row(
+        27,
+        "other code or configuration on one rank",
+        "2 before training: digests are compared at the start",
+        "P",
+        (
+            f"{_NUMBERS}::test_another_configuration_on_one_rank_is_found_before_training",
+            f"{_NUMBERS}::test_other_code_on_one_rank_is_found_before_training",
+        ),
+    ),
+    Row(
+        28,
+        "a request to stop: SIGTERM, docker stop, a scheduler's early signal, a time limit",
+        "all ranks finish the step, save and leave with 75; nothing is lost",
+        "P, D",
+        (
+            f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
+            f"{_REQUESTS}::test_other_ways_to_ask",
+            f"{_NODES}::test_a_request_to_one_node_stops_both",
+            "tests/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            f"{_REQUESTS}::test_loader_processes_survive_the_request_until_the_save",
+        ),
+    ),
+    Row(
+        29,
+        "Ctrl-C, once and twice",
+        "as 28; at the second all leave at once; no process is left",
+        "P",
+        (
+            f"{_REQUESTS}::test_control_c_saves",
+            f"{_REQUESTS}::test_a_second_control_c_leaves_at_once",
+            "tests/test_stop.py::test_a_second_interrupt_leaves_at_once",
+        ),
+    ),
+    Row(
+        30,
+        "two runs in one directory",
+        "the second exits 2 within 1 s of asking and names the holder",
+        "P",
+        (
+            f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
+            "tests/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
+        ),
+    ),
+    Row(31, "/dev/shm is too small", "4, naming the setting", "D"),
+    Row(
+        32,
+        "a resume on another layout",
+        "goes on; the same bits in exact mode",
+        "P, D",
+        (
+            f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
+            "tests/distributed/test_resume.py::test_killed_three_times_on_other_layouts",
+        ),
+    ),
+)
+
+
+def record_row(row: int, outcome: str, seconds: float | None = None, by: str | None = None) -> None:
+    """Note what a run has done about fault number `row`, in a few words, and how long that took.
+
+    `by`: the test or drill that has seen it; by default the test that runs.
+    """
+    if folder := os.environ.get(RECORDS):
+        test = by or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+        record = {"row": row, "outcome": outcome, "seconds": seconds, "test": test}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"\W+", "-", test.rpartition("::")[2]) or uuid.uuid4().hex
+        (Path(folder) / f"row-{row:02d}-{name}.json").write_text(json.dumps(record) + "\n")

@@ -1,0 +1,26 @@
+"""pytest plugin: notes for every test of the fault matrix whether it passed and how long it took.
+
+DDP_FAULT_RECORDS=records python -m pytest -p tests.faults.recording TESTS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix import RECORDS, ROWS
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write `test-<name>.json` with the rows that the test holds, its outcome and its seconds."""
+    folder, name = os.environ.get(RECORDS), report.nodeid.partition("[")[0]
+    rows = [row.number for row in ROWS if name in row.tests]
+    if folder and rows and (report.when == "call" or report.skipped):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        record = {"rows": rows, "test": report.nodeid, "result": report.outcome, "seconds": report.duration}
+        target = Path(folder) / f"test-{re.sub(r'[^A-Za-z0-9]+', '-', report.nodeid)}.json"
+        target.write_text(json.dumps(record) + "\n")

@@ -1,0 +1,113 @@
+"""The parts that a loss goes through: ending what is left, naming who is gone, and shortening what gloo says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_core.ending import await_processes, end_processes, state_of
+from ddp_core.heartbeat import name_lost_peer
+from ddp_core.peers import reason_of
+from ddp_core.world import World
+from tests.distributed.commands import wait_until
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+PARENT = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(1, flush=True); time.sleep(60)"
+
+
+def start(code: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_one_that_is_stopped_is_not_waited_for() -> None:
+    process = start("import time; print(1, flush=True); time.sleep(60)")
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(process.pid) == "stopped", 5, "it is stopped")
+    started = time.monotonic()
+    await_processes([process], 30)
+    end_processes([process], signal.SIGTERM, 30)
+    assert time.monotonic() - started < 5
+    assert process.returncode == -signal.SIGKILL
+    assert state_of(process.pid) == "gone"
+
+
+def test_one_that_does_not_listen_is_killed_when_patience_ends() -> None:
+    deaf, listening = start(DEAF), start("import time; print(1, flush=True); time.sleep(60)")
+    started = time.monotonic()
+    end_processes([deaf, listening], signal.SIGTERM, 0.3)
+    assert 0.3 <= time.monotonic() - started < 5
+    assert (deaf.returncode, listening.returncode) == (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_what_a_dead_worker_leaves_in_its_group_goes_with_it() -> None:
+    worker = start(PARENT)
+    worker.kill()
+    worker.wait()
+    os.killpg(worker.pid, 0)
+    end_processes([worker], signal.SIGTERM, 1)
+
+    def is_empty() -> bool:
+        try:
+            os.killpg(worker.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    wait_until(is_empty, 5, "the group is empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:5002: Connection reset "
+            "by peer. This is typically caused by a remote worker hanging. GLHF!",
+            "Read error [10.0.0.2]:5002: Connection reset by peer",
+        ),
+        (
+            "Timed out waiting 6000ms for send operation to complete\nmore",
+            "Timed out waiting 6000ms for send operation to complete",
+        ),
+    ],
+)
+def test_what_gloo_says_is_shortened_to_what_happened(text: str, reason: str) -> None:
+    assert reason_of(RuntimeError(text)) == reason
+
+
+def beat(directory: Path, rank: int, **fields: object) -> None:
+    (directory / "heartbeats").mkdir(exist_ok=True)
+    known = {"rank": rank, "node_rank": rank, "host": "elsewhere", "address": f"10.0.0.{rank}", "pid": 1, "step": 7}
+    content = known | {"time": time.time()} | fields
+    (directory / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(content))
+
+
+def test_a_dead_process_of_this_host_is_named(tmp_path: Path) -> None:
+    gone = start("print(1, flush=True)")
+    gone.wait()
+    beat(tmp_path, 1, host=socket.gethostname(), pid=gone.pid)
+    beat(tmp_path, 2, host=socket.gethostname(), pid=os.getpid())
+    assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
+
+
+def test_the_one_at_the_address_of_the_error_is_named(tmp_path: Path) -> None:
+    beat(tmp_path, 1)
+    beat(tmp_path, 2)
+    assert name_lost_peer(tmp_path, World(0, 3), "Read error [10.0.0.2]:5002: reset") == "rank 2 (node 2)"
+    assert name_lost_peer(tmp_path, World(0, 3), "no address") == "a peer"
+
+
+def test_the_one_that_has_been_silent_for_longest_is_named(tmp_path: Path) -> None:
+    beat(tmp_path, 1)
+    beat(tmp_path, 2, time=time.time() - 60)
+    assert name_lost_peer(tmp_path, World(0, 3), "Timed out") == "rank 2 (node 2), silent for 60 s since step 7,"

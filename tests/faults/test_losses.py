@@ -1,0 +1,134 @@
+"""Workers that die, stop, raise or are slow, and a launcher that dies. One node, torchrun's agent, real processes."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_core.ending import state_of
+from ddp_core.metrics import read_metrics
+from tests.distributed.commands import ddp, trained, wait_until
+from tests.faults.launches import (
+    DOTS,
+    Launch,
+    Watch,
+    check_aftermath,
+    now,
+    train_words,
+    undisturbed,
+)
+from tests.faults.matrix import record_row
+from tests.faults.workers import run_workers
+
+PAUSE = 0.002
+
+
+def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
+    watch = Watch(tmp_path)
+    with Launch(*train_words(tmp_path, "--fault", "kill@30:1"), pause=PAUSE) as launch:
+        wait_until(lambda: "killed" in launch.errors(), 60, "the loss is noticed")
+        noticed = now() - watch.when_struck("kill@30:1")
+        recovered = watch.wait_for_new_step(watch.when_struck("kill@30:1"))
+        ended = launch.wait()
+    assert ended.code == 0
+    assert ended.errors == (
+        "ddp: rank 1 (node 0) was killed (SIGKILL)\n"
+        "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
+    )
+    assert "resumed at step 28" in ended.output
+    assert len(check_aftermath(tmp_path, digest)["attempts"]) == 2
+    record_row(1, f"noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights", recovered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
+    epochs, chance, seconds = 250, random.Random(7), []
+    length = ["--set", f"epochs={epochs}"]
+    expected = undisturbed(tmp_path / "undisturbed", *length)
+    watch = Watch(tmp_path / "run")
+    words = train_words(tmp_path / "run", *length, "--max-restarts", "30", ranks=3)
+    with Launch(*words, pause=PAUSE) as launch:
+        watch.wait_for_step(1)
+        for number in range(20):
+            time.sleep(chance.uniform(0, 0.5))
+            victim = chance.choice(sorted(launch.workers().items()))
+            struck = now()
+            victim[1].kill()
+            seconds.append(watch.wait_for_new_step(struck, 60))
+            assert launch.errors().count("was killed (SIGKILL)") == number + 1
+        assert launch.wait(300).code == 0
+    record = check_aftermath(tmp_path / "run", expected, epochs * 8)
+    assert len(record["attempts"]) == 21
+    worst = max(seconds)
+    record_row(1, f"20 of 20 random kills recovered, median {sorted(seconds)[10]:.1f} s, worst {worst:.1f} s", worst)
+
+
+@pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
+def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: str) -> None:
+    with Launch(*train_words(tmp_path), pause=0.1) as launch:
+        if when == "while it trains":
+            Watch(tmp_path).wait_for_step(10)
+        else:
+            wait_until(lambda: len(launch.workers()) == 2, 30, "the workers are there")
+        workers = launch.everything()[1:]
+        started = time.monotonic()
+        launch.signal(signal.SIGKILL)
+        wait_until(lambda: not any(state_of(worker.pid) != "gone" for worker in workers), 30, "the workers are gone")
+        gone = time.monotonic() - started
+        assert launch.wait().code == -signal.SIGKILL
+    if when == "while it trains":
+        assert gone < 2
+        assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
+        check_aftermath(tmp_path, digest)
+        record_row(4, f"workers gone after {gone:.2f} s; resumed on another layout, same weights", gone)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
+    watch, timeout, fault = Watch(tmp_path), 3, "pause@30:1"
+    with Launch(*train_words(tmp_path, "--fault", fault, "--timeout", str(timeout)), pause=PAUSE) as launch:
+        wait_until(lambda: "is stopped" in launch.errors(), 60, "the silence is noticed")
+        noticed = now() - watch.when_struck(fault)
+        recovered = watch.wait_for_new_step(watch.when_struck(fault))
+        ended = launch.wait()
+    assert ended.code == 0
+    assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
+    assert noticed > timeout
+    check_aftermath(tmp_path, digest)
+    record_row(5, f"worker: noticed {noticed - timeout:.1f} s after the timeout, same weights", recovered)
+
+
+def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, digest: str) -> None:
+    started = time.monotonic()
+    with Launch(*train_words(tmp_path, "--fault", "raise@13:1")) as launch:
+        ended = launch.wait()
+    seconds = time.monotonic() - started
+    assert ended.code == 2
+    assert ended.errors.startswith("Traceback (most recent call last)")
+    assert ended.errors.count("Traceback") == 1
+    last = ended.errors.splitlines()[-2:]
+    assert last == ["ddp: error: rank 1 (node 0): RuntimeError: scripted fault raise@13:1", "ddp: rank 0 left after it"]
+    directory, record = trained(tmp_path)
+    assert "scripted fault" in (directory.path / "error-rank-1.txt").read_text()
+    assert "rank 1 (node 0), step 14" in (directory.path / "error-rank-1.txt").read_text()
+    assert record["status"] == "failed"
+    record_row(15, "exit 2; one traceback, of rank 1; 'rank 0 left after it'", seconds)
+
+
+def test_a_slow_worker_is_named_not_killed(tmp_path: Path) -> None:
+    words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--set", "epochs=1", "--timeout", "10"]
+    answers = run_workers([*words, "--output", str(tmp_path), "--fault", "slow@2:1"], 2)
+    assert [answer.code for answer in answers] == [0, 0]
+    directory, record = trained(tmp_path)
+    assert len(record["attempts"]) == 1
+    found = re.search(r"slowest: rank 1 \(node 0\), p95 (\d+) ms per step", directory.log.read_text())
+    assert found is not None
+    assert int(found[1]) > 190
+    assert read_metrics(directory.metrics, "evaluation")
+    record_row(7, f"one attempt, exit 0; 'rank 1 (node 0), p95 {found[1]} ms per step'")

@@ -1,0 +1,129 @@
+"""Numbers that go wrong or do not divide, and ranks that do not agree: workers of a launcher outside."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ddp_core import cli
+from ddp_core.checkpoint import newest_valid
+from ddp_core.experiment_file import load_experiment, resolve
+from tests.distributed.commands import ddp, trained
+from tests.distributed.layout_cases import digests
+from tests.faults.launches import DOTS, check_aftermath, check_ledger
+from tests.faults.matrix import record_row
+from tests.faults.workers import run_workers
+
+WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--ledger", "--checkpoint-every", "4"]
+
+
+def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: str) -> None:
+    answers = run_workers([*WORDS, "--output", str(tmp_path), "--fault", "nan@11:1"], 2)
+    assert [answer.code for answer in answers] == [5, 5]
+    directory, record = trained(tmp_path)
+    assert (record["status"], record["exit_code"]) == ("failed", 5)
+    found = re.search(r"loss is nan at step 11 on rank 1 \(node 0\), sample ids (\d+), (\d+)", record["message"])
+    assert found is not None, record["message"]
+    newest = newest_valid(directory.checkpoints)
+    assert newest is not None
+    assert newest.step == 8
+    assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
+    check_aftermath(tmp_path, digest)
+    record_row(14, f"5 on both ranks: '{found[0]}'; resumed, same weights")
+
+
+def test_a_nan_is_skipped_on_all_ranks_when_told_to(tmp_path: Path) -> None:
+    answers = run_workers([*WORDS, "--output", str(tmp_path), "--fault", "nan@11:1", "--on-nan", "skip"], 2)
+    assert [answer.code for answer in answers] == [0, 0]
+    directory, _ = trained(tmp_path)
+    check_ledger(directory, 80)
+    assert "at step 11 on rank 1 (node 0)" in directory.log.read_text()
+    assert "step skipped" in directory.log.read_text()
+    weights = load_file(directory.path / "model.safetensors")
+    assert all(torch.isfinite(value).all() for value in weights.values())
+    record_row(14, "--on-nan skip: the step is skipped on all ranks, and said")
+
+
+def test_uneven_shares_end_together_with_the_same_weights(tmp_path: Path) -> None:
+    # 100 samples in batches of 12: the last batch has 4 samples, two micro-batches for three ranks.
+    case = {"uneven": [DOTS, "--set", "data.size=100", "--set", "last_batch=keep", "--set", "epochs=3"]}
+    found = {
+        (kind, count): digests(case, tmp_path / f"{kind}-{count}", kind, count)
+        for kind, count in (("single", 1), ("ddp", 3))
+    }
+    assert len({value["uneven"] for value in found.values()}) == 1
+    steps = {trained(tmp_path / f"{kind}-{count}" / "0")[1]["result"]["steps"] for kind, count in found}
+    assert steps == {27}
+    record_row(17, "100 samples on 1 and 3 ranks: 27 steps each, same weights")
+
+
+SIZES = (1, 3, 5, 10, 101)
+
+
+def test_held_out_samples_count_once_on_every_layout(tmp_path: Path) -> None:
+    cases = {str(size): [DOTS, "--set", f"data.held_out={size}", "--set", "epochs=1"] for size in SIZES}
+    layouts = (("single", 1), ("ddp", 3))
+    for kind, count in layouts:
+        digests(cases, tmp_path / f"{kind}-{count}", kind, count)
+    for number, size in enumerate(SIZES):
+        runs = [trained(tmp_path / f"{kind}-{count}" / str(number)) for kind, count in layouts]
+        results = {(run["result"]["test_loss"], run["result"]["test_accuracy"]) for _, run in runs}
+        assert len(results) == 1, (size, results)
+        (loss, accuracy) = results.pop()
+        expected_loss, hits = evaluate_by_hand(runs[0][0].path / "model.safetensors", size)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert accuracy == hits / size
+    record_row(19, "the same loss and accuracy on single and ddp x 3, as counted by hand")
+
+
+def evaluate_by_hand(weights: Path, size: int) -> tuple[float, int]:
+    """Mean loss and number of right answers over the held-out samples, one sample at a time."""
+    loaded = load_experiment(DOTS)
+    model = resolve(loaded, "model", "network")()
+    model.load_state_dict(load_file(weights))
+    model.eval()
+    test = resolve(loaded, "data", "dots")(held_out=size).test
+    assert len(test) == size
+    loss, hits = 0.0, 0
+    with torch.no_grad():
+        for number in range(size):
+            inputs, target = test[number]
+            output = model(inputs[None])[0]
+            loss += float(nn.functional.cross_entropy(output, target))
+            hits += int(output.argmax() == target)
+    return loss / size, hits
+
+
+def _another_rate(rank: int) -> None:
+    if rank == 1:
+        original = cli.main
+        pytest.MonkeyPatch().setattr(cli, "main", lambda words: original([*words, "--set", "optimizer.lr=0.06"]))
+
+
+def test_another_configuration_on_one_rank_is_found_before_training(tmp_path: Path) -> None:
+    answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, _another_rate)
+    check_disagreement(tmp_path, [answer.code for answer in answers], answers[0].errors, "experiment")
+    record_row(27, "another optimizer.lr: 2 on both ranks")
+
+
+def _other_code(rank: int) -> None:
+    if rank == 1:
+        code = {"version": "0.0.9", "commit": "0123456", "dirty": False}
+        pytest.MonkeyPatch().setattr("ddp_core.run.describe_code", lambda: code)
+
+
+def test_other_code_on_one_rank_is_found_before_training(tmp_path: Path) -> None:
+    answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, _other_code)
+    check_disagreement(tmp_path, [answer.code for answer in answers], answers[0].errors, "code version")
+    record_row(27, "another code version: 2 on both ranks")
+
+
+def check_disagreement(output: Path, codes: list[int], errors: str, what: str) -> None:
+    assert codes == [2, 2]
+    assert f"ranks 1 have another {what} than rank 0: start every node with the same code" in errors
+    assert list(output.glob("*/*/run.json")) == []

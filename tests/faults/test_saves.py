@@ -1,0 +1,140 @@
+"""Checkpoints that are damaged, malicious or do not fit on the disk, as a whole run meets them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid
+from ddp_core.checkpoint.manifest import encode
+from tests.distributed.commands import Ended, ddp, trained
+from tests.faults.launches import DOTS, check_aftermath, undisturbed
+from tests.faults.matrix import record_row
+from tests.faults.workers import run_workers
+
+WORDS = ["train", DOTS, "--device", "cpu", "--ledger", "--checkpoint-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that died at step 18, with checkpoints of the steps 12 and 16."""
+    output = tmp_path_factory.mktemp("interrupted")
+    ended = ddp(*WORDS, "--output", output, "--fault", "raise@18")
+    assert ended.code == 2
+    directory, _ = trained(output)
+    assert [checkpoint.step for checkpoint in find_checkpoints(directory.checkpoints)] == [16, 12]
+    return output
+
+
+@pytest.fixture
+def output(interrupted: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    return Path(shutil.copytree(interrupted, tmp_path / "outputs"))
+
+
+def checkpoints(output: Path) -> list[Checkpoint]:
+    return find_checkpoints(trained(output)[0].checkpoints)
+
+
+def resume(output: Path) -> Ended:
+    ended = ddp(*WORDS, "--output", output, "--resume", "auto")
+    assert "Traceback" not in ended.errors
+    return ended
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("row", "damage"), [(10, truncate), (10, empty), (11, flip_a_bit)])
+def test_a_damaged_checkpoint_is_passed_over(
+    output: Path, digest: str, row: int, damage: Callable[[Path], None]
+) -> None:
+    damage(checkpoints(output)[0].path)
+    ended = resume(output)
+    assert ended.code == 0
+    assert "falling back to the checkpoint of step 12" in ended.output
+    assert "resumed at step 12" in ended.output
+    check_aftermath(output, digest)
+    record_row(row, f"{damage.__name__}: resumed at the checkpoint before, same weights")
+
+
+def test_no_valid_checkpoint_is_the_end(output: Path) -> None:
+    for checkpoint in checkpoints(output):
+        flip_a_bit(checkpoint.path)
+    ended = resume(output)
+    assert ended.code == 3
+    assert ended.errors.startswith("ddp: error: ")
+    assert ended.errors.count("\n") == 1
+    record_row(10, "none valid: 3")
+
+
+class Attack:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_malicious_checkpoint_is_refused_not_run(output: Path, tmp_path: Path) -> None:
+    newest, marker = checkpoints(output)[0], tmp_path / "ran"
+    torch.save({"model": torch.ones(3), "attack": Attack(marker)}, newest.path)
+    data = newest.path.read_bytes()
+    fitting = replace(newest, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    newest.manifest.write_bytes(encode(fitting))
+    ended = resume(output)
+    assert ended.code == 3
+    assert "refused" in ended.errors
+    assert not marker.exists()
+    torch.load(newest.path, weights_only=False)
+    assert marker.exists(), "the attack would not have worked anyway"
+    record_row(13, "refused before unpickling, 3")
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_loses_one_save(tmp_path: Path) -> None:
+    wide = ["--set", "model.width=150"]
+    expected = undisturbed(tmp_path / "undisturbed", *wide)
+    output = tmp_path / "outputs"
+    assert ddp(*WORDS, *wide, "--output", output, "--fault", "raise@18").code == 2
+    newest = checkpoints(output)[0]
+    assert newest.bytes > 20_000, "larger than all other files of the run"
+    words = [*WORDS, *wide, "--output", str(output), "--resume", "auto"]
+    [ended] = run_workers(words, 1, partial(_limit_files, 20_000))
+    assert ended.code == 4
+    assert "disk full: needs" in ended.errors
+    assert "has 20.0 kB for" in ended.errors
+    directory, record = trained(output)
+    assert (record["status"], record["exit_code"]) == ("failed", 4)
+    assert newest_valid(directory.checkpoints) == newest
+    assert ddp(*words).code == 0
+    check_aftermath(output, expected)
+    record_row(8, "4, 'disk full: needs X, has Y'; resumed from the checkpoint before, same weights")
+
+
+def _limit_files(limit: int, rank: int) -> None:
+    """No file of this process may grow beyond this, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
