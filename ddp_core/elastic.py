@@ -12,10 +12,9 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +24,8 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as torch_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -34,8 +35,9 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from ddp_core.ending import await_processes, end_processes, is_stopped
+from ddp_core.ending import Process, await_processes, end_processes, is_stopped
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.nursery import Nursery, Nursling
 from ddp_core.stop import signal_named
 from ddp_core.watchdog import leaves_when_cut_off
 from ddp_core.worker import Report, clear_reports, first_telling, read_reports, write_launcher
@@ -64,8 +66,10 @@ class Elastic:
     stop_signal: str | None = None
 
 
-def run_elastic(settings: Elastic, arguments: Sequence[str]) -> int:
+def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
     """Run `python -m ddp_core ARGUMENTS` as the workers of this node, restarted as needed; returns the exit code.
+
+    The nursery starts them; without one each is a fresh interpreter.
 
     Raises UserError where the rendezvous cannot be reached or is not completed.
     """
@@ -83,15 +87,22 @@ def run_elastic(settings: Elastic, arguments: Sequence[str]) -> int:
     with TemporaryDirectory(prefix="ddp-") as scratch:
         reports = Path(scratch) / "reports"
         reports.mkdir()
-        write_launcher(reports)
+        write_launcher(reports, *([nursery.pid] if nursery else []))
         os.environ["DDP_REPORT_DIR"] = str(reports)
         try:
-            return _run(settings, arguments, local_address, Path(scratch), reports)
+            return _run(settings, arguments, local_address, Path(scratch), reports, nursery)
         finally:
             del os.environ["DDP_REPORT_DIR"]
 
 
-def _run(settings: Elastic, arguments: Sequence[str], address: str, scratch: Path, reports: Path) -> int:
+def _run(
+    settings: Elastic,
+    arguments: Sequence[str],
+    address: str,
+    scratch: Path,
+    reports: Path,
+    nursery: Nursery | None,
+) -> int:
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=settings.endpoint or "127.0.0.1:0",
@@ -122,7 +133,7 @@ def _run(settings: Elastic, arguments: Sequence[str], address: str, scratch: Pat
         local_addr=address,
     )
     logs = DefaultLogsSpecs(log_dir=str(scratch / "logs"))
-    agent = _Agent(spec, logs, reports)
+    agent = _Agent(spec, logs, reports, nursery)
     patience = max(2 * settings.timeout, _CUT_OFF_SECONDS)
     try:
         with leaves_when_cut_off(settings.endpoint, patience, agent.kill_workers):
@@ -170,9 +181,9 @@ class _WouldRepeat(Exception):
 class _Agent(LocalElasticAgent):
     """Restarts after losses, not after mistakes: what would fail again in the same way ends the launch."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reports: Path) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reports: Path, nursery: Nursery | None) -> None:
         super().__init__(spec, logs, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._reports = reports
+        self._reports, self._nursery = reports, nursery
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         try:
@@ -232,7 +243,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # What the workers of the round before have said, if only that they saved and left, is no failure of this one.
         clear_reports(self._reports)
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        with _started_by(self._nursery):
+            started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _is_awaited(self, worker_group: WorkerGroup) -> bool:
@@ -240,7 +252,7 @@ class _Agent(LocalElasticAgent):
         waiting: int = worker_group.spec.rdzv_handler.num_nodes_waiting()
         return waiting > 0
 
-    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+    def _processes(self) -> dict[int, Process]:
         """This node's workers by local rank, none before the first start."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {local_rank: handler.proc for local_rank, handler in handlers.items()}
@@ -287,6 +299,43 @@ class _Agent(LocalElasticAgent):
     @staticmethod
     def _say(text: str) -> None:
         print(f"ddp: {text}", file=sys.stderr, flush=True)
+
+
+class _NurseryHandler:
+    """A nursling in the place of torch's SubprocessHandler."""
+
+    def __init__(self, nursling: Nursling) -> None:
+        self.proc = nursling
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the whole process group, as torch's does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _started_by(nursery: Nursery | None) -> Iterator[None]:
+    """While in the block, torch's agent has its workers from the nursery. It offers no other place to say so."""
+    if nursery is None:
+        yield
+        return
+    fresh = torch_processes.get_subprocess_handler
+
+    def start(
+        entrypoint: str, args: tuple[str, ...], env: dict[str, str], *others: Any, **named: Any
+    ) -> _NurseryHandler | SubprocessHandler:
+        _, _, *words = args  # -m ddp_core
+        try:
+            return _NurseryHandler(nursery.start(words, {**os.environ, **env}))
+        except OSError:
+            # It was killed, for want of memory perhaps; the workers start as they would without it.
+            return fresh(entrypoint, args, env, *others, **named)
+
+    torch_processes.get_subprocess_handler = start  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch_processes.get_subprocess_handler = fresh
 
 
 def _await_answer(endpoint: str) -> None:

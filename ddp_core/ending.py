@@ -10,16 +10,36 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 import psutil
 
 _POLL_SECONDS = 0.02
 
 
-def end_processes(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals, patience: float) -> None:
+class Process(Protocol):
+    """A child as subprocess.Popen gives it, however it was started."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it, where the process runs."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+def end_processes(processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
     """Ask each with the signal, wait `patience` seconds for all together, kill the rest with their process groups.
 
     Each process is the leader of its group.
@@ -38,7 +58,7 @@ def end_processes(processes: Iterable[subprocess.Popen[bytes]], number: signal.S
         process.wait()
 
 
-def await_processes(processes: Iterable[subprocess.Popen[bytes]], patience: float) -> None:
+def await_processes(processes: Iterable[Process], patience: float) -> None:
     """Wait for those that are not stopped to leave by themselves, `patience` seconds at most."""
     waiting, deadline = list(processes), time.monotonic() + patience
     while time.monotonic() < deadline:

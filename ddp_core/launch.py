@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.multiprocessing as mp
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.nursery import Entry, Nursery
 from ddp_core.order import Order
 from ddp_core.prepare import check_order
 from ddp_core.run_directory import find_launch
@@ -31,8 +32,6 @@ from ddp_core.world import World
 if TYPE_CHECKING:
     from ddp_core.elastic import Elastic
 
-
-Entry = Callable[[Sequence[str]], int]
 
 _IMPATIENT = 128 + signal.SIGINT
 """What workers leave with at a second SIGINT."""
@@ -79,7 +78,8 @@ def launch(order: Order, meeting: Meeting, arguments: Sequence[str], entry: Entr
         order.options.stop_signal,
     )
     try:
-        code = _supervise(order, settings, arguments)
+        with _nursery(order, entry) as nursery:
+            code = _supervise(order, settings, arguments, nursery)
     except UserError as error:
         _close_record(order, launch_id, error.exit_code)
         raise
@@ -88,7 +88,14 @@ def launch(order: Order, meeting: Meeting, arguments: Sequence[str], entry: Entr
     return code
 
 
-def _supervise(order: Order, settings: Elastic, arguments: Sequence[str]) -> int:
+def _nursery(order: Order, entry: Entry) -> contextlib.AbstractContextManager[Nursery | None]:
+    """On CPU alone: this process may have asked the CUDA driver what is there."""
+    if order.layout.device == "cpu" and sys.platform == "linux":
+        return Nursery(entry)
+    return contextlib.nullcontext()
+
+
+def _supervise(order: Order, settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
     """Start the agent again, a few times, when what it cannot survive is lost: the rendezvous.
 
     The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
@@ -99,14 +106,14 @@ def _supervise(order: Order, settings: Elastic, arguments: Sequence[str]) -> int
     pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if settings.endpoint is not None and settings.max_restarts else []
     for pause in pauses:
         try:
-            return run_elastic(settings, arguments)
+            return run_elastic(settings, arguments, nursery)
         except RendezvousLost as lost:
             if _is_completed(order, settings.launch_id):
                 return ExitCode.DONE
             print(f"ddp: {lost}; trying again in {pause:.0f} s", file=sys.stderr, flush=True)
             time.sleep(pause)
     try:
-        return run_elastic(settings, arguments)
+        return run_elastic(settings, arguments, nursery)
     except RendezvousLost as lost:
         raise UserError(
             f"{lost}: start `ddp rendezvous --port PORT` there, or mend --rdzv-endpoint", lost.exit_code

@@ -4,6 +4,7 @@ started.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,9 +94,9 @@ def check_order(order: Order) -> None:
 def _check_output(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
-        probe = output / ".writable"
-        probe.touch()
-        probe.unlink()
+        # A name of its own: other nodes of the launch look at the same moment.
+        with tempfile.TemporaryFile(dir=output):
+            pass
     except OSError as error:
         raise UserError(
             f"cannot write to {output}: {error.strerror}; choose another with --output DIR, or mend its owner and mode",

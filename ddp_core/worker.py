@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -14,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.nursery import die_with_parent
 from ddp_core.order import Order
 from ddp_core.peers import is_peer_loss, reason_of
 from ddp_core.run import run
@@ -114,16 +113,16 @@ def _report(world: World, exit_code: int, message: str, trace: str | None = None
     return int(exit_code)
 
 
-def write_launcher(directory: Path) -> None:
-    """Leave word, beside the reports, of which process the workers belong to: this one."""
-    (directory / _LAUNCHER).write_text(str(os.getpid()))
+def write_launcher(directory: Path, *others: int) -> None:
+    """Leave word, beside the reports, of which processes the workers are children of: this one, or one of `others`."""
+    (directory / _LAUNCHER).write_text(" ".join(str(pid) for pid in (os.getpid(), *others)))
 
 
 def _die_with_launcher(directory: Path) -> None:
     """Ask the kernel to kill this worker when its launcher is gone, however that died."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have died while this worker was still loading; another process is the parent then.
-        if not (directory / _LAUNCHER).exists() or os.getppid() != int((directory / _LAUNCHER).read_text()):
-            os._exit(ExitCode.PEERS_LOST)
+    parents = (
+        [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
+    )
+    # It may have died while this worker was still loading; another process is the parent then.
+    if not die_with_parent(parents):
+        os._exit(ExitCode.PEERS_LOST)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 
@@ -18,6 +20,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Descendants inherit it, also those that have left the tree; a process that outlives its test is found by it.
 _MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)
 os.environ[_MARK] = _SESSION
+
+# Orphans below become children here, where they are looked for.
+if sys.platform == "linux":
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 _LEAVING_SECONDS = 5
 

@@ -121,7 +121,7 @@ def test_what_only_a_worker_finds_is_one_line_too(name: str, files: Path, tmp_pa
     refuse(name, "single", files, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["torchrun", "spawn"])
+@pytest.mark.parametrize("mode", ["torchrun", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_what_all_workers_find_is_said_once(mode: str, files: Path, tmp_path: Path) -> None:
     refuse("model raises", mode, files, tmp_path)
 
@@ -150,7 +150,7 @@ def test_an_output_that_cannot_be_written(mode: str, tmp_path: Path) -> None:
         one_line(ended, 4, [str(output), "--output DIR"])
 
 
-@pytest.mark.parametrize("mode", ["single", "spawn", "torchrun"])
+@pytest.mark.parametrize("mode", ["single", pytest.param("spawn", marks=pytest.mark.slow), "torchrun"])
 def test_a_checkpoint_of_another_experiment_is_refused(mode: str, tmp_path: Path) -> None:
     train(tmp_path / "first", "toy_mlp", "--set", "epochs=1")
     directory, record = trained(tmp_path / "first")

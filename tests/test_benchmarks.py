@@ -32,6 +32,7 @@ def failing() -> Turn:
     raise ValueError("no such peer")
 
 
+@pytest.mark.slow
 def test_contenders_take_turns_and_are_compared_round_by_round() -> None:
     seconds = take_turns({"first": (counting, [1.0]), "second": (counting, [3.0])}, rounds=3)
     # The first turn of each warms it up and is not counted.
@@ -45,6 +46,7 @@ def test_contenders_take_turns_and_are_compared_round_by_round() -> None:
     assert table["second"]["microseconds"] == 5e6
 
 
+@pytest.mark.slow
 def test_a_contender_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match="second: ValueError: no such peer"):
         take_turns({"first": (counting, [1.0]), "second": (failing, [])}, rounds=1)

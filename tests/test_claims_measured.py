@@ -44,6 +44,7 @@ def test_c10_torchs_sampler_repeats_samples_and_ours_does_not(tmp_path: Path) ->
     assert figure(content, "samples left out by ElasticSampler") == 0
 
 
+@pytest.mark.slow
 def test_c08_ddp_sends_what_the_theory_says_and_no_weights(tmp_path: Path) -> None:
     content = measured("C08", tmp_path)
     assert content["verdict"] == "confirmed"

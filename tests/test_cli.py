@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from ddp_core.cli import build_parser, main
 from ddp_core.errors import UserError
-from tests.distributed.commands import ROOT, command, ddp, running, train, trained
+from tests.distributed.commands import ROOT, command, ddp, forked, train, trained, wait_until
 from tests.distributed.processes import free_port
 
 COMMANDS = ("train", "list", "compare", "verify", "verify-layouts", "data", "doctor", "rendezvous")
@@ -190,13 +192,12 @@ def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
 
     port = free_port()
     assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 6
-    with running("rendezvous", "--port", str(port)) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == f"rendezvous: listening on port {port}\n"
+    with forked("rendezvous", "--port", port) as server:
+        wait_until(lambda: server.said()[0] == f"rendezvous: listening on port {port}\n", 20, "it listens")
         assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 0
         second = ddp("rendezvous", "--port", port)
         assert second.code == 4
         assert f"port {port} is in use" in second.errors
-        server.terminate()
-        assert server.wait(10) == 0
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end(10).code == 0
     assert ddp("rendezvous", "--check", "nowhere").code == 2

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {
     0: ["errors", "experiment", "layout", "options", "world"],
     1: [
-        *("determinism", "environment", "ending", "faults", "fingerprint", "heartbeat", "memory", "peers"),
+        *("determinism", "environment", "ending", "faults", "fingerprint", "heartbeat", "memory", "nursery", "peers"),
         *("process_group", "profiling", "reduction", "run_lock", "sampler", "stop"),
     ],
     2: [

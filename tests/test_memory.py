@@ -21,6 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 def test_what_is_freed_is_used_again_without_page_faults() -> None:
     def run(argument: str) -> tuple[bool, int]:
         done = subprocess.run(

@@ -106,7 +106,10 @@ def test_all_short_permutations_come_equally_often(length: int) -> None:
     assert LOWEST <= p <= HIGHEST
 
 
-@pytest.mark.parametrize("length", [1437, BLOCK + 1, 10**9, 10**12])
+@pytest.mark.parametrize(
+    "length",
+    [1437, pytest.param(BLOCK + 1, marks=pytest.mark.slow), pytest.param(10**9, marks=pytest.mark.slow), 10**12],
+)
 def test_one_position_visits_all_classes_over_the_epochs(length: int) -> None:
     epochs, classes = 3000 if length > BLOCK else 600, 12
     for position in (0, 1, length // 2, length - 1):

@@ -72,9 +72,14 @@ def check_the_end(output: Path, undisturbed: tuple[str, str], **details: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("number", "send"), [(signal.SIGTERM, to_the_command), (signal.SIGINT, to_its_group)], ids=["SIGTERM", "SIGINT"]
+    ("layout", "number", "send"),
+    [
+        pytest.param((), signal.SIGINT, to_its_group, id="single-SIGINT"),
+        pytest.param(DDP, signal.SIGTERM, to_the_command, id="ddp-SIGTERM"),
+        pytest.param((), signal.SIGTERM, to_the_command, id="single-SIGTERM", marks=pytest.mark.slow),
+        pytest.param(DDP, signal.SIGINT, to_its_group, id="ddp-SIGINT", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "ddp"])
 def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
     tmp_path: Path,
     undisturbed: tuple[str, str],

@@ -64,7 +64,7 @@ def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any
     """
     port, results = free_port(), _CONTEXT.Queue()
     workers = [
-        _CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results), daemon=True)
+        _CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
         for rank in range(world_size)
     ]
     for worker in workers:

@@ -62,7 +62,7 @@ LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
     "program",
     [
         [*TORCHRUN, "-m", "ddp_core"],
-        [*LAUNCH, f"--master_port={free_port()}", "-m", "ddp_core"],
+        pytest.param([*LAUNCH, f"--master_port={free_port()}", "-m", "ddp_core"], marks=pytest.mark.slow),
         pytest.param([*LAUNCH, "--use_env", f"--master_port={free_port()}", "-m", "ddp_core"], marks=pytest.mark.slow),
     ],
     ids=["torchrun", "launch", "launch with use_env"],

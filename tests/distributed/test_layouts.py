@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.commands import running, train, trained, wait_until
+from tests.distributed.commands import forked, train, trained, wait_until
 from tests.distributed.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
 from tests.distributed.processes import free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
+QUICK = [("dp", 2), ("ddp", 3)]
 
 
 @functools.cache
@@ -24,7 +27,10 @@ def exact_digests(kind: str, count: int) -> dict[str, tuple[str, str]]:
         return digests(EXACT, Path(output), kind, count)
 
 
-@pytest.mark.parametrize(("kind", "count"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [pytest.param(*layout, marks=[] if layout in QUICK else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_exact_reduction_ends_with_one_digest_on_every_layout(kind: str, count: int) -> None:
     assert exact_digests(kind, count) == exact_digests("single", 1)
 
@@ -35,12 +41,14 @@ def test_different_trainings_end_with_different_digests() -> None:
     assert all(len(digest) == 64 for pair in found.values() for digest in pair)
 
 
+@pytest.mark.slow
 def test_plain_reduction_on_three_ranks_ends_with_other_bits(tmp_path: Path) -> None:
     plain = {"plain": [ADAMW_MLP, "--set", "max_steps=4", "--reduction", "plain"]}
     alone, three = (digests(plain, tmp_path / kind, kind, count) for kind, count in [("single", 1), ("ddp", 3)])
     assert alone != three, "a control that agrees proves nothing"
 
 
+@pytest.mark.slow
 def test_keys_by_rank_end_with_other_bits(tmp_path: Path) -> None:
     name = "AdamW, clipping, cosine"
     one, two = (
@@ -76,15 +84,14 @@ def train_on_two_nodes(output: Path, *words: str) -> None:
         f"t{port}",
     ]
     full = ["train", *words, "--layout", "ddp", "--device", "cpu", "--output", str(output), *meeting]
-    with running("rendezvous", "--port", str(port)) as rendezvous:
-        assert rendezvous.stdout is not None
-        assert "listening" in rendezvous.stdout.readline()
-        with running(*full) as first, running(*full) as second:
+    with forked("rendezvous", "--port", port) as rendezvous:
+        wait_until(lambda: "listening" in rendezvous.said()[0], 20, "the rendezvous listens")
+        with forked(*full) as first, forked(*full) as second:
             for node in (first, second):
-                _, errors = node.communicate(timeout=90)
-                assert (node.returncode, errors) == (0, "")
-        rendezvous.terminate()
-        assert rendezvous.wait(10) == 0
+                ended = node.end(90)
+                assert (ended.code, ended.errors) == (0, "")
+        os.kill(rendezvous.pid, signal.SIGTERM)
+        assert rendezvous.end(10).code == 0
 
 
 def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Path]) -> None:
@@ -135,12 +142,14 @@ DDP_OPTIONS = {
 HOOKS = {hook: ["--set", f"ddp.communication_hook={hook}"] for hook in ("fp16", "powersgd")}
 
 
+@pytest.mark.slow
 def test_ddps_options_do_not_change_the_exact_bits(tmp_path: Path) -> None:
     cases = {name: [*EXACT["AdamW, clipping, cosine"], *words] for name, words in DDP_OPTIONS.items()}
     found = digests(cases, tmp_path, "ddp", 2)
     assert set(found.values()) == {exact_digests("single", 1)["AdamW, clipping, cosine"]}
 
 
+@pytest.mark.slow
 def test_plain_reduction_takes_every_option_and_hook(tmp_path: Path) -> None:
     words = ["toy_mlp", "--reduction", "plain", "--set", "epochs=8"]
     cases = {name: [*words, *extra] for name, extra in (DDP_OPTIONS | HOOKS).items()}
@@ -163,6 +172,7 @@ def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path)
     assert five["train_loss"] == pytest.approx(one["train_loss"], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["all_ranks", "rank0"])
 def test_evaluation_is_the_same_on_every_layout(tmp_path: Path, where: str) -> None:
     # 360 held-out samples in batches of 101: the last one is short, and two ranks have two each, three have 2, 1, 1.

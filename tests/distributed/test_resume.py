@@ -101,7 +101,7 @@ def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, ranks=2))
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_plain_reduction_resumes_on_its_own_layout_to_the_same_bits(tmp_path: Path, ranks: int) -> None:
     words = [*WORDS, "--reduction", "plain"]
     expected = digests(train(tmp_path / "whole", *words, ranks=ranks))
@@ -118,6 +118,7 @@ def test_half_precision_resumes_with_its_scaler(tmp_path: Path) -> None:
     assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=2)) == expected
 
 
+@pytest.mark.slow
 def test_loader_processes_change_nothing(tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]) -> None:
     kill_at(tmp_path, 13, *WORDS, "--workers", "1")
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, "--workers", "2"))
@@ -135,6 +136,7 @@ def test_a_run_can_be_named_or_left_alone(tmp_path: Path, undisturbed: tuple[tup
     assert digests(directory.read()) == digests(fresh) == undisturbed[0]
 
 
+@pytest.mark.slow
 def test_a_completed_run_is_not_continued_by_itself(tmp_path: Path) -> None:
     train(tmp_path, *WORDS)
     assert ddp("train", *WORDS, *AUTO, "--device", "cpu", "--output", tmp_path).code == 0

@@ -23,6 +23,10 @@ DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
 STEPS_PER_EPOCH = 8
 
 
+RANK = "ddp-rank-"
+"""What `ps` calls a worker, before its rank."""
+
+
 class Launch:
     """One `ddp` command and everything below it, started in a session of its own.
 
@@ -70,10 +74,10 @@ class Launch:
         """The workers that live now, by rank."""
         found = {}
         with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children():
-                with contextlib.suppress(psutil.Error, KeyError):
-                    if child.status() != psutil.STATUS_ZOMBIE:
-                        found[int(child.environ()["RANK"])] = child
+            for child in psutil.Process(self.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if (name := child.name()).startswith(RANK) and child.status() != psutil.STATUS_ZOMBIE:
+                        found[int(name.removeprefix(RANK))] = child
         return found
 
     def everything(self) -> list[psutil.Process]:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_core.ending import await_processes, end_processes, state_of
@@ -28,6 +29,10 @@ def start(code: str) -> subprocess.Popen[bytes]:
     assert process.stdout is not None
     process.stdout.readline()
     return process
+
+
+def members(group: int) -> list[int]:
+    return [pid for pid in psutil.pids() if state_of(pid) == "running" and os.getpgid(pid) == group]
 
 
 def test_one_that_is_stopped_is_not_waited_for() -> None:
@@ -54,17 +59,9 @@ def test_what_a_dead_worker_leaves_in_its_group_goes_with_it() -> None:
     worker = start(PARENT)
     worker.kill()
     worker.wait()
-    os.killpg(worker.pid, 0)
+    (left,) = members(worker.pid)
     end_processes([worker], signal.SIGTERM, 1)
-
-    def is_empty() -> bool:
-        try:
-            os.killpg(worker.pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    wait_until(is_empty, 5, "the group is empty")
+    wait_until(lambda: state_of(left) == "gone", 5, "the group is empty")
 
 
 @pytest.mark.parametrize(
