@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Callable
 from enum import IntEnum
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
+
+_P = ParamSpec("_P")
+_INTERRUPTED = 130
 
 
 class ExitCode(IntEnum):
@@ -44,3 +51,23 @@ def no_room(place: Path, error: BaseException) -> UserError:
     return UserError(
         f"disk full: {reason} in {place}; free some space and continue with --resume auto", ExitCode.RESOURCES
     )
+
+
+def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
+    """For a command's main: a UserError is said in one line and gives its exit code, an interrupt 130."""
+
+    def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
+        @wraps(main)
+        def guarded(*words: _P.args, **named: _P.kwargs) -> int:
+            try:
+                return main(*words, **named)
+            except UserError as error:
+                print(f"{speaker}: error: {error}", file=sys.stderr, flush=True)
+                return error.exit_code
+            except KeyboardInterrupt:
+                print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
+                return _INTERRUPTED
+
+        return guarded
+
+    return decorate

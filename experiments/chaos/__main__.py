@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, said_by
 from experiments.chaos.drill import Drill, load, names
 from experiments.chaos.faults import Breakable
 from experiments.chaos.judge import DrillReport, judge, table
@@ -24,6 +24,7 @@ from experiments.cluster.cluster import Backend, Spec
 from experiments.cluster.runs import find_baseline
 
 
+@said_by("chaos")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a drill; 0 only where nothing was lost. A UserError becomes one line and its exit code."""
     parser = argparse.ArgumentParser(
@@ -41,20 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="show every line of every node")
     known = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        drill = load(known.drill)
-        if known.nodes is not None:
-            drill = drill.model_copy(update={"nodes": known.nodes})
-            if known.nodes < 2:
-                raise UserError("a drill needs two nodes or more")
-        seed = secrets.randbelow(10**6) if known.seed is None else known.seed
-        return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
-    except UserError as error:
-        print(f"chaos: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("chaos: interrupted", file=sys.stderr, flush=True)
-        return 130
+    drill = load(known.drill)
+    if known.nodes is not None:
+        drill = drill.model_copy(update={"nodes": known.nodes})
+        if known.nodes < 2:
+            raise UserError("a drill needs two nodes or more")
+    seed = secrets.randbelow(10**6) if known.seed is None else known.seed
+    return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
 
 
 def carry_out(drill: Drill, seed: int, wish: str, output: Path, data: Path, verbose: bool = False) -> int:

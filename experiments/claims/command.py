@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, said_by
 
 
+@said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, judge again, or document the claims; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -24,13 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument("--document", action="store_true", help="write the claims, and what was measured, as markdown")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     parser.add_argument("--to", type=Path, default=Path("docs/claims.md"), metavar="FILE", help="for --document")
-    try:
-        return _run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"ddp: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    return _run(parser.parse_args(arguments))
 
 
 def _run(options: argparse.Namespace) -> int:

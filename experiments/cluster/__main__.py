@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, said_by
 from ddp_core.prepare import load_with_settings
 from experiments.cluster.cluster import Backend, Cluster, Spec
 from experiments.cluster.containers import ContainerBackend, engine_version
@@ -33,6 +33,7 @@ def say(text: str) -> None:
         print(f"cluster: {text}", flush=True)
 
 
+@said_by("cluster")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a UserError becomes one line and its exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.cluster", allow_abbrev=False)
@@ -54,17 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command == "check" and options:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        if known.command == "check":
-            check_service(known.service)
-            return ExitCode.DONE
-        return train(known, tuple(options))
-    except UserError as error:
-        print(f"cluster: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("cluster: interrupted", file=sys.stderr, flush=True)
-        return 130
+    if known.command == "check":
+        check_service(known.service)
+        return ExitCode.DONE
+    return train(known, tuple(options))
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

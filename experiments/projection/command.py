@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, said_by
 from experiments.projection.costs import Algorithm, Link, all_reduce_seconds
 from experiments.projection.fit import TARGET, Check, Fitted, check, fit, split
 from experiments.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
@@ -69,19 +68,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, fit, check, project; returns the exit code."""
     options = build_parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except UserError as error:
-        print(f"ddp: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-
-
-def _run(options: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gpu = _gpu(options)

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, said_by
 from experiments.report.page import write_report
 from experiments.report.serving import address, serve
 from experiments.report.values import plural
 
 
+@said_by("report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report, and serve it if asked to; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -25,20 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", metavar="HOST:PORT", help="then serve the report's folder, to be read only")
     known = parser.parse_args(arguments)
     to = known.to or known.output / "report"
-    try:
-        place = address(known.serve) if known.serve else None
-        report = write_report(known.output, to)
-        counts = {"run": len(report.inventory.runs), "experiment": len(report.families), "claim": len(report.claims)}
-        print(f"report: {', '.join(plural(count, word) for word, count in counts.items())} -> {to / 'index.html'}")
-        for broken in report.inventory.broken:
-            print(f"report: {broken.name}: {broken.problem}", file=sys.stderr)
-        for name, problem in report.findings.unreadable:
-            print(f"report: {name}: {problem}", file=sys.stderr)
-        if place is not None:
-            serve(to, place)
-    except UserError as error:
-        print(f"report: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    place = address(known.serve) if known.serve else None
+    report = write_report(known.output, to)
+    counts = {"run": len(report.inventory.runs), "experiment": len(report.families), "claim": len(report.claims)}
+    print(f"report: {', '.join(plural(count, word) for word, count in counts.items())} -> {to / 'index.html'}")
+    for broken in report.inventory.broken:
+        print(f"report: {broken.name}: {broken.problem}", file=sys.stderr)
+    for name, problem in report.findings.unreadable:
+        print(f"report: {name}: {problem}", file=sys.stderr)
+    if place is not None:
+        serve(to, place)
     return ExitCode.DONE

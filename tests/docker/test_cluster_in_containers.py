@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, t
     assert "single | " in before
     assert "ddp-2x2-cpu" in table
     assert "single-cpu" in table
+    assert "digests: 2 exact runs, identical" in table
+    records = [json.loads(path.read_text()) for path in (tmp_path / "outputs").glob("*/*/run.json")]
+    assert len(records) == 2
+    assert len({(record["weights_sha256"], record["optimizer_sha256"]) for record in records}) == 1
 
 
 def test_three_nodes_with_one_process(image: str, engine: docker.DockerClient, tmp_path: Path) -> None:
