@@ -4,8 +4,10 @@
 
 The state is that of ResNet-18 (1000 classes) with SGD momentum: twice 11.7 million floats. Two questions:
 
-stall: how long one call takes, after the one before has been written: `torch.save` to a path (without fsync), a
-synchronous and an asynchronous `Checkpointer.save`, in turns; medians.
+stall: how long training waits for one save, after the one before has been written: `torch.save` to a path (without
+fsync), a synchronous `Checkpointer.save`, one that copies everything before it returns, and one that copies while
+training goes on to its next update, as `Trainer` does (the call, and what is still to be waited for at the update), in
+turns; medians.
 
 share: in real training with steps of roughly 100 ms, what one save adds to its own step and, while it is written, to
 those after it, each against the median of the eight steps just before; as a share of 50 steps, so at one save per 50.
@@ -50,12 +52,14 @@ class Training:
         self.micro_batch = 1
         self.step()
 
-    def step(self) -> None:
-        """One optimizer update."""
+    def step(self, checkpointer: Checkpointer | None = None) -> float:
+        """One optimizer update; returns the seconds for which it waits for the checkpointer's copy."""
         images = torch.randn(self.micro_batch, 3, SIDE, SIDE)
         self.optimizer.zero_grad()
         self.model(images).square().mean().backward()
+        waited = timed(checkpointer.before_update) if checkpointer is not None else 0.0
         self.optimizer.step()
+        return waited
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -93,17 +97,21 @@ def stalls(training: Training, directory: Path, rounds: int) -> dict[str, Any]:
     background = Checkpointer(directory / "aside", asynchronous=True)
     foreground = Checkpointer(directory / "now")
     background.prepare(training.state())
-    seconds: dict[str, list[float]] = {"torch.save": [], "synchronous": [], "asynchronous": [], "until written": []}
+    ways = ("torch.save", "synchronous", "asynchronous, copied at once", "asynchronous", "until written")
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(1, rounds + 1):
         training.step()
         state = training.state()
         seconds["torch.save"].append(timed(partial(torch.save, state, directory / "plain.pt")))
         seconds["synchronous"].append(timed(partial(foreground.save, state, step=step, epoch=0)))
         started = time.perf_counter()
-        background.save(state, step=step, epoch=0)
-        seconds["asynchronous"].append(time.perf_counter() - started)
+        background.save(state, step=2 * step, epoch=0)
+        seconds["asynchronous, copied at once"].append(time.perf_counter() - started)
         background.wait()
         seconds["until written"].append(time.perf_counter() - started)
+        call = timed(lambda: background.save(state, step=2 * step + 1, epoch=0, changing=training.model.buffers()))  # noqa: B023
+        seconds["asynchronous"].append(call + training.step(background))
+        background.wait()
     background.close()
     ratios = [aside / plain for aside, plain in zip(seconds["asynchronous"], seconds["torch.save"], strict=True)]
     return {
@@ -146,13 +154,16 @@ def _shares(directory: Path, episodes: int) -> dict[str, Any]:
                     call = timed(partial(torch.save, state, directory / "plain.pt"))
                     during = [timed(training.step) for _ in range(2)]  # the kernel writes its pages back
                 else:
-                    call = timed(partial(checkpointer.save, state, step=number, epoch=0))
-                    during = []
+                    changing = training.model.buffers()
+                    call = timed(partial(checkpointer.save, state, step=number, epoch=0, changing=changing))
+                    during, waited = [], 0.0
                     while checkpointer.last is saved:
-                        during.append(timed(training.step))
+                        started = time.perf_counter()
+                        waited += training.step(checkpointer)
+                        during.append(time.perf_counter() - started)
                         checkpointer.check()
                     checkpointer.wait()
-                    stall.append(call)
+                    stall.append(call + waited)
                     touched.append(len(during))
                 usual = median(before)
                 steps.append(usual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -30,6 +31,7 @@ from ddp_core.checkpoint import (
     sweep,
     verify,
 )
+from ddp_core.checkpoint.state import Snapshots, Tree
 from tests.checkpoint_children import state_of
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -196,6 +198,38 @@ _trees = st.dictionaries(
         max_leaves=12,
     ),
 )
+
+
+def test_what_only_an_update_changes_is_copied_while_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer, _ = _trained()
+    lines: list[str] = []
+    with Checkpointer(tmp_path, asynchronous=True, keep_last=9, on_event=lines.append) as checkpointer:
+        expected = []
+        for step in range(1, 9):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            expected.append(copy.deepcopy(state))
+            checkpointer.save(state, step=step, epoch=0, changing=model.buffers())
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+            checkpointer.before_update()
+            optimizer.step()
+            checkpointer.before_update()
+    found = [load(checkpoint) for checkpoint in sorted(find_checkpoints(tmp_path), key=lambda each: each.step)]
+    assert len(found) == 8
+    assert all(_same(left, right) for left, right in zip(found, expected, strict=True))
+    assert all("stood still" in line for line in lines)
+
+
+def test_the_copy_is_finished_by_whoever_needs_it_first() -> None:
+    tensors = [torch.full((1000,), float(number)) for number in range(50)]
+    snapshots = Snapshots()
+    state = snapshots.begin(Tree(tensors), tensors[:1])
+    assert torch.equal(state[0], tensors[0])
+    helper = threading.Thread(target=snapshots.carry_on)
+    helper.start()
+    snapshots.carry_on()
+    helper.join()
+    assert _same(state, tensors)
 
 
 @settings(max_examples=25, deadline=None)

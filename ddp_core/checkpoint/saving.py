@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import IO, Any, Self, cast
 
 import torch
+from torch import Tensor
 
 from ddp_core.checkpoint import manifest as manifests
 from ddp_core.checkpoint.fence import Fence, Superseded
@@ -71,6 +72,9 @@ class Checkpointer:
         self._snapshots = Snapshots()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._stall = 0.0
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with NewFile(self.directory / "latest.json"):
@@ -108,12 +112,15 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         metric: float | None = None,
         best: bool = False,
+        changing: Iterable[Tensor] | None = None,
     ) -> None:
         """Commit `state` as the checkpoint of `step`; asynchronously, return as soon as it is copied.
 
         state: nested dict, list and tuple of dense tensors and plain JSON values; TypeError names the key of anything
         else. metadata: a JSON object for the manifest, readable without the tensors. metric: for the manifest; NaN and
-        Inf become null. best: let `best.json` point to this checkpoint.
+        Inf become null. best: let `best.json` point to this checkpoint. changing: for a caller that calls
+        `before_update` before it changes anything else: what changes earlier, such as batch-norm statistics in a
+        forward. An asynchronous save then copies only that at once, and the rest while training goes on.
         """
         self.wait()
         with self._current():
@@ -138,9 +145,18 @@ class Checkpointer:
         if not self.asynchronous:
             self._write(on_cpu(tree), record, best, needed, started)
             return
-        copied = self._snapshots.copy(tree)
-        stall = time.perf_counter() - started
-        self._pending = self._submit(self._write_aside, copied, record, best, needed, started, stall)
+        copied = self._snapshots.copy(tree) if changing is None else self._snapshots.begin(tree, changing)
+        self._copied.clear()
+        self._stall = time.perf_counter() - started
+        self._pending = self._submit(self._write_aside, copied, record, best, needed, started)
+
+    def before_update(self) -> None:
+        """Return when what the last `save` was given may change; cheap enough for every step."""
+        if not self._copied.is_set():
+            started = time.perf_counter()
+            self._snapshots.carry_on()
+            self._copied.wait()
+            self._stall += time.perf_counter() - started
 
     def check(self) -> None:
         """Raise the error of an asynchronous save, if there was one; cheap enough for every step."""
@@ -170,15 +186,15 @@ class Checkpointer:
             self._writer = ThreadPoolExecutor(1, "checkpoint-writer", initializer=_lower_priority)
         return self._writer.submit(function, *arguments)
 
-    def _write_aside(
-        self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float, stall: float
-    ) -> None:
-        self._snapshots.ready()
-        self._write(state, record, best, needed, started, stall)
+    def _write_aside(self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float) -> None:
+        try:
+            self._snapshots.carry_on()
+            self._snapshots.ready()
+        finally:
+            self._copied.set()
+        self._write(state, record, best, needed, started)
 
-    def _write(
-        self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float, stall: float | None = None
-    ) -> None:
+    def _write(self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float) -> None:
         step: int = record["step"]
         target = self._free_name(step)
         try:
@@ -203,7 +219,7 @@ class Checkpointer:
         except OSError as error:
             raise write_error(error, target, needed) from error
         seconds = time.perf_counter() - started
-        stalled = "" if stall is None else f", training stood still for {stall:.3f} s"
+        stalled = f", training stood still for {self._stall:.3f} s" if self.asynchronous else ""
         self._on_event(f"checkpoint of step {step}: {human_bytes(checkpoint.bytes)} in {seconds:.3f} s{stalled}")
 
     def _commit(self, state: Any, record: dict[str, Any], target: Path) -> tuple[Checkpoint, str | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,14 +113,38 @@ class Snapshots:
         self._layout: list[tuple[Any, ...]] = []
         self._buffers: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
+        self._left: deque[tuple[Tensor, Tensor]] = deque()
 
-    def copy(self, tree: Tree) -> Any:
-        """The same state over buffers of this object; it is valid until the next call."""
+    def begin(self, tree: Tree, now: Iterable[Tensor]) -> Any:
+        """As `copy`, but of tensors in host memory only those of `now`; `carry_on` copies the others."""
+        if any(tensor.is_cuda for tensor in tree.tensors):
+            return self.copy(tree)
+        self._fit(tree)
+        first = {tensor.data_ptr() for tensor in now}
+        for buffer, tensor in zip(self._buffers, tree.tensors, strict=True):
+            if tensor.data_ptr() in first:
+                buffer.copy_(tensor)
+            else:
+                self._left.append((buffer, tensor))
+        return tree.over(self._buffers)
+
+    def carry_on(self) -> None:
+        """Copy what `begin` has left; several threads may, each takes what no other has taken."""
+        with contextlib.suppress(IndexError):
+            while True:
+                buffer, tensor = self._left.popleft()
+                buffer.copy_(tensor)
+
+    def _fit(self, tree: Tree) -> None:
         layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in tree.tensors]
         if layout != self._layout:
             self._buffers = []  # freed before the new ones are made
             self._buffers = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in tree.tensors]
             self._layout = layout
+
+    def copy(self, tree: Tree) -> Any:
+        """The same state over buffers of this object; it is valid until the next call."""
+        self._fit(tree)
         if tree.tensors:
             torch._foreach_copy_(self._buffers, tree.tensors, non_blocking=True)
         self._events = []

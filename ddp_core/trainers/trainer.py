@@ -172,6 +172,8 @@ class Trainer(ABC):
     def update_weights(self, batch: StepBatch) -> None:
         """Clip, set the rate, step."""
         state = self.state
+        if self.checkpointer is not None:
+            self.checkpointer.before_update()
         rate = self.experiment.learning_rate(batch.step, self.steps_per_epoch)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
@@ -220,6 +222,7 @@ class Trainer(ABC):
                 metadata={"experiment_sha256": self.experiment.digest(), "layout": self.job.layout.label},
                 metric=self.state.best if best else None,
                 best=best,
+                changing=self.model.buffers(),
             )
             if wait:
                 self.checkpointer.wait()
