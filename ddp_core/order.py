@@ -50,6 +50,8 @@ def build_work(loaded: LoadedExperiment, data_dir: Path) -> Work:
             f"model {experiment.model.name} returned a {type(model).__name__}; "
             "a model builder returns a torch.nn.Module"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
     return Work(model, resolve(loaded, "loss", experiment.loss), resolve_hits(loaded), splits)
 
 

@@ -74,7 +74,10 @@ def run(order: Order, world: World) -> RunDirectory:
             FaultScript(options.faults, world.rank, directory.path),
             heartbeat=Heartbeat(directory.path, world),
         )
-        with _trainer(job) as trainer, record.outcome(trainer):
+        with record.outcome():
+            trainer = stack.enter_context(_trainer(job))
+        record.state = trainer.state
+        with record.outcome():
             _announce(order, directory, trainer)
             _resume(trainer, directory, record)
             if options.ledger:

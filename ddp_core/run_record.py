@@ -26,6 +26,7 @@ from ddp_core.process_group import Collectives
 from ddp_core.run_directory import FORMAT, RunDirectory
 from ddp_core.stop import Stopped
 from ddp_core.trainers import Trainer
+from ddp_core.trainers.state import TrainState
 from ddp_core.world import World
 
 _FEW_PARAMETERS = 16
@@ -43,6 +44,8 @@ class RunRecord:
         self.data_digest = data_digest
         self.attempt = 0
         self.fence: Fence | None = None
+        self.state: TrainState | None = None
+        """The trainer's, once there is one: an error names its step."""
         self.changed_fingerprint: list[str] = []
         self.device = device
         self.started = time.time()
@@ -92,7 +95,7 @@ class RunRecord:
         )
 
     @contextlib.contextmanager
-    def outcome(self, trainer: Trainer) -> Iterator[None]:
+    def outcome(self) -> Iterator[None]:
         """Record how the run ended, whichever way; a failed collective becomes PeersLost, which says who is gone."""
         try:
             yield
@@ -104,16 +107,20 @@ class RunRecord:
             raise
         except Exception as error:
             if is_peer_loss(error):
-                lost = peers_lost(error, self.directory.path, self.world, trainer.state.step)
+                lost = peers_lost(error, self.directory.path, self.world, self._step)
                 self._try_to_end(lost.exit_code, str(lost))
                 raise lost from error
             if is_full(error):
                 full = no_room(self.directory.path, error)
                 self._try_to_end(full.exit_code, str(full))
                 raise full from error
-            self._keep_trace(f"{self.world.place}, step {trainer.state.step + 1}\n{traceback.format_exc()}")
+            self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
             self._try_to_end(ExitCode.BAD_INPUT, f"{self.world.place}: {type(error).__name__}: {error}")
             raise
+
+    @property
+    def _step(self) -> int:
+        return self.state.step if self.state is not None else 0
 
     def _keep_trace(self, text: str) -> None:
         with contextlib.suppress(OSError):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core import run
+from ddp_core.cli import main
 from tests.distributed.commands import Ended, ddp, train, trained
+from tests.distributed.processes import run_processes
 
 MODES = {
     "single": [],
@@ -49,6 +52,14 @@ def model():
 experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
+    "empty_model": """
+from torch import nn
+from ddp_core.experiment import *
+def model():
+    return nn.Flatten()
+experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
 }
 
 # Words of the command, exit code, and what the line must hold.
@@ -76,9 +87,10 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
     "model raises": (["model_raises.py"], 2, ["model_raises.py:4", "no such width"]),
     "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
+    "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
 }
 LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
-ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "signal"}
+ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "signal"}
 
 
 def one_line(ended: Ended, code: int, words: list[str]) -> None:
@@ -207,3 +219,19 @@ def test_workers_of_a_launcher_outside_say_it_once(tmp_path: Path) -> None:
         ended = ddp("train", "toy_mpl", "--layout", "ddp", "--output", tmp_path, env=own)
         assert ended.code == 2
         assert ended.errors.count("\n") == (1 if rank == "0" else 0), ended.errors
+
+
+def break_the_building(rank: int, world_size: int, output: str) -> int:
+    def broken(job: object) -> None:
+        raise ValueError("no trainer today")
+
+    run.build_trainer = broken  # type: ignore[assignment]
+    return main(["train", "toy_mlp", "--device", "cpu", "--layout", "ddp", "--output", output])
+
+
+def test_a_trainer_that_cannot_be_built_leaves_a_failed_run(tmp_path: Path) -> None:
+    assert run_processes(break_the_building, 1, str(tmp_path)) == [2]
+    directory, record = trained(tmp_path)
+    assert (record["status"], record["exit_code"]) == ("failed", 2)
+    assert "no trainer today" in record["message"]
+    assert "no trainer today" in (directory.path / "error-rank-0.txt").read_text()
