@@ -4,7 +4,7 @@
 
 Each trial starts a training of a small network over gloo, one worker per node or two on one node, saving every 4 steps;
 strikes between two steps at random (seeded); and waits for the first step that is done after the resume. `seconds`
-runs from the fault to that step, and so holds the time to notice it, to meet again, and to start Python and torch.
+runs from the fault to that step, and so holds the time to notice it, to meet again, and to start the workers.
 For a fault that shows only as silence, `--timeout` (5 s) is part of it. `steps_lost` had to be done again.
 """
 
@@ -115,7 +115,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     results = {name: measure(name, options.trials) for name in options.only or FAULTS}
     settings = {"timeout": TIMEOUT, "checkpoint_every": 4, "load_before": round(load, 2)}
-    print(record("recovery", sys.argv, {"settings": settings, "faults": results}, options.out))
+    print(record("recovery", "python -m benchmarks.recovery", {"settings": settings, "faults": results}, options.out))
     return 0
 
 
