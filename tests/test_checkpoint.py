@@ -220,16 +220,44 @@ def test_what_only_an_update_changes_is_copied_while_training_goes_on(tmp_path: 
     assert all("stood still" in line for line in lines)
 
 
-def test_the_copy_is_finished_by_whoever_needs_it_first() -> None:
-    tensors = [torch.full((1000,), float(number)) for number in range(50)]
+def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
+    tensors = [torch.full((1000,), float(number)) for number in range(20)]
+    snapshots, wrong = Snapshots(), []
+    for _ in range(20):
+        state = snapshots.begin(Tree(tensors), tensors[:1])
+        assert torch.equal(state[0], tensors[0])
+        assert not snapshots.arrived
+
+        def copy_and_look(state: list[torch.Tensor] = state) -> None:
+            snapshots.carry_on()
+            wrong.extend(number for number in range(20) if not torch.equal(state[number], tensors[number]))
+
+        helpers = [threading.Thread(target=copy_and_look) for _ in range(3)]
+        for helper in helpers:
+            helper.start()
+        copy_and_look()
+        for helper in helpers:
+            helper.join()
+        assert snapshots.arrived
+        for number, tensor in enumerate(tensors):
+            tensor.add_(number + 1)
+    assert wrong == []
+
+
+def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
     snapshots = Snapshots()
-    state = snapshots.begin(Tree(tensors), tensors[:1])
-    assert torch.equal(state[0], tensors[0])
-    helper = threading.Thread(target=snapshots.carry_on)
-    helper.start()
+    state = snapshots.begin(Tree([torch.ones(4)]), [])
+    (pair,) = snapshots._left
+    snapshots._left.clear()  # taken by a thread that is slow
+    waiting = threading.Thread(target=snapshots.carry_on)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    snapshots._left.append(pair)
     snapshots.carry_on()
-    helper.join()
-    assert _same(state, tensors)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert torch.equal(state[0], torch.ones(4))
 
 
 @settings(max_examples=25, deadline=None)

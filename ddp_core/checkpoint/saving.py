@@ -72,8 +72,6 @@ class Checkpointer:
         self._snapshots = Snapshots()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._copied = threading.Event()
-        self._copied.set()
         self._stall = 0.0
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -146,16 +144,14 @@ class Checkpointer:
             self._write(on_cpu(tree), record, best, needed, started)
             return
         copied = self._snapshots.copy(tree) if changing is None else self._snapshots.begin(tree, changing)
-        self._copied.clear()
         self._stall = time.perf_counter() - started
         self._pending = self._submit(self._write_aside, copied, record, best, needed, started)
 
     def before_update(self) -> None:
         """Return when what the last `save` was given may change; cheap enough for every step."""
-        if not self._copied.is_set():
+        if not self._snapshots.arrived:
             started = time.perf_counter()
             self._snapshots.carry_on()
-            self._copied.wait()
             self._stall += time.perf_counter() - started
 
     def check(self) -> None:
@@ -187,11 +183,8 @@ class Checkpointer:
         return self._writer.submit(function, *arguments)
 
     def _write_aside(self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float) -> None:
-        try:
-            self._snapshots.carry_on()
-            self._snapshots.ready()
-        finally:
-            self._copied.set()
+        self._snapshots.carry_on()
+        self._snapshots.ready()
         self._write(state, record, best, needed, started)
 
     def _write(self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float) -> None:

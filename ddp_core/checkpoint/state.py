@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -114,6 +114,10 @@ class Snapshots:
         self._buffers: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
         self._left: deque[tuple[Tensor, Tensor]] = deque()
+        self._missing, self._failed = 0, False
+        self._guard = threading.Lock()
+        self._arrived = threading.Event()
+        self._arrived.set()
 
     def begin(self, tree: Tree, now: Iterable[Tensor]) -> Any:
         """As `copy`, but of tensors in host memory only those of `now`; `carry_on` copies the others."""
@@ -126,14 +130,39 @@ class Snapshots:
                 buffer.copy_(tensor)
             else:
                 self._left.append((buffer, tensor))
+        self._missing, self._failed = len(self._left), False
+        if self._missing:
+            self._arrived.clear()
         return tree.over(self._buffers)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is left to copy, and nothing is being copied."""
+        return self._arrived.is_set()
+
     def carry_on(self) -> None:
-        """Copy what `begin` has left; several threads may, each takes what no other has taken."""
-        with contextlib.suppress(IndexError):
-            while True:
+        """Copy what `begin` has left, and return when all of it has arrived.
+
+        Several threads may: each takes what no other has taken, and waits for what the others are still copying.
+        """
+        while self._left:
+            try:
                 buffer, tensor = self._left.popleft()
+            except IndexError:
+                break
+            try:
                 buffer.copy_(tensor)
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                with self._guard:
+                    self._missing -= 1
+                    if not self._missing:
+                        self._arrived.set()
+        self._arrived.wait()
+        if self._failed:
+            raise RuntimeError("a part of the state could not be copied")
 
     def _fit(self, tree: Tree) -> None:
         layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in tree.tensors]
