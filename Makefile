@@ -48,7 +48,7 @@ image-test: setup
 	docker compose build test
 
 test: setup ## Fast tests: no Docker, no network, under three minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(FAST)"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST)"
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker

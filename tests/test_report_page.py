@@ -158,6 +158,7 @@ def test_markup_in_names_stays_text(tmp_path: Path) -> None:
     assert parsed((tmp_path / "report" / "index.html").read_text()).tags["script"] == 1
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     write_report(folder.parent, tmp_path)
     for name in ("index.html", "report.md"):

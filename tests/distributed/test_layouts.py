@@ -163,6 +163,7 @@ def test_plain_reduction_takes_every_option_and_hook(tmp_path: Path) -> None:
         assert result["train_loss"] == pytest.approx(alone["result"]["train_loss"], rel=tolerance), name
 
 
+@pytest.mark.slow
 def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path) -> None:
     case = {"ragged": [*EXACT["ragged end"], "--reduction", "plain", "--set", "precision=fp32"]}
     (tmp_path / "five").mkdir()

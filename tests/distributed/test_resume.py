@@ -75,6 +75,7 @@ def test_killed_three_times_on_other_layouts(
     assert [attempt["layout"]["kind"] for attempt in record["attempts"]] == ["ddp", "dp", "ddp", "single"]
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_replaced_within_the_launch(
     tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]
 ) -> None:
@@ -101,7 +102,8 @@ def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, ranks=2))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_plain_reduction_resumes_on_its_own_layout_to_the_same_bits(tmp_path: Path, ranks: int) -> None:
     words = [*WORDS, "--reduction", "plain"]
     expected = digests(train(tmp_path / "whole", *words, ranks=ranks))

@@ -37,6 +37,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update(tmp_path: Path, digest: s
     record_row(14, f"5 on both ranks: '{found[0]}'; resumed, same weights")
 
 
+@pytest.mark.slow
 def test_a_nan_is_skipped_on_all_ranks_when_told_to(tmp_path: Path) -> None:
     answers = run_workers([*WORDS, "--output", str(tmp_path), "--fault", "nan@11:1", "--on-nan", "skip"], 2)
     assert [answer.code for answer in answers] == [0, 0]
@@ -65,6 +66,7 @@ def test_uneven_shares_end_together_with_the_same_weights(tmp_path: Path) -> Non
 SIZES = (1, 3, 5, 10, 101)
 
 
+@pytest.mark.slow
 def test_held_out_samples_count_once_on_every_layout(tmp_path: Path) -> None:
     cases = {str(size): [DOTS, "--set", f"data.held_out={size}", "--set", "epochs=1"] for size in SIZES}
     layouts = (("single", 1), ("ddp", 3))
@@ -117,6 +119,7 @@ def _other_code(rank: int) -> None:
         pytest.MonkeyPatch().setattr("ddp_core.run.describe_code", lambda: code)
 
 
+@pytest.mark.slow
 def test_other_code_on_one_rank_is_found_before_training(tmp_path: Path) -> None:
     answers = run_workers([*WORDS, "--output", str(tmp_path)], 2, _other_code)
     check_disagreement(tmp_path, [answer.code for answer in answers], answers[0].errors, "code version")
