@@ -185,7 +185,7 @@ class _Drawing(Console):
         return True
 
 
-def experiment_of(case: Case, reduction: str, implementation: str = "foreach") -> Experiment:
+def experiment_of(case: Case, reduction: str, implementation: str = "fused") -> Experiment:
     """The case as an experiment of one epoch; the trainers' data set, model and loss are given to them directly."""
     return Experiment(
         name="benchmark",
@@ -250,7 +250,7 @@ def trainer_turn(
     return clock.seconds() | {"run": whole / (steps + 1)}
 
 
-def ours(case: Case, reduction: str = "plain", implementation: str = "foreach") -> Turn:
+def ours(case: Case, reduction: str = "plain", implementation: str = "fused") -> Turn:
     """This project's trainer, in one process."""
     make_deterministic()
     keep_freed_memory()

@@ -44,7 +44,7 @@ def contenders(case: Case, peers: bool) -> dict[str, tuple[Callable[..., Turn], 
             "ours, exact": (ours, [case, "exact"]),
         }
     found: dict[str, tuple[Callable[..., Turn], Sequence[Any]]] = {"bare loop": (bare, [case]), "ours": (ours, [case])}
-    found["ours, fused optimizer"] = (ours, [case, "plain", "fused"])
+    found["ours, optimizer in a loop"] = (ours, [case, "plain", "loop"])
     found["bare loop, memory kept"] = (bare, [case, True])
     for name, (package, build) in PEERS.items() if peers else ():
         if importlib.util.find_spec(package) is None:

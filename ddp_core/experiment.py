@@ -30,7 +30,12 @@ class Component(Frozen):
 
 
 class Optimizer(Frozen):
-    """Optimizer and its hyper-parameters; `implementation` is pinned because fused kernels give other bits."""
+    """Optimizer and its hyper-parameters.
+
+    `implementation` is pinned because each gives other bits: `fused` is one kernel per update, `foreach` one per
+    operation over all tensors (on CPU the same as the loop), `loop` one per operation and tensor. A fused kernel asks
+    for real, contiguous parameters; a model with others is updated by the loop.
+    """
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.1, gt=0)
@@ -43,7 +48,7 @@ class Optimizer(Frozen):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    implementation: Literal["foreach", "fused", "loop"] = "foreach"
+    implementation: Literal["fused", "foreach", "loop"] = "fused"
 
 
 class Schedule(Frozen):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.experiment import Optimizer
+from ddp_core.optimizers import implementation
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -102,12 +103,13 @@ def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
     """Bytes of the optimizer's temporary tensors (torch/optim/{sgd,adam}.py): of all parameters at once for foreach on
     CUDA, of one after the other for the loop.
     """
-    if optimizer.implementation == "fused" or not parameters:
+    chosen = implementation(optimizer, parameters)
+    if chosen == "fused" or not parameters:
         return 0
     adam = optimizer.name != "sgd"
     if not adam and not optimizer.nesterov and not optimizer.weight_decay:
         return 0
-    if optimizer.implementation == "foreach" and any(parameter.is_cuda for parameter in parameters):
+    if chosen == "foreach":
         return _bytes(parameters)
     return (2 if adam else 1) * max(_bytes([parameter]) for parameter in parameters)
 

@@ -23,6 +23,7 @@ FLOORS = {
     ],
     2: [
         *("augment", "checkpoint", "data", "data_fetch", "ledger", "loader", "losses", "metrics", "models"),
+        "optimizers",
         *("run_directory", "splits", "torchvision_import", "vision"),
     ],
     3: ["experiment_file", "memory_estimate", "order", "trainers"],

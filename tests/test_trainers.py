@@ -20,6 +20,7 @@ from ddp_core.faults import FaultScript
 from ddp_core.layout import Layout
 from ddp_core.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.metrics import Console, MetricsWriter
+from ddp_core.optimizers import build_optimizer
 from ddp_core.options import Options
 from ddp_core.process_group import Collectives
 from ddp_core.sampler import GlobalOrder
@@ -27,7 +28,7 @@ from ddp_core.splits import InMemory, Splits
 from ddp_core.stop import Stopped, StopRequest
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.state import TrainState, build_optimizer
+from ddp_core.trainers.state import TrainState
 from ddp_core.world import World
 
 CPU = torch.device("cpu")
@@ -104,10 +105,10 @@ def digests(trainer: Trainer) -> tuple[str, str]:
 
 
 def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
-    """The loop of every tutorial: one batch, one mean, one backward, one step."""
+    """The loop of every tutorial: one batch, one mean, one backward, one step, one tensor after the other."""
     torch.manual_seed(record.seed)
     model = build()
-    optimizer = build_optimizer(record, model)
+    optimizer = build_optimizer(record.optimizer.model_copy(update={"implementation": "loop"}), model)
     order, size = GlobalOrder(len(data), record.seed), record.global_batch_size
     steps = math.ceil(len(data) / size) if record.last_batch == "keep" else len(data) // size
     for epoch in range(record.epochs):
@@ -132,7 +133,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}},
     "adamw": {"optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95)}},
     "adam, one loop": {"optimizer": {"name": "adam", "lr": 0.01, "implementation": "loop"}},
-    "adamw, fused": {"optimizer": {"name": "adamw", "lr": 0.01, "implementation": "fused"}},
+    "sgd, foreach": {"optimizer": {"lr": 0.1, "momentum": 0.9, "implementation": "foreach"}},
     "clipped": {"optimizer": {"lr": 0.5}, "clip_norm": 0.05},
     "cosine": {"optimizer": {"lr": 0.5}, "schedule": {"name": "cosine", "warmup_steps": 3}},
     "linear scaling": {"optimizer": {"lr": 0.1, "reference_batch": 8}},
@@ -349,7 +350,7 @@ def test_a_state_taken_in_the_middle_goes_on_to_the_same_bits() -> None:
 def test_the_state_holds_tensors_and_plain_types_only() -> None:
     model = batch_norm_and_dropout()
     state = TrainState(
-        model, build_optimizer(experiment(**RECIPES["adamw"]), model), torch.amp.GradScaler("cpu")
+        model, build_optimizer(experiment(**RECIPES["adamw"]).optimizer, model), torch.amp.GradScaler("cpu")
     ).state_dict()
 
     def check(value: Any) -> None:

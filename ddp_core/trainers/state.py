@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_core.experiment import Experiment
-
 
 @dataclass
 class TrainState:
@@ -57,30 +55,3 @@ class TrainState:
             self.scaler.load_state_dict(state["scaler"])
         for name, value in state["position"].items():
             setattr(self, name, value)
-
-
-def build_optimizer(experiment: Experiment, model: nn.Module) -> torch.optim.Optimizer:
-    """The experiment's optimizer over the model's trainable parameters."""
-    settings = experiment.optimizer
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # On CPU foreach is the same operations, one over all tensors after the other: the same bits with a cold cache.
-    foreach = settings.implementation == "foreach" and any(parameter.is_cuda for parameter in parameters)
-    pinned = {"foreach": foreach, "fused": settings.implementation == "fused"}
-    if settings.name == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=settings.lr,
-            momentum=settings.momentum,
-            nesterov=settings.nesterov,
-            weight_decay=settings.weight_decay,
-            **pinned,
-        )
-    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
-    return kind(
-        parameters,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        **pinned,
-    )

@@ -22,6 +22,7 @@ from ddp_core.ledger import Ledger
 from ddp_core.loader import Loader
 from ddp_core.losses import Loss
 from ddp_core.metrics import Console, MetricsWriter
+from ddp_core.optimizers import build_optimizer
 from ddp_core.options import Options
 from ddp_core.process_group import Collectives
 from ddp_core.profiling import StepProfiler
@@ -31,7 +32,7 @@ from ddp_core.trainers.batches import Batches, StepBatch
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.signals import StepReport, StepSignals
-from ddp_core.trainers.state import TrainState, build_optimizer
+from ddp_core.trainers.state import TrainState
 from ddp_core.trainers.watch import Watch
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +89,7 @@ class Trainer(ABC):
         # torch's 2**16 is meant for a mean; the exact backward starts from a sum over samples.
         scale = 2.0 ** (16 - (job.experiment.global_batch_size.bit_length() if self.exact else 0))
         scaler = torch.amp.GradScaler(job.device.type, scale) if self.precision is torch.float16 else None
-        self.state = TrainState(self.model, build_optimizer(job.experiment, self.model), scaler)
+        self.state = TrainState(self.model, build_optimizer(job.experiment.optimizer, self.model), scaler)
         self.checkpointer: Checkpointer | None = None
         self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None)
         self.first_step = 0

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_core.experiment import Component, Experiment, Optimizer
+from ddp_core.experiment import Optimizer
 from ddp_core.losses import cross_entropy
 from ddp_core.memory_estimate import estimate_memory
 from ddp_core.models import resnet18, small_cnn
-from ddp_core.trainers.state import build_optimizer
+from ddp_core.optimizers import build_optimizer
 from experiments.claims.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
 from experiments.claims.ranks import run_ranks
 from experiments.claims.setting import Setting
@@ -92,14 +92,7 @@ def _case(name: str, device: str) -> tuple[nn.Module, Optimizer, Tensor, Tensor]
 
 
 def _train(model: nn.Module, settings: Optimizer, inputs: Tensor, targets: Tensor, steps: int) -> None:
-    experiment = Experiment(
-        name="memory",
-        model=Component(name="resnet18"),
-        data=Component(name="random_images"),
-        optimizer=settings,
-        global_batch_size=len(inputs),
-    )
-    optimizer = build_optimizer(experiment, model)
+    optimizer = build_optimizer(settings, model)
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
         cross_entropy(model(inputs), targets).backward()
