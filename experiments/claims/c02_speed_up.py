@@ -55,7 +55,7 @@ def measure(setting: Setting) -> Measurements:
     device = setting.device_type(max(within, default=1))
     measured: dict[str, Any] = {"devices": setting.devices, "device": device, "models": {}}
     if within:
-        batch, rounds = (setting.choose(16, 32), setting.choose(11, 25)) if device == "cpu" else (256, 30)
+        batch, rounds = (32, setting.choose(11, 25)) if device == "cpu" else (256, 30)
         setting.say(f"ResNet-18 on up to {within[-1]} processes")
         ranks = run_ranks(resnet_ways, within[-1], device, within, batch, rounds, device=device, timeout=400)
         measured["models"]["resnet18"] = ranks[0]
