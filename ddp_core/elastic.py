@@ -48,6 +48,9 @@ _SHUTDOWN_SECONDS = 25
 _CUT_OFF_SECONDS = 20.0
 _LEAVING_SECONDS = 8
 _SAYING_SECONDS = 1.0
+# torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).
+_STALE_SECONDS = 1.2
+_MAKING_ROOM = "another node has come; the workers save and start again with it"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _FINAL = {ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.RESOURCES, ExitCode.NUMERICS, ExitCode.STOPPED}
 
@@ -204,6 +207,7 @@ class _Agent(LocalElasticAgent):
             codes |= {report.exit_code for report in reports}
             if ExitCode.STOPPED in codes and self._is_awaited(worker_group):
                 # Another node's agent was quicker: its workers and ours have saved, to start again with the newcomer.
+                self._say(_MAKING_ROOM)
                 self._remaining_restarts += 1
             elif codes & _FINAL:
                 self._remaining_restarts = 0
@@ -232,7 +236,7 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            self._say("another node has come; the workers save and start again with it")
+            self._say(_MAKING_ROOM)
             self._stop_workers(worker_group)
             # It may be a peer that has lost a worker of ours, and was quicker than that one's end.
             report = first_telling(read_reports(self._reports))
@@ -248,9 +252,13 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _is_awaited(self, worker_group: WorkerGroup) -> bool:
-        """Whether a node waits to be taken in."""
-        waiting: int = worker_group.spec.rdzv_handler.num_nodes_waiting()
-        return waiting > 0
+        """Whether a node waits to be taken in. Raises RendezvousConnectionError where the rendezvous is gone."""
+        if worker_group.group_world_size == 1:
+            return False  # no other agent could have been quicker
+        deadline = time.monotonic() + _STALE_SECONDS
+        while not (waiting := worker_group.spec.rdzv_handler.num_nodes_waiting()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return bool(waiting)
 
     def _processes(self) -> dict[int, Process]:
         """This node's workers by local rank, none before the first start."""

@@ -92,12 +92,14 @@ def clear_heartbeats(directory: Path) -> None:
 
 
 def sign_again(directory: Path, world: World) -> None:
-    """Renew this rank's sign of life without a step: it has waited in vain, and is not the one that is gone."""
+    """Renew this rank's sign of life without a step: it has waited in vain, and is not the one that is gone, even if it
+    leaves now.
+    """
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
         beat = json.loads(path.read_text())
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(beat | {"time": time.time()}))
+        partial.write_text(json.dumps(beat | {"time": time.time(), "noticed": True}))
         partial.rename(path)
 
 
@@ -108,7 +110,7 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
     others = [beat for beat in read_heartbeats(directory) if beat["rank"] != world.rank]
     if not others:
         return "a peer"
-    if here := _lost_here([beat for beat in others if beat["host"] == socket.gethostname()]):
+    if here := _lost_here(directory, [beat for beat in others if beat["host"] == socket.gethostname()]):
         return here
     now = time.time()
     silent = min(others, key=lambda beat: beat["time"])
@@ -126,13 +128,18 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
     return f"a rank of node {nodes.pop()} (rank {ranks})" if len(there) > 1 else f"rank {ranks} (node {nodes.pop()})"
 
 
-def _lost_here(beats: list[dict[str, Any]]) -> str | None:
-    """The ranks of this host whose process is stopped or dead; a dying one closes its connections before it is dead."""
+def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
+    """The ranks of this host whose process is stopped or dead, without those that noticed the loss and left; a dying
+    one closes its connections before it is dead.
+    """
     deadline = time.monotonic() + _DYING
     while beats and time.monotonic() < deadline:
         states = {beat["rank"]: state_of(beat["pid"]) for beat in beats}
+        for beat in read_heartbeats(directory):
+            if beat.get("noticed"):
+                states.pop(beat["rank"], None)
         for state, words in (("stopped", "which is stopped,"), ("gone", "which is dead,")):
-            if found := [beat for beat in beats if states[beat["rank"]] == state]:
+            if found := [beat for beat in beats if states.get(beat["rank"]) == state]:
                 return ", ".join(f"rank {beat['rank']} (node {beat['node_rank']})" for beat in found) + f", {words}"
         time.sleep(0.01)
     return None

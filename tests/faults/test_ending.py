@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddp_core.ending import await_processes, end_processes, state_of
-from ddp_core.heartbeat import name_lost_peer
+from ddp_core.heartbeat import name_lost_peer, sign_again
 from ddp_core.peers import reason_of
 from ddp_core.world import World
 from tests.distributed.commands import wait_until
@@ -94,6 +94,15 @@ def test_a_dead_process_of_this_host_is_named(tmp_path: Path) -> None:
     gone.wait()
     beat(tmp_path, 1, host=socket.gethostname(), pid=gone.pid)
     beat(tmp_path, 2, host=socket.gethostname(), pid=os.getpid())
+    assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
+
+
+def test_one_that_noticed_the_loss_and_left_is_not_named(tmp_path: Path) -> None:
+    gone = [start("print(1, flush=True)") for _ in range(2)]
+    for rank, process in enumerate(gone, 1):
+        process.wait()
+        beat(tmp_path, rank, host=socket.gethostname(), pid=process.pid)
+    sign_again(tmp_path, World(2, 3))
     assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
 
 
