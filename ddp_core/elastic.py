@@ -253,7 +253,7 @@ class _Agent(LocalElasticAgent):
 
     def _is_awaited(self, worker_group: WorkerGroup) -> bool:
         """Whether a node waits to be taken in. Raises RendezvousConnectionError where the rendezvous is gone."""
-        if worker_group.group_world_size == 1:
+        if worker_group.workers[0].world_size == worker_group.spec.local_world_size:
             return False  # no other agent could have been quicker
         deadline = time.monotonic() + _STALE_SECONDS
         while not (waiting := worker_group.spec.rdzv_handler.num_nodes_waiting()) and time.monotonic() < deadline:

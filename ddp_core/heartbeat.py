@@ -16,11 +16,14 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.ending import state_of
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.world import World
+
+if TYPE_CHECKING:
+    from ddp_core.usage import Usage
 
 _INTERVAL = 1.0
 _REMEMBERED = 200
@@ -30,9 +33,10 @@ _DYING = 0.5
 
 
 class Heartbeat:
-    """Written by one rank; `beat` costs a comparison except once a second."""
+    """Written by one rank; `beat` costs a comparison except once a second, when it also takes a sample of `usage`."""
 
-    def __init__(self, directory: Path, world: World) -> None:
+    def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
+        self._usage = usage
         self._path = directory / "heartbeats" / f"rank-{world.rank}.json"
         self._path.parent.mkdir(exist_ok=True)
         self._facts = {
@@ -54,6 +58,8 @@ class Heartbeat:
         if now < self._next:
             return
         self._next = now + _INTERVAL
+        if self._usage is not None:
+            self._usage.sample()
         # A full disk must not end a run by way of its sign of life; the next checkpoint says it properly.
         with contextlib.suppress(OSError):
             partial = self._path.with_suffix(".partial")

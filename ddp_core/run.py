@@ -72,7 +72,7 @@ def run(order: Order, world: World) -> RunDirectory:
             stop,
             work.hits,
             FaultScript(options.faults, world.rank, directory.path),
-            heartbeat=Heartbeat(directory.path, world),
+            heartbeat=Heartbeat(directory.path, world, record.usage),
         )
         with record.outcome():
             trainer = stack.enter_context(_trainer(job))
@@ -84,6 +84,7 @@ def run(order: Order, world: World) -> RunDirectory:
                 job.ledger = Ledger(directory.path, attempt, world.rank, trainer.state.step)
                 stack.callback(job.ledger.close)
             with _checkpointer(trainer, directory, record), _profiler(trainer, directory):
+                record.usage.restart()
                 trainer.train()
             record.finish(trainer, collectives)
     return directory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from ddp_core.run_directory import FORMAT, RunDirectory
 from ddp_core.stop import Stopped
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.state import TrainState
+from ddp_core.usage import Usage, of_all
 from ddp_core.world import World
 
 _FEW_PARAMETERS = 16
@@ -48,6 +48,7 @@ class RunRecord:
         """The trainer's, once there is one: an error names its step."""
         self.changed_fingerprint: list[str] = []
         self.device = device
+        self.usage = Usage(device)
         self.started = time.time()
 
     def start(self) -> None:
@@ -148,7 +149,7 @@ class RunRecord:
         state = trainer.state
         weights = weights_digest(trainer.model.state_dict())
         speed = trainer.job.heartbeat.speed() if trainer.job.heartbeat is not None else {}
-        parts = collectives.gather((weights, _peak_memory(self.device), (self.world.rank, self.world.node_rank, speed)))
+        parts = collectives.gather((weights, self.usage.totals(), (self.world.rank, self.world.node_rank, speed)))
         other = [rank for rank, part in enumerate(parts) if part[0] != weights]
         if other:
             raise RuntimeError(
@@ -165,7 +166,7 @@ class RunRecord:
             "steps": state.step,
             "time_split": trainer.clock.per_step(state.step - trainer.first_step),
             "data_wait": sum(waits) / len(waits) if waits else None,
-            "peak_memory_bytes": max(part[1] for part in parts),
+            **of_all([part[1] for part in parts]),
             "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         }
         if result["parameters"] <= _FEW_PARAMETERS:
@@ -213,13 +214,6 @@ def _save_weights(model: nn.Module, path: Path) -> None:
         save_model(model, str(path))
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the device's peak allocation on CUDA, else the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _utc(moment: float) -> str:

@@ -39,7 +39,7 @@ def write_run(
     (path / "checkpoints").mkdir(parents=True)
     completed = status == "completed"
     figures = {"samples_per_second": speed, "seconds": 3.0, "test_accuracy": 0.98, "test_loss": 0.03, "steps": steps}
-    figures |= {"peak_memory_bytes": 300e6, "data_wait": 0.1} | (result or {})
+    figures |= {"peak_memory_bytes": 300e6, "data_wait": 0.1, "cpu_utilisation": 0.9} | (result or {})
     record = {
         "format": FORMAT,
         "experiment": experiment.to_json(),

@@ -19,7 +19,7 @@ FLOORS = {
     0: ["errors", "experiment", "layout", "options", "world"],
     1: [
         *("determinism", "environment", "ending", "faults", "fingerprint", "heartbeat", "memory", "nursery", "peers"),
-        *("process_group", "profiling", "reduction", "run_lock", "sampler", "stop"),
+        *("process_group", "profiling", "reduction", "run_lock", "sampler", "stop", "usage"),
     ],
     2: [
         *("augment", "checkpoint", "data", "data_fetch", "ledger", "loader", "losses", "metrics", "models"),

@@ -154,7 +154,7 @@ def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
     write_run(tmp_path, dp(2))
     family = find_families(read_runs(tmp_path).runs)[0]
     names = [plot.title for plot in layout_plots(family, styles([family])).plots]
-    assert names == ["Throughput", "Memory", "Where a step's time goes"]
+    assert names == ["Throughput", "Memory", "Processor use", "Where a step's time goes"]
 
 
 def test_a_measured_split_is_shown_part_by_part(tmp_path: Path) -> None:

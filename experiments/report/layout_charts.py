@@ -47,6 +47,8 @@ def layout_plots(family: Family, style: Mapping[str, int]) -> PlotSet:
         plots += [_speed_up(name, family, groups), _efficiency(name, family, groups, style)]
     if any(group.spread("peak_memory_bytes") for group in groups):
         plots.append(_memory(name, groups, style))
+    if any(group.spread("cpu_utilisation") for group in groups):
+        plots.append(_cores(name, groups, style))
     split = _time_split(name, groups)
     return PlotSet([*plots, split] if split else plots)
 
@@ -123,7 +125,7 @@ def _speed_up(name: str, family: Family, groups: Sequence[Group]) -> Plot:
                 points=True,
             )
         )
-    cores = _cores(groups)
+    cores = _core_count(groups)
     most = max(group.shares for group in groups)
     limit = (float(cores), plural(cores, "core")) if cores is not None and cores < most else None
     caption = "Throughput over that of one process; the broken line is the ideal, N times as fast on N."
@@ -140,7 +142,7 @@ def _speed_up(name: str, family: Family, groups: Sequence[Group]) -> Plot:
     return make_plot(f"{name}-speed-up", "Speed-up", caption, chart, _spread_table(groups, values, "speed-up"))
 
 
-def _cores(groups: Sequence[Group]) -> int | None:
+def _core_count(groups: Sequence[Group]) -> int | None:
     """Cores of the machine, where all the runs used the CPU of one kind of machine."""
     found = {group.runs[0].record.environment.get("cores") for group in groups}
     on_cpu = all(group.runs[0].layout.device == "cpu" for group in groups)
@@ -165,13 +167,29 @@ def _memory(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plo
     values = [group.spread("peak_memory_bytes") for group in groups]
     chart = BarChart(Axis("peak memory", "MB", zero=True), _bars(groups, values, style, 1e-6))
     devices = {group.runs[0].layout.device for group in groups}
-    what = "the process's peak resident size, with the libraries in it"
+    what = "the process's peak resident size, with its part of the libraries in it"
     if devices == {"cuda"}:
         what = "the device's peak allocation"
     elif len(devices) > 1:
         what = "the peak allocation on CUDA, the peak resident size on CPU"
     caption = f"Of the process or device that needed most: {what}."
     return make_plot(f"{name}-memory", "Memory", caption, chart, _spread_table(groups, values, "MB", 1e-6))
+
+
+def _cores(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plot:
+    values = [group.spread("cpu_utilisation") for group in groups]
+    bars = _bars(groups, values, style)
+    caption = (
+        "Processor time over wall time of the training, mean over the processes. Below 1 they waited for each other, "
+        "for data or for a free core; DP over CPU threads is one process and may use several."
+    )
+    return make_plot(
+        f"{name}-cores",
+        "Processor use",
+        caption,
+        BarChart(Axis("cores kept busy by each process", zero=True), bars, mark=(1, "1 core")),
+        _spread_table(groups, values, "cores per process"),
+    )
 
 
 def _time_split(name: str, groups: Sequence[Group]) -> Plot | None:
@@ -196,6 +214,7 @@ def _time_split(name: str, groups: Sequence[Group]) -> Plot | None:
 
 def comparison_table(family: Family) -> Table:
     """The layouts in figures: one row per group."""
+    gpu = any(group.spread("gpu_utilisation") for group in family.groups)
     columns = [
         Column("layout"),
         Column("N", True, "processes of ddp, replicas of dp"),
@@ -204,6 +223,8 @@ def comparison_table(family: Family) -> Table:
         Column("speed-up", True, "against single on the same device type"),
         Column("efficiency", True),
         Column("memory (MB)", True, "of the process or device that needed most"),
+        Column("cores", True, "kept busy by each process"),
+        *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
         Column("data wait", True),
         Column("test accuracy", True),
         Column("loss", True, "test loss, or training loss where nothing was held out"),
@@ -226,6 +247,8 @@ def comparison_table(family: Family) -> Table:
                 _spread_cell(gain, suffix=TIMES),
                 _spread_cell(efficiency, 100, suffix=" %"),
                 _spread_cell(memory, 1e-6),
+                _spread_cell(group.spread("cpu_utilisation")),
+                *([_spread_cell(group.spread("gpu_utilisation"), 100, suffix=" %")] if gpu else []),
                 _spread_cell(wait, 100, suffix=" %"),
                 _spread_cell(accuracy, 100, 4, " %"),
                 _spread_cell(loss, digits=4),
