@@ -294,6 +294,30 @@ class TestC02:
         assert "two cores" in found.reason
         assert found.series, "the toy is reported all the same"
 
+    def test_whole_runs_are_shown_with_their_digests(self) -> None:
+        def row(mode: str, layout: str, count: int, batch: int, speed: float, digest: str) -> dict[str, Any]:
+            facts = {"mode": mode, "layout": layout, "count": count, "global_batch_size": batch}
+            use = {"cpu_utilisation": 0.5, "gpu_utilisation": None}
+            return facts | use | {"samples_per_second": speed, "weights_sha256": digest * 64}
+
+        runs = [
+            row("strong", "single", 1, 64, 100.0, "a"),
+            row("strong", "ddp", 2, 64, 150.0, "a"),
+            row("weak", "single", 1, 128, 110.0, "b"),
+            row("weak", "dp", 2, 128, 160.0, "b"),
+        ]
+        found = judge("C02", self.case(around(1.1)) | {"runs": runs})
+        figures = {figure.name: figure.value for figure in found.figures}
+        assert figures["digits, strong scaling, ddp x 2 (0.50 cores busy each; weights aaaaaaaaaaaa)"] == 150
+        assert figures["digits: one digest per global batch, whatever the layout"] is True
+        weak = next(series for series in found.series if "whole runs, digits, weak" in series.title)
+        assert [line.values[1] for line in weak.lines] == [2, 1.6, None]
+        runs[-1]["weights_sha256"] = "c" * 64
+        figures = {
+            figure.name: figure.value for figure in judge("C02", self.case(around(1.1)) | {"runs": runs}).figures
+        }
+        assert figures["digits: one digest per global batch, whatever the layout"] is False
+
 
 class TestC04:
     def case(self, after: list[float]) -> dict[str, Any]:

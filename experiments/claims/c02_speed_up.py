@@ -23,6 +23,7 @@ from ddp_core.models import linear, resnet18
 from experiments.claims.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
 from experiments.claims.measure import timed_rounds
 from experiments.claims.ranks import own_device, run_ranks
+from experiments.claims.scaling import measure_scaling, shown
 from experiments.claims.setting import Setting
 from experiments.claims.statistics import Interval, ratio_interval
 
@@ -36,12 +37,13 @@ claim = Claim(
     "first n of the same processes, in interleaved rounds. ResNet-18 at 32x32, and the source's linear model for whole "
     "epochs of 10,000 points with its DataLoader; weak scaling (the batch of each worker kept, as in the source) and "
     "strong scaling (the global batch kept); as a control, n processes that do not communicate. One thread per process "
-    "on CPU; n beyond the cores is measured for the toy, and named so.",
+    "on CPU; n beyond the cores is measured for the toy, and named so. Besides, "
+    "whole runs of digits on single, dp and ddp with 1 to 8 workers, weak and strong, with the digest of each.",
     rule="On ResNet-18, weak scaling, at the largest n with a core or CUDA device each: confirmed when the interval of "
     "the speed-up lies at or above 0.85 n, refuted when it lies below, inconclusive when 0.85 n is inside. Not "
     "measurable with fewer than two, or where n processes that do not communicate are not 0.85 n times as fast either: "
-    "then the cores or devices are not free at the same time. The toy is reported, not judged.",
-    seconds=(25, 90),
+    "then the cores or devices are not free at the same time. The toy and the whole runs are reported, not judged.",
+    seconds=(150, 240),
 )
 
 EFFICIENCY = 0.85
@@ -64,6 +66,7 @@ def measure(setting: Setting) -> Measurements:
     device = setting.device_type(counts[-1])
     ranks = run_ranks(toy_ways, counts[-1], device, counts, setting.choose(5, 9), device=device, timeout=400)
     measured["models"]["toy"] = ranks[0]
+    measured["runs"] = measure_scaling(setting, claim.id)
     return measured
 
 
@@ -163,6 +166,8 @@ def judge(measurements: Measurements) -> Judgement:
         for way, speed in ways.items()
     ]
     series = [_plot(name, ways) for name, ways in speeds.items()]
+    of_runs, plots = shown(measurements.get("runs", []))
+    figures, series = figures + of_runs, series + plots
     counts = [int(way.split()[1]) for way in speeds.get("resnet18", {}) if way.startswith("weak")]
     within = [count for count in counts if count <= measurements["devices"]]
     if not within:
