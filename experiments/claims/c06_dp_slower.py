@@ -37,7 +37,7 @@ claim = Claim(
     "there, how long these threads wait is measured as well, by their own processor time.",
     rule="Confirmed when DP's step takes longer beyond noise on both experiments; refuted when it is shorter beyond "
     "noise on one; else inconclusive. Not measurable with fewer than two cores or CUDA devices.",
-    seconds=(25, 90),
+    seconds=(60, 120),
 )
 
 
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Measurements:
     if not count:
         return measured
     measured["device"] = device = setting.device_type(count)
-    for name, steps, rounds in (("digits", 5, setting.choose(41, 101)), ("resnet18", 1, setting.choose(21, 61))):
+    for name, steps, rounds in (("digits", 5, setting.choose(121, 241)), ("resnet18", 1, setting.choose(41, 81))):
         setting.say(f"{name} on dp and ddp x {count}")
         ranks = run_ranks(time_layouts, count, device, name, steps, rounds, device=device, timeout=400)
         measured["experiments"][name] = {"steps": steps, "seconds": ranks[0]}
