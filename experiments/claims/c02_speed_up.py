@@ -43,7 +43,7 @@ claim = Claim(
     "the speed-up lies at or above 0.85 n, refuted when it lies below, inconclusive when 0.85 n is inside. Not "
     "measurable with fewer than two, or where n processes that do not communicate are not 0.85 n times as fast either: "
     "then the cores or devices are not free at the same time. The toy and the whole runs are reported, not judged.",
-    seconds=(150, 240),
+    seconds=(170, 300),
 )
 
 EFFICIENCY = 0.85
@@ -57,7 +57,7 @@ def measure(setting: Setting) -> Measurements:
     device = setting.device_type(max(within, default=1))
     measured: dict[str, Any] = {"devices": setting.devices, "device": device, "models": {}}
     if within:
-        batch, rounds = (32, setting.choose(11, 25)) if device == "cpu" else (256, 30)
+        batch, rounds = (32, setting.choose(7, 25)) if device == "cpu" else (256, 30)
         setting.say(f"ResNet-18 on up to {within[-1]} processes")
         ranks = run_ranks(resnet_ways, within[-1], device, within, batch, rounds, device=device, timeout=400)
         measured["models"]["resnet18"] = ranks[0]

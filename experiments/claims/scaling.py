@@ -15,7 +15,7 @@ from experiments.claims.training import train
 
 COUNTS = (2, 4, 8)
 GLOBAL_BATCH_SIZE = 64
-EPOCHS = 6
+EPOCHS = 3
 
 Mode = Literal["strong", "weak"]
 Row = dict[str, Any]

@@ -93,10 +93,8 @@ def colophon(record: dict[str, Any]) -> str:
     """Where and when the tests on processes ran; nothing for any other record."""
     if record.get("test") != MACHINE:
         return ""
-    return (
-        f"Processes: {record['date']}, {record['cores']} cores of {record['cpu']}, torch {record['torch']}, "
-        f"load average {record['load']} before the start."
-    )
+    load = f", load average {record['load']} before the start" if "load" in record else ""
+    return f"Processes: {record['date']}, {record['cores']} cores of {record['cpu']}, torch {record['torch']}{load}."
 
 
 def line(row: Row, records: list[dict[str, Any]]) -> str:
