@@ -125,8 +125,10 @@ class BreakableContainers(ContainerBackend):
     def starve(self, name: str) -> None:
         """Leave it little more memory than it uses, and use that up: the kernel kills its largest process."""
         container = self.container(name)
-        used = int(container.stats(stream=False)["memory_stats"]["usage"])
-        limit = used + 64 * 2**20
+        memory = container.stats(stream=False)["memory_stats"]
+        # The kernel gives up what it has cached of files before it kills anything.
+        cached = sum(memory["stats"].get(name, 0) for name in ("active_file", "inactive_file"))
+        limit = memory["usage"] - cached + 64 * 2**20
         container.update(mem_limit=limit, memswap_limit=limit)
         container.exec_run(["python", f"{_INSIDE}/hog.py"], detach=True)
 

@@ -186,9 +186,9 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
 
 def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
     # A slow machine's throttled steps and evaluations must not pass for silence.
-    nodes = start({"nodes": 2, "timeout": 30}, epochs=2)
+    nodes = start({"nodes": 2, "timeout": 60}, epochs=2)
     nodes.at_step(1)
-    nodes.cluster.throttle("node-2", 0.05)
+    nodes.cluster.throttle("node-2", 0.3)
     assert nodes.verdict().exit_code == 0
     nodes.progress.look()
     assert nodes.progress.attempts == 1
