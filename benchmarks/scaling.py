@@ -6,8 +6,8 @@ The same experiment (plain reduction, one micro-batch per rank) as `--layout sin
 2`, in turns; speeds are the runs' own `samples_per_second`, which leaves out start, first step, evaluation and saving.
 "two alone" says what the machine allows: two unconnected single processes at once, each with the half batch. On a
 machine that others use too the two are disturbed more than the one, and the ratios of a round scatter: look at the
-quartiles. With torchvision's stem (7x7, stride 2, made for 224x224) a 32x32 image costs an eighth of what it costs with
-the stem for small images (3x3), and the same 45 MB of gradients are sent for it.
+quartiles. With torchvision's stem (7x7, stride 2, made for 224x224) a 32x32 image costs about a tenth of what it costs
+with the stem for small images (3x3), and the same 45 MB of gradients are sent for it.
 """
 
 from __future__ import annotations
