@@ -40,7 +40,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python3 -m venv --without-pip /opt/venv
 COPY --from=requirements /runtime.txt /
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt setuptools
+    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt hatchling
 
 
 # What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.
@@ -51,12 +51,13 @@ COPY --chmod=0755 tools/run-as-owner.sh /usr/local/bin/run-as-owner
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY ddp_core ddp_core
+COPY ddp_lab ddp_lab
 COPY experiments experiments
 # Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now: nothing can be written later.
 RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
     /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && rm -rf build *.egg-info \
-    && python -m compileall -q ddp_core experiments
+    && python -m compileall -q ddp_core ddp_lab experiments
 # A user without a name or home (any uid may run this) and a read-only root: whatever writes caches writes them to the tmpfs.
 ENV HOME=/tmp \
     USER=ddp \

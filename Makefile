@@ -35,10 +35,10 @@ setup: ## Make .venv from constraints.txt (again only where that or pyproject.to
 	echo "setup: no Python 3.11 to 3.13 with venv found; install one (Debian: apt install python3-venv) or name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2
 
 cpu-cluster: setup ## Train on NODES x NPROC processes over gloo, after the single-process baseline, and compare
-	@$(BIN)/python -m experiments.cluster up --backend $(BACKEND) --nodes $(NODES) --nproc $(NPROC) --experiment $(EXPERIMENT) $(OPTIONS)
+	@$(BIN)/python -m ddp_lab.cluster up --backend $(BACKEND) --nodes $(NODES) --nproc $(NPROC) --experiment $(EXPERIMENT) $(OPTIONS)
 
 up: setup ## Run one service of compose.yaml: make up SERVICE=ddp-4gpu (says what to do where the GPUs are missing)
-	@$(BIN)/python -m experiments.cluster check $(SERVICE)
+	@$(BIN)/python -m ddp_lab.cluster check $(SERVICE)
 	@EXPERIMENT=$(EXPERIMENT) DDP_OPTIONS='$(OPTIONS)' docker compose up --build --exit-code-from $(SERVICE) $(SERVICE)
 
 image: setup ## Build the image that every service runs

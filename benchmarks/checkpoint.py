@@ -34,7 +34,7 @@ from torch import nn
 
 from benchmarks.record import record, usable_cores
 from ddp_core.checkpoint import Checkpointer, describe, load, newest_valid, verify
-from ddp_core.models import resnet18
+from ddp_core.model.builders import resnet18
 
 STEPS_PER_SAVE = 50
 STEP_SECONDS = 0.1

@@ -23,22 +23,22 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.turns import Seconds, Turn
 from ddp_core.checkpoint import Checkpointer
-from ddp_core.data import InMemory, Splits
-from ddp_core.determinism import make_deterministic
-from ddp_core.experiment import Component, Experiment, Optimizer
+from ddp_core.data.builders import InMemory, Splits
+from ddp_core.determinism.kernels import make_deterministic
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.distributed.world import World
 from ddp_core.faults import FaultScript
-from ddp_core.heartbeat import Heartbeat
-from ddp_core.layout import Layout
-from ddp_core.losses import class_hits, cross_entropy
-from ddp_core.memory import keep_freed_memory
-from ddp_core.metrics import Console, MetricsWriter
-from ddp_core.models import MODELS
-from ddp_core.options import Options
-from ddp_core.process_group import Collectives
-from ddp_core.stop import StopRequest
-from ddp_core.torchvision_import import import_torchvision
+from ddp_core.model.builders import MODELS
+from ddp_core.model.losses import class_hits, cross_entropy
+from ddp_core.model.torchvision_import import import_torchvision
+from ddp_core.observe.heartbeat import Heartbeat
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.spec.experiment import Component, Experiment, Optimizer
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, build_trainer
-from ddp_core.world import World
 
 CLASSES = 10
 SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": True}

@@ -23,8 +23,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.record import record
-from tests.distributed.commands import wait_until
 from tests.faults.launches import Launch, Watch, nodes, train_words
+from tests.support.commands import wait_until
 
 TIMEOUT = 5
 LENGTH = ["--set", "epochs=400", "--timeout", str(TIMEOUT), "--max-restarts", "3"]

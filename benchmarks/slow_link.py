@@ -4,7 +4,7 @@
 
 Two nodes of one process train an MLP of 1.1 M parameters (4.6 MB of gradients) on digits, in containers of this
 project's image. Each way is one launch; while it trains, both nodes' interfaces are set to each rate in turn
-(`experiments.chaos.shape`, which does what `tc qdisc … tbf` does), and the seconds per step are read from the run's
+(`ddp_lab.chaos.shape`, which does what `tc qdisc … tbf` does), and the seconds per step are read from the run's
 metrics: the median of what follows the change. Accumulation takes four micro-batches per step with no_sync; its figure
 is set against the others per 64 samples, as are all. The bf16 hook sends what the fp16 hook sends; it needs NCCL.
 
@@ -27,12 +27,12 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.record import record
-from experiments.chaos.containers import BreakableContainers
-from experiments.chaos.drill import parse
-from experiments.chaos.watch import Progress, Words
-from experiments.cluster.cluster import Spec
-from experiments.projection.costs import Link, all_reduce_seconds
-from experiments.projection.step import step
+from ddp_lab.chaos.containers import BreakableContainers
+from ddp_lab.chaos.drill import parse
+from ddp_lab.chaos.watch import Progress, Words
+from ddp_lab.cluster.cluster import Spec
+from ddp_lab.projection.costs import Link, all_reduce_seconds
+from ddp_lab.projection.step import step
 
 SIZES = (64, 1024, 1024, 10)
 LAYERS = list(pairwise(SIZES))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from ddp_core.experiment import Experiment
-    from ddp_core.layout import Layout
+    from ddp_core.spec.experiment import Experiment
+    from ddp_core.spec.layout import Layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ExitCode.BAD_INPUT
         return int(options.run(options, words))
     except UserError as error:
-        from ddp_core.world import World
+        from ddp_core.distributed.world import World
 
         if World.is_set():
-            from ddp_core.worker import report_error
+            from ddp_core.launch.worker import report_error
 
             return report_error(error)
         print(f"ddp: error: {error}", file=sys.stderr)
@@ -157,11 +157,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, words: list[str]) -> int:
     _quiet()
-    from ddp_core.launch import Meeting, launch
-    from ddp_core.options import Options
-    from ddp_core.order import Order
-    from ddp_core.prepare import choose_layout, load_with_settings
-    from ddp_core.world import World
+    from ddp_core.distributed.world import World
+    from ddp_core.launch.launch import Meeting, launch
+    from ddp_core.run.prepare import choose_layout, load_with_settings
+    from ddp_core.run.request import Order
+    from ddp_core.spec.options import Options
 
     loaded = load_with_settings(options.experiment, options.settings, Path(options.record) if options.record else None)
     low, high = options.nnodes
@@ -215,8 +215,8 @@ def _train(options: argparse.Namespace, words: list[str]) -> int:
 
 def _default_reduction(experiment: Experiment, layout: Layout) -> str:
     """The experiment's own, or plain, said aloud, where exact cannot be had."""
-    from ddp_core.order import promise_broken_by
-    from ddp_core.world import World
+    from ddp_core.distributed.world import World
+    from ddp_core.run.request import promise_broken_by
 
     reason = promise_broken_by(experiment, layout) if experiment.reduction == "exact" else None
     if reason is None:
@@ -227,7 +227,7 @@ def _default_reduction(experiment: Experiment, layout: Layout) -> str:
 
 
 def _list(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.experiment_file import list_experiments
+    from ddp_core.run.experiment_file import list_experiments
 
     found = list_experiments()
     width = max((len(entry.name) for entry in found), default=0)
@@ -237,54 +237,54 @@ def _list(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.compare import compare
+    from ddp_core.commands.compare import compare
 
     return compare([Path(run) for run in options.runs or [_environment("DDP_OUTPUT", "outputs")]])
 
 
 def _verify(options: argparse.Namespace, words: list[str]) -> int:
     _quiet()
-    from ddp_core.verify import verify
+    from ddp_core.commands.verify import verify
 
     return verify(Path(options.path), options.layout, options.device, options.nproc_per_node)
 
 
 def _verify_layouts(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.verify import verify_layouts
+    from ddp_core.commands.verify import verify_layouts
 
     return verify_layouts(options.experiment, Path(options.output), options.settings)
 
 
 def _ledger(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.ledger import audit
+    from ddp_core.observe.ledger import audit
 
     print(audit(Path(options.path)))
     return ExitCode.DONE
 
 
 def _health(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.heartbeat import check_health
+    from ddp_core.observe.heartbeat import check_health
 
     print(check_health(Path(options.output), options.within))
     return ExitCode.DONE
 
 
 def _fetch(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.data_fetch import fetch
+    from ddp_core.data.fetch import fetch
 
     fetch(options.name, Path(options.data_dir))
     return ExitCode.DONE
 
 
 def _doctor(options: argparse.Namespace, words: list[str]) -> int:
-    from ddp_core.doctor import doctor
+    from ddp_core.commands.doctor import doctor
 
     return doctor(options.experiment, options.settings, Path(options.data_dir))
 
 
 def _rendezvous(options: argparse.Namespace, words: list[str]) -> int:
     _quiet()
-    from ddp_core import rendezvous
+    from ddp_core.launch import rendezvous
 
     return rendezvous.check(options.check) if options.check else rendezvous.serve(options.port)
 

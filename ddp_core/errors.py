@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
@@ -71,3 +72,10 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
         return guarded
 
     return decorate
+
+
+def nearest_name(wrong: str, known: Iterable[str]) -> str:
+    """' - did you mean X?' for the nearest known name, or the list of all when none is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"

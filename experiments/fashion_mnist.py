@@ -5,7 +5,7 @@ and a cosine schedule. Needs the data once: `ddp data fetch fashion_mnist`. Netw
 0.93 test accuracy. Minutes per epoch on one CPU core; `--set max_steps=50` for a look.
 """
 
-from ddp_core.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
 
 experiment = Experiment(
     name="fashion_mnist",

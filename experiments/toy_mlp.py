@@ -5,7 +5,7 @@ and exact reduction to the last bit: the experiment to compare layouts with. Fou
 ranks. Inputs and targets are unrelated noise; the loss falls a little and means nothing. Done in a moment.
 """
 
-from ddp_core.experiment import Component, Experiment, Optimizer
+from ddp_core.spec.experiment import Component, Experiment, Optimizer
 
 experiment = Experiment(
     name="toy_mlp",

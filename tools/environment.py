@@ -27,7 +27,7 @@ def fingerprint() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = ("dependencies", "optional-dependencies", "scripts", "entry-points")
     lists = {name: project["project"].get(name) for name in names}
-    packages = project["tool"]["setuptools"]
+    packages = [project["build-system"], project["tool"]["hatch"]]
     pins = (ROOT / "constraints.txt").read_text()
     record = [pins, lists, packages, sys.version_info[:2], str(ROOT)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -43,8 +43,8 @@ def make_environment() -> None:
     venv.create(ENVIRONMENT, clear=True, with_pip=True)
     python = str(ENVIRONMENT / "bin" / "python")
     install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt"]
-    subprocess.run([*install, "pip", "setuptools"], cwd=ROOT, check=True)
-    # Without build isolation the pinned setuptools builds the project, not whatever is newest today.
+    subprocess.run([*install, "pip", "hatchling"], cwd=ROOT, check=True)
+    # Without build isolation the pinned hatchling builds the project, not whatever is newest today.
     subprocess.run([*install, "--no-build-isolation", "-e", f".[{EXTRAS}]"], cwd=ROOT, check=True)
     STAMP.write_text(wanted)
     print("setup: done", flush=True)

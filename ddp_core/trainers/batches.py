@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp_core.experiment import Experiment
-from ddp_core.layout import BatchCut, MicroBatch
-from ddp_core.loader import Ids, Loader
+from ddp_core.data.loader import Ids, Loader
 from ddp_core.sampler import GlobalOrder
+from ddp_core.spec.cut import BatchCut, MicroBatch
+from ddp_core.spec.experiment import Experiment
 
 
 @dataclass

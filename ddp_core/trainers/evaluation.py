@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_core.experiment import Evaluation
-from ddp_core.loader import Loader
-from ddp_core.losses import Loss
-from ddp_core.process_group import Collectives
-from ddp_core.splits import Dataset
+from ddp_core.data.loader import Loader
+from ddp_core.data.splits import Dataset
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.model.losses import Loss
+from ddp_core.spec.experiment import Evaluation
 
 
 @torch.no_grad()

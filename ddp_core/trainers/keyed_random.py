@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_core.determinism import MicroBatchSeed
+from ddp_core.determinism.seeds import MicroBatchSeed
 
 
 class KeyedRandom:

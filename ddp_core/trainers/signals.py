@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_core.process_group import Collectives
+from ddp_core.distributed.process_group import Collectives
 
 
 @dataclass(frozen=True)

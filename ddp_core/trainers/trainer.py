@@ -12,22 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.checkpoint import Checkpointer
-from ddp_core.determinism import MicroBatchSeed, weights_digest
+from ddp_core.data.loader import Loader
+from ddp_core.data.splits import Splits
+from ddp_core.determinism.digests import weights_digest
+from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped, StopRequest
 from ddp_core.errors import ExitCode, UserError
-from ddp_core.experiment import Experiment
 from ddp_core.faults import FaultScript
-from ddp_core.heartbeat import Heartbeat
-from ddp_core.layout import BatchCut, Layout
-from ddp_core.ledger import Ledger
-from ddp_core.loader import Loader
-from ddp_core.losses import Loss
-from ddp_core.metrics import Console, MetricsWriter
-from ddp_core.optimizers import build_optimizer
-from ddp_core.options import Options
-from ddp_core.process_group import Collectives
-from ddp_core.profiling import StepProfiler
-from ddp_core.splits import Splits
-from ddp_core.stop import ASKED_ELSEWHERE, Stopped, StopRequest
+from ddp_core.model.losses import Loss
+from ddp_core.model.optimizers import build_optimizer
+from ddp_core.observe.heartbeat import Heartbeat
+from ddp_core.observe.ledger import Ledger
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.observe.profiling import StepProfiler
+from ddp_core.spec.cut import BatchCut
+from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
 from ddp_core.trainers.batches import Batches, StepBatch
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from ddp_core.metrics import Console, MetricsWriter
+from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.trainers.batches import Batches, StepBatch
 from ddp_core.trainers.signals import StepReport
 from ddp_core.trainers.state import TrainState

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import exact_cases as cases
-from tests.distributed.processes import run_processes
+from tests.support.processes import run_processes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "exact.md"
 WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 5, 8))]

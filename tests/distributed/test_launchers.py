@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.commands import Ended, command, ddp, train, trained
-from tests.distributed.processes import free_port
+from tests.support.commands import Ended, command, ddp, train, trained
+from tests.support.processes import free_port
 
 TOY = ("toy_mlp", "--device", "cpu")
 FILES = {"checkpoints", "experiment.py", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}

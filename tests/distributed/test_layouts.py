@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.commands import forked, train, trained, wait_until
-from tests.distributed.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
-from tests.distributed.processes import free_port
+from tests.support.commands import forked, train, trained, wait_until
+from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
+from tests.support.processes import free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
 QUICK = [("dp", 2), ("ddp", 3)]

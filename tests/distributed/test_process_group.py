@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
-from ddp_core.peers import is_peer_loss
-from ddp_core.process_group import Collectives, local_device, process_group
-from ddp_core.world import World
-from tests.distributed.processes import free_port, run_processes
+from ddp_core.observe.lost_peers import is_peer_loss
+from tests.support.processes import free_port, run_processes
 
 CPU = torch.device("cpu")
 

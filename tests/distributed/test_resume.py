@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddp_core.ledger import audit
-from ddp_core.metrics import read_metrics
-from tests.distributed.commands import ddp, train, trained
-from tests.distributed.layout_cases import ADAMW_MLP, ids_by_step
+from ddp_core.observe.ledger import audit
+from ddp_core.observe.metrics import read_metrics
+from tests.support.commands import ddp, train, trained
+from tests.support.layout_cases import ADAMW_MLP, ids_by_step
 
 # 23 steps per epoch: the second epoch begins within the run, and checkpoints lie inside epochs.
 WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "5", "--ledger", "--log-every", "1")

@@ -16,9 +16,9 @@ import docker
 import pytest
 
 from ddp_core.errors import UserError
-from experiments.cluster.containers import ContainerBackend, engine_version
+from ddp_lab.cluster.containers import ContainerBackend, engine_version
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 UNNAMED_USER = (4321, 4322)
 """Ids that neither the host nor the image has a name for."""
 

@@ -14,12 +14,12 @@ from typing import Any
 import docker
 import pytest
 
-from experiments.chaos.containers import BreakableContainers
-from experiments.chaos.drill import Drill, parse
-from experiments.chaos.judge import read_ledger, two_writers
-from experiments.chaos.watch import Progress, Words
-from experiments.cluster.cluster import Spec
-from experiments.cluster.verdict import NodeResult, Verdict, judge
+from ddp_lab.chaos.containers import BreakableContainers
+from ddp_lab.chaos.drill import Drill, parse
+from ddp_lab.chaos.judge import read_ledger, two_writers
+from ddp_lab.chaos.watch import Progress, Words
+from ddp_lab.cluster.cluster import Spec
+from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
 from tests.docker.conftest import ROOT, Project
 from tests.faults.matrix import record_row
 
@@ -35,7 +35,7 @@ def run_drill(place: Path, text: str) -> tuple[dict[str, Any], str]:
     words = ["--drill", str(file), "--backend", "docker", "--seed", "1", "--verbose"]
     places = ["--output", str(place / "outputs"), "--data-dir", str(place / "data")]
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.chaos", *words, *places],
+        [sys.executable, "-m", "ddp_lab.chaos", *words, *places],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -10,8 +10,8 @@ from pathlib import Path
 import docker
 import pytest
 
-from experiments.cluster.cluster import Cluster, Spec
-from experiments.cluster.containers import ContainerBackend
+from ddp_lab.cluster.cluster import Cluster, Spec
+from ddp_lab.cluster.containers import ContainerBackend
 from tests.docker.conftest import ROOT
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
@@ -36,7 +36,7 @@ def run_cluster(spec: Spec, engine: docker.DockerClient) -> tuple[int, list[str]
 def test_baseline_then_two_nodes_with_two_processes_then_the_table(image: str, tmp_path: Path) -> None:
     options = ["--output", str(tmp_path / "outputs"), "--data-dir", str(tmp_path / "data"), "--set", "epochs=1"]
     done = subprocess.run(
-        [sys.executable, "-m", "experiments.cluster", "up", "--backend", "docker", *options],
+        [sys.executable, "-m", "ddp_lab.cluster", "up", "--backend", "docker", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

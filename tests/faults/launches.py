@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import psutil
 
-from ddp_core.ledger import audit, committed_steps
-from ddp_core.run_directory import RunDirectory
-from tests.distributed.commands import Ended, ddp, forked, trained, wait_until
-from tests.distributed.processes import free_port
+from ddp_core.observe.ledger import audit, committed_steps
+from ddp_core.run.directory import RunDirectory
+from tests.support.commands import Ended, ddp, forked, trained, wait_until
+from tests.support.processes import free_port
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
 STEPS_PER_EPOCH = 8

@@ -21,8 +21,8 @@ _SAVES = "tests/faults/test_saves.py"
 _NUMBERS = "tests/faults/test_numbers.py"
 _REQUESTS = "tests/faults/test_requests.py"
 _PLACES = "tests/faults/test_places.py"
-_CHECKPOINTS = "tests/test_checkpoint_faults.py"
-_INPUT = "tests/test_bad_input.py"
+_CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
+_INPUT = "tests/core/test_bad_input.py"
 _GROUP = "tests/distributed/test_process_group.py"
 _LAYOUTS = "tests/distributed/test_layouts.py"
 
@@ -271,7 +271,7 @@ ROWS = (
             f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
             f"{_REQUESTS}::test_other_ways_to_ask",
             f"{_NODES}::test_a_request_to_one_node_stops_both",
-            "tests/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
+            "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
             f"{_REQUESTS}::test_loader_processes_survive_the_request_until_the_save",
         ),
     ),
@@ -283,7 +283,7 @@ ROWS = (
         (
             f"{_REQUESTS}::test_control_c_saves",
             f"{_REQUESTS}::test_a_second_control_c_leaves_at_once",
-            "tests/test_stop.py::test_a_second_interrupt_leaves_at_once",
+            "tests/core/distributed/test_stop.py::test_a_second_interrupt_leaves_at_once",
         ),
     ),
     Row(
@@ -293,7 +293,7 @@ ROWS = (
         "P",
         (
             f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
-            "tests/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
+            "tests/core/run/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
         ),
     ),
     Row(31, "/dev/shm is too small", "4, naming the setting", "D"),

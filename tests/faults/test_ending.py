@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_core.ending import await_processes, end_processes, state_of
-from ddp_core.heartbeat import name_lost_peer, sign_again
-from ddp_core.peers import reason_of
-from ddp_core.world import World
-from tests.distributed.commands import wait_until
+from ddp_core.distributed.processes import await_processes, end_processes, state_of
+from ddp_core.distributed.world import World
+from ddp_core.observe.heartbeat import name_lost_peer, sign_again
+from ddp_core.observe.lost_peers import reason_of
+from tests.support.commands import wait_until
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
 PARENT = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(1, flush=True); time.sleep(60)"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.ending import state_of
-from ddp_core.metrics import read_metrics
-from tests.distributed.commands import ddp, trained, wait_until
+from ddp_core.distributed.processes import state_of
+from ddp_core.observe.metrics import read_metrics
 from tests.faults.launches import (
     DOTS,
     Launch,
@@ -24,6 +23,7 @@ from tests.faults.launches import (
 )
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
+from tests.support.commands import ddp, trained, wait_until
 
 PAUSE = 0.002
 

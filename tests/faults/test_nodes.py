@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.ledger import committed_steps
-from tests.distributed.commands import trained, wait_until
+from ddp_core.observe.ledger import committed_steps
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
 from tests.faults.matrix import record_row
+from tests.support.commands import trained, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EPOCHS = 60

@@ -12,12 +12,12 @@ from torch import nn
 
 from ddp_core import cli
 from ddp_core.checkpoint import newest_valid
-from ddp_core.experiment_file import load_experiment, resolve
-from tests.distributed.commands import ddp, trained
-from tests.distributed.layout_cases import digests
+from ddp_core.run.experiment_file import load_experiment, resolve
 from tests.faults.launches import DOTS, check_aftermath, check_ledger
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
+from tests.support.commands import ddp, trained
+from tests.support.layout_cases import digests
 
 WORDS = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--ledger", "--checkpoint-every", "4"]
 
@@ -116,7 +116,7 @@ def test_another_configuration_on_one_rank_is_found_before_training(tmp_path: Pa
 def _other_code(rank: int) -> None:
     if rank == 1:
         code = {"version": "0.0.9", "commit": "0123456", "dirty": False}
-        pytest.MonkeyPatch().setattr("ddp_core.run.describe_code", lambda: code)
+        pytest.MonkeyPatch().setattr("ddp_core.run.run.describe_code", lambda: code)
 
 
 @pytest.mark.slow

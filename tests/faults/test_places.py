@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.commands import ddp, trained
 from tests.faults.launches import DOTS, Launch, Watch, train_words
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
+from tests.support.commands import ddp, trained
 
 
 @pytest.fixture

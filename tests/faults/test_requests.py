@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import find_checkpoints, verify
-from ddp_core.ledger import committed_steps
-from tests.distributed.commands import Ended, ddp, trained
+from ddp_core.observe.ledger import committed_steps
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words
 from tests.faults.matrix import record_row
+from tests.support.commands import Ended, ddp, trained
 
 PAUSE = 0.01
 

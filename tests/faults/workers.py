@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.commands import Ended
-from tests.distributed.processes import run_processes
+from tests.support.commands import Ended
+from tests.support.processes import run_processes
 
 Prepare = Callable[[int], None]
 

@@ -1,0 +1,1 @@
+"""What `ddp` does beside training: verify, compare, doctor, and the estimate of memory. One module each."""

@@ -1,0 +1,182 @@
+"""How much memory training a model takes, told before it is trained: one micro-batch is run and watched.
+
+What lives at the peak is counted, not guessed. Weights and the optimizer's state live all the time. Forward keeps the
+tensors that backward will need (`torch.autograd.graph.saved_tensors_hooks` sees each); backward frees them from the
+last layer to the first, while the weights' gradients come to be. So memory is highest somewhere on the way: this
+module notes in which order saved tensors are used and gradients are made, and finds that moment. In flight there are,
+beside these, the gradients of a layer's output and of its input. Left out: the libraries' workspaces, the CUDA
+context (some 500 MB beside the allocator's), and fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.model.optimizers import implementation
+from ddp_core.spec.experiment import Optimizer
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one replica on one device. `activations` is what forward keeps for one micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    inputs: int
+    activations: int
+    in_backward: int
+    """The most that saved tensors, gradients made so far, and gradients in flight take together."""
+    in_update: int
+    """All gradients, and what the optimizer needs in passing."""
+    communication: int = 0
+    """DistributedDataParallel's buckets: a second copy of the gradients."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the moment that needs most: in backward or in the update."""
+        return self.standing + max(self.in_backward, self.in_update)
+
+    @property
+    def standing(self) -> int:
+        """Bytes that live from step to step."""
+        return self.weights + self.optimizer_state + self.inputs + self.communication
+
+    def table(self) -> list[tuple[str, int]]:
+        """Names and bytes, for people."""
+        rows = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer state", self.optimizer_state),
+            ("inputs", self.inputs),
+            ("activations", self.activations),
+        ]
+        return rows + ([("gradient buckets", self.communication)] if self.communication else [])
+
+
+def estimate_memory(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    samples: int | None = None,
+    bucketed: bool = False,
+) -> MemoryEstimate:
+    """The memory that training `model` on micro-batches like this one takes, on the device that it is on.
+
+    Runs one forward and backward; the weights stay as they are, batch-norm's running statistics do not, and gradients
+    are gone afterwards. `samples`: the micro-batch to estimate for, when it is larger than this one: what the batch
+    decides grows in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
+    """
+    growth = 1.0 if samples is None else samples / len(inputs)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = _bytes([*model.parameters(), *model.buffers()])
+    gradients = _bytes(parameters)
+    activations, in_backward = _Watched(model, inputs, targets).run(loss, growth)
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer_state=gradients * _copies(optimizer),
+        inputs=round(growth * _bytes([inputs, targets])),
+        activations=activations,
+        in_backward=in_backward,
+        in_update=gradients + _in_passing(optimizer, parameters),
+        communication=gradients if bucketed else 0,
+    )
+
+
+def _copies(optimizer: Optimizer) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for each."""
+    if optimizer.name == "sgd":
+        return 1 if optimizer.momentum else 0
+    return 2
+
+
+def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
+    """Bytes of the optimizer's temporary tensors (torch/optim/{sgd,adam}.py): of all parameters at once for foreach on
+    CUDA, of one after the other for the loop.
+    """
+    chosen = implementation(optimizer, parameters)
+    if chosen == "fused" or not parameters:
+        return 0
+    adam = optimizer.name != "sgd"
+    if not adam and not optimizer.nesterov and not optimizer.weight_decay:
+        return 0
+    if chosen == "foreach":
+        return _bytes(parameters)
+    return (2 if adam else 1) * max(_bytes([parameter]) for parameter in parameters)
+
+
+class _Watched:
+    """One forward and backward, with the order of events in backward."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        self.model, self.inputs, self.targets = model, inputs, targets
+        standing = [*model.parameters(), *model.buffers(), inputs, targets]
+        self.standing = {tensor.untyped_storage().data_ptr() for tensor in standing}
+        self.saved: dict[int, int] = {}
+        """Bytes by storage; addresses are unique as long as the graph holds all of them."""
+        self.events: list[tuple[int, int]] = []
+        """(storage used, 0) or (0, bytes of gradient made), in the order of backward."""
+
+    def run(self, loss: Loss, growth: float) -> tuple[int, int]:
+        """Bytes that forward keeps, and the most that is needed in backward."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._made)
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
+        before = [parameter.grad for parameter in self.model.parameters()]
+        self.model.zero_grad(set_to_none=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._keep, self._use):
+                value = loss(self.model(self.inputs), self.targets)
+            kept = dict(self.saved)
+            value.backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, gradient in zip(self.model.parameters(), before, strict=True):
+                parameter.grad = gradient
+        return round(growth * sum(kept.values())), round(self._highest(kept, growth))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.standing:
+            self.saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def _use(self, tensor: Tensor) -> Tensor:
+        self.events.append((tensor.untyped_storage().data_ptr(), 0))
+        return tensor
+
+    def _made(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.events.append((0, parameter.grad.untyped_storage().nbytes()))
+
+    def _highest(self, kept: dict[int, int], growth: float) -> float:
+        last_use = {storage: moment for moment, (storage, _) in enumerate(self.events) if storage in kept}
+        alive, made, highest = growth * sum(kept.values()), 0.0, 0.0
+        for moment, (storage, gradient) in enumerate(self.events):
+            # While a layer goes back, the gradients of its output and its input, each about as large as what it kept.
+            flying = 2 * growth * kept.get(storage, 0)
+            if self.inputs.device.type == "cpu":
+                # oneDNN keeps its weights, and makes their gradient, in an order of its own, and copies.
+                flying += 2 * gradient
+            made += gradient
+            highest = max(highest, alive + made + flying)
+            if last_use.get(storage) == moment:
+                alive -= growth * kept[storage]
+        return highest
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())

@@ -1,0 +1,258 @@
+"""Fetch published data sets into the data directory: one process, resumable, checked, atomic; never by training itself.
+
+Files and checksums are those of torchvision's data set classes, and so is the layout on disk: data that torchvision has
+downloaded is found here, and the other way round. MD5 is what the publishers give; it guards against damage and
+exchange on the way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import hashlib
+import http.client
+import os
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Protocol
+
+from ddp_core.errors import ExitCode, UserError, nearest_name
+
+_BLOCK = 1 << 18
+_TIMEOUT_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A published file: where it can be had (in this order), its MD5, and where it belongs below the data directory.
+
+    Of a tar archive only the named `members` are unpacked, each against its MD5; a `.gz` file unpacks to its name
+    without the ending.
+    """
+
+    urls: tuple[str, ...]
+    md5: str
+    path: str
+    members: Mapping[str, str] = field(default_factory=dict)
+
+
+def _fashion(name: str, md5: str) -> Archive:
+    mirrors = (
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    )
+    return Archive(tuple(mirror + name for mirror in mirrors), md5, f"FashionMNIST/raw/{name}")
+
+
+SOURCES: dict[str, tuple[Archive, ...]] = {
+    "fashion_mnist": (
+        _fashion("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+        _fashion("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
+        _fashion("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
+        _fashion("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
+    ),
+    "cifar10": (
+        Archive(
+            ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+            "c58f30108f718f92721af3b95e74349a",
+            "cifar-10-python.tar.gz",
+            {
+                "cifar-10-batches-py/data_batch_1": "c99cafc152244af753f735de768cd75f",
+                "cifar-10-batches-py/data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+                "cifar-10-batches-py/data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+                "cifar-10-batches-py/data_batch_4": "634d18415352ddfa80567beed471001a",
+                "cifar-10-batches-py/data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+                "cifar-10-batches-py/test_batch": "40351d587109b95175f43aff81a1287e",
+                "cifar-10-batches-py/batches.meta": "5ff9c542aee3614f3951f8cda6e48888",
+            },
+        ),
+    ),
+}
+
+
+class _Readable(Protocol):
+    def read(self, size: int = ..., /) -> bytes: ...
+
+
+class _Interrupted(Exception):
+    """A mirror did not answer, or not to the end; what has arrived is kept."""
+
+
+class _Damaged(Exception):
+    """Everything arrived and it is not the published file; it is thrown away."""
+
+
+def fetch_command(name: str, root: Path) -> str:
+    """The command that brings the data set `name` into `root`, as messages name it."""
+    return f"ddp data fetch {name} --data-dir {root}"
+
+
+def fetch(
+    name: str,
+    root: Path,
+    report: Callable[[str], object] = print,
+    sources: Mapping[str, tuple[Archive, ...]] = SOURCES,
+) -> None:
+    """Bring a data set into `root`, ready for training; what is there already and whole is kept, what is half there
+    continued.
+
+    Raises UserError: exit 2 for an unknown name, no network, or a wrong checksum; exit 4 where `root` cannot be
+    written.
+    """
+    if name not in sources:
+        raise UserError(
+            f"no data set {name} to fetch (those that come with the package are there already); "
+            f"{nearest_name(name, sources)}"
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _only_fetcher(name, root):
+            for archive in sources[name]:
+                _download(archive, root, report, fetch_command(name, root))
+                _unpack(archive, root)
+    except OSError as error:
+        raise UserError(
+            f"data directory {root} cannot be written: {error.strerror or error}; "
+            "free space or choose another with --data-dir",
+            ExitCode.RESOURCES,
+        ) from None
+    report(f"{name} is ready in {root}")
+
+
+@contextmanager
+def _only_fetcher(name: str, root: Path) -> Iterator[None]:
+    """Two processes must not write the same partial file; the lock goes with the process that holds it."""
+    with (root / f".{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is fetching {name} into {root}; wait for it to end") from None
+        yield
+
+
+def _download(archive: Archive, root: Path, report: Callable[[str], object], command: str) -> None:
+    target = root / archive.path
+    if target.is_file() and _md5(target) == archive.md5:
+        report(f"{archive.path}: already here, checksum right")
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for url in archive.urls:
+        try:
+            _receive_whole(url, archive, target, report)
+            return
+        except _Interrupted as failure:
+            failures.append(f"{url}: {failure}; the part that has arrived is kept")
+        except _Damaged as failure:
+            failures.append(f"{url}: {failure}")
+    raise UserError(
+        f"could not fetch {archive.path} ({'; '.join(failures)}); check the network and run again: {command}"
+    )
+
+
+def _receive_whole(url: str, archive: Archive, target: Path, report: Callable[[str], object]) -> None:
+    """One mirror: continue the partial file; where the whole turns out wrong, once more from the start."""
+    part = target.with_name(target.name + ".part")
+    resumed = part.is_file() and part.stat().st_size > 0
+    _receive(url, part, archive.path, report)
+    found = _md5(part)
+    if found != archive.md5 and resumed:
+        part.unlink()
+        report(f"{archive.path}: what was kept from an earlier attempt does not fit, starting again")
+        _receive(url, part, archive.path, report)
+        found = _md5(part)
+    if found != archive.md5:
+        part.unlink()
+        raise _Damaged(f"checksum {found} instead of {archive.md5}, thrown away")
+    part.replace(target)
+
+
+def _receive(url: str, part: Path, label: str, report: Callable[[str], object]) -> None:
+    """Append to `part` what is missing of `url`. Raises _Interrupted for the network, OSError for the disk."""
+    start = part.stat().st_size if part.is_file() else 0
+    request = urllib.request.Request(url, headers={"User-Agent": "ddp-core", "Accept-Encoding": "identity"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    try:
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # nothing is missing; the checksum says whether that is true
+        raise _Interrupted(f"HTTP {error.code} {error.reason}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise _Interrupted(str(getattr(error, "reason", error))) from None
+    with response:
+        continued = response.status == http.HTTPStatus.PARTIAL_CONTENT
+        start = start if continued else 0
+        expected = response.headers.get("Content-Length")
+        total = start + int(expected) if expected and expected.isdigit() else None
+        size = "an unknown number of" if total is None else f"{total:,}"
+        report(f"{label}: {f'continued at {start:,} of' if start else 'fetching'} {size} bytes")
+        with part.open("ab" if continued else "wb") as file:
+            received = _copy(response, file, start, total, label, report)
+            file.flush()
+            os.fsync(file.fileno())
+    if total is not None and received != total:
+        raise _Interrupted(f"ended after {received:,} of {total:,} bytes")
+
+
+def _copy(
+    response: _Readable, file: BinaryIO, start: int, total: int | None, label: str, report: Callable[[str], object]
+) -> int:
+    """Blocks from the network to the file, a line for every tenth; returns the file's size."""
+    received, told = start, start
+    while True:
+        try:
+            block = response.read(_BLOCK)
+        except (OSError, http.client.HTTPException) as error:
+            raise _Interrupted(f"{type(error).__name__} {error} after {received:,} bytes") from None
+        if not block:
+            return received
+        file.write(block)
+        received += len(block)
+        if total is not None and received - told >= max(total / 10, 8 << 20):
+            told = received
+            report(f"{label}: {received / total:.0%}")
+
+
+def _unpack(archive: Archive, root: Path) -> None:
+    """Beside the archive, each file complete under its name or not there at all."""
+    source = root / archive.path
+    if not archive.members:
+        with gzip.open(source) as packed:
+            _write(packed, source.with_suffix(""))
+        return
+    with tarfile.open(source) as packed_files:
+        for member in packed_files:
+            # Only names that are expected are written, so no name in the archive can lead elsewhere.
+            name = str(PurePosixPath(member.name))
+            content = packed_files.extractfile(member) if member.isreg() and name in archive.members else None
+            if content is not None:
+                target = root / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _write(content, target)
+    for name, md5 in archive.members.items():
+        if not (root / name).is_file() or _md5(root / name) != md5:
+            raise UserError(
+                f"{root / archive.path} does not hold {name} as published; remove the archive and fetch again"
+            )
+
+
+def _write(content: _Readable, target: Path) -> None:
+    part = target.with_name(target.name + ".part")
+    with part.open("wb") as file:
+        shutil.copyfileobj(content, file, _BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(target)
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,0 +1,170 @@
+"""From sample ids to tensors: one micro-batch at a time, in line or ahead of time in worker processes.
+
+The order is the caller's: requests go in, steps come out in the same order, whatever the number of workers. What a
+sample looks like depends on (seed, epoch, id) alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import Dataset as TorchDataset
+
+from ddp_core.data.augment import Augmentation
+from ddp_core.data.splits import Dataset, InMemory
+from ddp_core.determinism.seeds import sample_uniforms
+from ddp_core.errors import ExitCode, UserError
+
+Ids = NDArray[np.int64]
+Batch = tuple[Tensor, Tensor]
+Request = tuple[int, Sequence[Ids]]
+"""An epoch, and the ids of each micro-batch of one step."""
+
+_PREFETCHED = 2
+"""Steps that torch has each worker prepare ahead, its default."""
+_PAGE = 4096
+_SEMAPHORES = 2**18
+"""Bytes of shared memory for the workers' queues, generously."""
+
+
+class Loader:
+    """Fetches micro-batches of a data set, augmented where an augmentation is given.
+
+    Every micro-batch is its own freshly allocated pair of tensors, never a view into a larger one: alignment decides
+    which vector instructions run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (input,
+    target)`; one with `__getitems__(ids)` is asked for a micro-batch at once and answers with a tuple of batch tensors,
+    or with torch's list of samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        augmentation: Augmentation | None = None,
+        seed: int = 0,
+        workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.augmentation = augmentation
+        self.seed = seed
+        self.workers = workers
+        self.pin_memory = pin_memory
+        self._whole: Callable[[Ids], Any] = dataset.__getitems__ if isinstance(dataset, InMemory) else self._collated
+
+    def fetch(self, epoch: int, ids: Ids) -> Batch:
+        """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`."""
+        inputs, targets = self._whole(ids)
+        if self.augmentation is not None:
+            inputs = self.augmentation.apply(inputs, sample_uniforms(self.seed, epoch, ids, self.augmentation.draws))
+        return inputs, targets
+
+    def stream(self, requests: Iterable[Request]) -> Generator[list[Batch], None, None]:
+        """The micro-batches of each requested step, in the order of the requests.
+
+        With workers, requests are taken a few steps ahead. Closing the iterator, or ending it, ends the workers.
+        """
+        if self.workers == 0:
+            yield from map(self._pinned, map(self._step, requests))
+            return
+        rest = iter(requests)
+        first = next(rest, None)
+        if first is None:
+            return
+        self._require_shared_memory(first)
+        ahead = iter(
+            DataLoader(
+                _Steps(self),
+                batch_size=None,
+                sampler=itertools.chain([first], rest),
+                num_workers=self.workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_leave_interrupts_to_the_parent,
+                pin_memory=self.pin_memory,
+                # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
+                generator=torch.Generator(),
+            )
+        )
+        try:
+            for step in ahead:
+                if isinstance(step, UserError):
+                    raise step
+                yield step
+        finally:
+            ahead._shutdown_workers()  # type: ignore[attr-defined]
+
+    def _require_shared_memory(self, request: Request) -> None:
+        """Raises UserError (4) where /dev/shm cannot hold what the workers prepare ahead: torch would crash or hang."""
+        place = Path("/dev/shm")
+        if not place.exists():
+            return
+        epoch, micro_batches = request
+        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in self.fetch(epoch, micro_batches[0])]
+        needed = sum(pages) * len(micro_batches) * (_PREFETCHED * self.workers + 1) + _SEMAPHORES
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise UserError(
+                f"/dev/shm has {_size(free)} free, {self.workers} loader processes need about {_size(needed)}: "
+                "give the container more (shm_size: 1gb in compose.yaml, docker run --shm-size 1g), or use --workers 0",
+                ExitCode.RESOURCES,
+            )
+
+    def _step(self, request: Request) -> list[Batch]:
+        epoch, micro_batches = request
+        return [self.fetch(epoch, ids) for ids in micro_batches]
+
+    def _pinned(self, step: list[Batch]) -> list[Batch]:
+        return [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in step] if self.pin_memory else step
+
+    def _collated(self, ids: Ids) -> Any:
+        """A micro-batch of a data set that is not ours: a tuple of batch tensors taken, a list of samples collated."""
+        several = getattr(self.dataset, "__getitems__", None)
+        batch = [self.dataset[index] for index in ids.tolist()] if several is None else several(ids.tolist())
+        sample = batch if isinstance(batch, tuple) else batch[0]
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise UserError(
+                f"data set {type(self.dataset).__name__}: sample {ids[0]} is a {type(sample).__name__}; "
+                "let __getitem__ return a pair (input, target)"
+            )
+        try:
+            return batch if isinstance(batch, tuple) else default_collate(batch)
+        except (RuntimeError, TypeError) as error:
+            raise UserError(
+                f"data set {type(self.dataset).__name__}: samples {ids.tolist()} cannot be put together: "
+                f"{' '.join(str(error).split())}; let every sample have the same shape and type"
+            ) from None
+
+
+class _Steps(TorchDataset[list[Batch] | UserError]):
+    """The loader as a data set whose index is a request: so torch's DataLoader hands work to its processes."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, request: Request) -> list[Batch] | UserError:
+        try:
+            return self.loader._step(request)
+        except UserError as error:
+            return error  # raised in a worker, it would arrive with the worker's traceback for a message
+
+
+def _as_it_is(step: list[Batch] | UserError) -> list[Batch] | UserError:
+    return step
+
+
+def _leave_interrupts_to_the_parent(_: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the training process decides what it means and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,92 @@
+"""What a data builder returns, and data sets in memory that are indexed a whole micro-batch at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddp_core.data.augment import Augmentation
+
+Ids = NDArray[np.int64]
+
+
+class Dataset(Protocol):
+    """Samples by number: torch's map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Training samples, held-out samples (None where there are none), and what belongs to them.
+
+    `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 that tells two
+    contents apart, the same on every rank, written to the run's record; empty where nothing is known of the content.
+    """
+
+    train: Dataset
+    test: Dataset | None = None
+    classes: int | None = None
+    augmentation: Augmentation | None = None
+    digest: str = ""
+
+
+class InMemory:
+    """Samples as two tensors: inputs [N, …] and targets [N, …], of which sample `id` is row `id % N` of `size` samples.
+
+    `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
+    there, pass `collate_fn=lambda batch: batch`.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int | None = None) -> None:
+        if len(inputs) != len(targets):
+            raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets")
+        self.inputs, self.targets = inputs.contiguous(), targets.contiguous()
+        self.size = len(inputs) if size is None else size
+        self._repeats = self.size != len(inputs)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not -self.size <= index < self.size:
+            raise IndexError(f"sample {index} of {self.size}")
+        inputs, targets = self.__getitems__([index % self.size])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, ids: Ids | Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+        if self._repeats:
+            rows = rows % len(self.inputs)
+        return self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
+
+
+class ByteImages(InMemory):
+    """Images kept as bytes [N, channels, height, width]; a micro-batch leaves as standardised float32."""
+
+    def __init__(self, images: Tensor, targets: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> None:
+        super().__init__(images, targets)
+        self.offset = torch.tensor(mean).mul(255).view(1, -1, 1, 1)
+        self.factor = torch.tensor(deviation).mul(255).reciprocal().view(1, -1, 1, 1)
+
+    def __getitems__(self, ids: Ids | Sequence[int]) -> tuple[Tensor, Tensor]:
+        images, targets = super().__getitems__(ids)
+        return images.float().sub_(self.offset).mul_(self.factor), targets
+
+
+def content_digest(*tensors: Tensor) -> str:
+    """SHA-256 over each tensor's dtype, shape and bytes."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()

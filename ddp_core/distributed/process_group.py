@@ -1,0 +1,190 @@
+"""Start, check and end the process group; the few collectives that metrics and decisions need.
+
+With one process everything here is free and needs no group, so a trainer never asks how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError
+
+
+class Collectives:
+    """What ranks tell each other beside gradients. All ranks call the same methods in the same order."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value (plain Python types) on every rank."""
+        if self.world.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (plain Python types), by rank, on every rank."""
+        if self.world.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum in place over the ranks; exact where at most one rank gives a non-zero to each element."""
+        if self.world.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Begin `sum_` without waiting; the result is there after `.wait()` on what this returns."""
+        return dist.all_reduce(tensor, async_op=True) if self.world.world_size > 1 else None
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum_(torch.zeros(1))
+
+    def require_same(self, **facts: str) -> None:
+        """Raises UserError on every rank where a fact (code version, digest of a configuration) differs between
+        ranks.
+        """
+        seen = self.gather(facts)
+        for name, ours in seen[0].items():
+            other = [rank for rank, theirs in enumerate(seen) if theirs.get(name) != ours]
+            if other:
+                raise UserError(
+                    f"ranks {', '.join(map(str, other))} have another {name} than rank 0: "
+                    "start every node with the same code and the same command"
+                )
+
+
+@contextlib.contextmanager
+def process_group(
+    world: World, device: torch.device, timeout: float, backend: str = "auto", even_alone: bool = False
+) -> Iterator[Collectives]:
+    """The process group of this launch, ended on every way out; yields the collectives.
+
+    One process needs none, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
+
+    gloo carries CPU tensors, nccl CUDA ones; gloo also serves several processes on one GPU. `timeout` in seconds
+    bounds every wait.
+    Raises UserError when a peer is missing, a rank is taken twice, or the network interface does not exist.
+    """
+    if world.world_size == 1 and not even_alone:
+        yield Collectives(world, device)
+        return
+    _check_interface()
+    try:
+        store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
+        dist.init_process_group(
+            backend=backend_for(world, device, backend),
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except dist.DistError as error:
+        raise UserError(
+            f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
+        ) from None
+    try:
+        yield Collectives(world, device)
+    finally:
+        # The reducer joins gloo's threads while it holds the GIL: everything that refers to it must be gone before
+        # the group is.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def backend_for(world: World, device: torch.device, wish: str = "auto") -> str:
+    """The backends by device type, in torch's own notation; `wish` is auto, gloo or nccl."""
+    if device.type == "cpu":
+        return "gloo"
+    own_device = world.nproc_per_node <= torch.cuda.device_count()
+    return "cpu:gloo,cuda:gloo" if wish == "gloo" or not own_device else "cpu:gloo,cuda:nccl"
+
+
+def local_device(world: World, device_type: str) -> torch.device:
+    """This rank's device: one GPU each, or shared in turn where there are fewer GPUs than processes (gloo)."""
+    if device_type == "cuda":
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _meet(world: World, timeout: float) -> dist.Store:
+    """The store of this launch, after every rank has shown up exactly once."""
+    limit = timedelta(seconds=timeout)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        # As torch's env:// does, but without its wait for all ranks, which does not say who is missing.
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            address,
+            int(port),
+            world.world_size,
+            is_master=world.is_first and not agent_serves,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"{world.place}: MASTER_PORT={port} is in use; give the ranks another one", ExitCode.RESOURCES
+            ) from None
+        why = "cannot be served" if world.is_first and not agent_serves else "is unreachable"
+        raise UserError(
+            f"{world.place}: no process group at {address}:{port} within {timeout:.0f} s, "
+            f"its store {why} ({_first_line(error)})",
+            ExitCode.PEERS_LOST,
+        ) from None
+    store.set_timeout(limit)
+    if store.add(f"present/{world.rank}", 1) > 1:
+        raise UserError(
+            f"rank {world.rank} was started twice (MASTER_ADDR={address}, MASTER_PORT={port}): "
+            "give each process its own RANK"
+        )
+    names = [f"present/{rank}" for rank in range(world.world_size)]
+    try:
+        store.wait(names, limit)
+    except dist.DistError:
+        raise UserError(
+            f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
+            "start the missing processes, or set the world size to what is there",
+            ExitCode.PEERS_LOST,
+        ) from None
+    return store
+
+
+def _absent(store: dist.Store, names: list[str]) -> str:
+    try:
+        missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
+    except dist.DistError:
+        return "some ranks"  # rank 0 has given up already, and its store with it
+    return f"rank {', '.join(missing)}"
+
+
+def _check_interface() -> None:
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    known = psutil.net_if_addrs()
+    if name and name not in known:
+        raise UserError(f"GLOO_SOCKET_IFNAME={name}: no such network interface; there are: {', '.join(sorted(known))}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,212 @@
+"""Start an order: in this process, as a worker of a launcher outside, with torchrun's agent, or with mp.spawn."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import torch
+import torch.multiprocessing as mp
+
+from ddp_core.distributed.stop import signal_named
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.launch.nursery import Entry, Nursery
+from ddp_core.launch.worker import first_telling, read_reports, work, write_launcher
+from ddp_core.run.directory import find_launch
+from ddp_core.run.prepare import check_order
+from ddp_core.run.request import Order
+
+if TYPE_CHECKING:
+    from ddp_core.launch.agent import Elastic
+
+
+_IMPATIENT = 128 + signal.SIGINT
+"""What workers leave with at a second SIGINT."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the nodes of a launch meet, and how many there may be."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    endpoint: str | None = None
+    launch_id: str | None = None
+
+
+def launch(order: Order, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
+    """Carry out the order; returns the exit code. Workers are started by `entry`, the command's
+    own main, with `arguments`, the command's words.
+
+    Raises UserError before any process is started where the order cannot be carried out.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    world = World.from_environment()
+    if World.is_set():
+        _check_world(order, world)
+        return work(order, world)
+    check_order(order)
+    if order.layout.kind != "ddp":
+        return work(order, world)
+    if order.options.launcher == "spawn":
+        return _spawn(order, arguments, entry)
+    from ddp_core.launch.agent import Elastic
+
+    launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
+    settings = Elastic(
+        meeting.min_nodes,
+        meeting.max_nodes,
+        order.layout.nproc_per_node,
+        meeting.endpoint,
+        launch_id,
+        order.options.max_restarts,
+        order.options.timeout,
+        order.options.stop_signal,
+    )
+    try:
+        with _nursery(order, entry) as nursery:
+            code = _supervise(order, settings, arguments, nursery)
+    except UserError as error:
+        _close_record(order, launch_id, error.exit_code)
+        raise
+    if code:
+        _close_record(order, launch_id, code)
+    return code
+
+
+def _nursery(order: Order, entry: Entry) -> contextlib.AbstractContextManager[Nursery | None]:
+    """On CPU alone: this process may have asked the CUDA driver what is there."""
+    if order.layout.device == "cpu" and sys.platform == "linux":
+        return Nursery(entry)
+    return contextlib.nullcontext()
+
+
+def _supervise(order: Order, settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
+    """Start the agent again, a few times, when what it cannot survive is lost: the rendezvous.
+
+    The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
+    when it is not to be had.
+    """
+    from ddp_core.launch.agent import RendezvousLost, run_elastic
+
+    pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if settings.endpoint is not None and settings.max_restarts else []
+    for pause in pauses:
+        try:
+            return run_elastic(settings, arguments, nursery)
+        except RendezvousLost as lost:
+            if _is_completed(order, settings.launch_id):
+                return ExitCode.DONE
+            print(f"ddp: {lost}; trying again in {pause:.0f} s", file=sys.stderr, flush=True)
+            time.sleep(pause)
+    try:
+        return run_elastic(settings, arguments, nursery)
+    except RendezvousLost as lost:
+        raise UserError(
+            f"{lost}: start `ddp rendezvous --port PORT` there, or mend --rdzv-endpoint", lost.exit_code
+        ) from None
+
+
+def _check_world(order: Order, world: World) -> None:
+    if order.layout.kind != "ddp" and world.world_size > 1:
+        raise UserError(
+            f"a launcher started {world.world_size} processes, but layout {order.layout.kind} is one process; "
+            "use --layout ddp"
+        )
+
+
+def _is_completed(order: Order, launch_id: str) -> bool:
+    directory = find_launch(Path(order.options.output), order.loaded.experiment, launch_id)
+    return directory is not None and directory.read()["status"] == "completed"
+
+
+def _close_record(order: Order, launch_id: str, code: int) -> None:
+    """Rank 0 may have died without a word: say so in its place."""
+    directory = find_launch(Path(order.options.output), order.loaded.experiment, launch_id)
+    if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
+        # Where the disk is full, what ended the launch has been said, and is its exit code.
+        with contextlib.suppress(UserError):
+            directory.update(status="failed", exit_code=int(code), message="the workers were lost")
+
+
+def _spawn(order: Order, arguments: Sequence[str], entry: Entry) -> int:
+    """mp.spawn: this machine alone, no restarts."""
+    if order.layout.nnodes > 1:
+        raise UserError(
+            "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
+        )
+    count = order.layout.nproc_per_node
+    with TemporaryDirectory(prefix="ddp-") as scratch:
+        write_launcher(Path(scratch))
+        logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+        port = _free_port()
+        context = mp.start_processes(
+            _spawned,
+            args=(entry, count, port, scratch, list(arguments)),
+            nprocs=count,
+            join=False,
+            start_method="spawn",
+        )
+        assert context is not None
+
+        def pass_on(number: int, _: object) -> None:
+            for process in context.processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+        early = order.options.stop_signal
+        heard = [signal.SIGTERM, signal.SIGINT, *([signal_named(early)] if early else [])]
+        before = {number: signal.signal(number, pass_on) for number in heard}
+        try:
+            while not context.join():
+                pass
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            for process in context.processes:
+                process.join()
+            report = first_telling(read_reports(Path(scratch)))
+            if report is not None:
+                report.tell()
+                return report.exit_code
+            if isinstance(error, mp.ProcessExitedException) and error.exit_code == _IMPATIENT:
+                return _IMPATIENT
+            killed = getattr(error, "signal_name", None)
+            how = f"was killed ({killed})" if killed else "died"
+            print(f"ddp: error: rank {error.error_index} {how}; continue with --resume auto", file=sys.stderr)
+            return ExitCode.PEERS_LOST
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return ExitCode.DONE
+
+
+def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, arguments: list[str]) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DDP_REPORT_DIR=reports,
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sys.exit(entry(arguments))
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

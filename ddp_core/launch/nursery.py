@@ -1,0 +1,185 @@
+"""Worker processes without their start-up: forked from a process in which torch is loaded already.
+
+A fresh interpreter spends seconds of processor time on importing torch and, with its first optimizer, torch._dynamo; on
+a small machine that is most of what a restart after a fault takes. The nursery is forked from the launcher while that
+has a single thread of Python, imports what a worker needs, and forks a worker per request in milliseconds. It never
+touches a device: a CUDA driver that was initialised before a fork is lost to the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+
+Entry = Callable[[Sequence[str]], int]
+
+# What a worker imports, beside the command's own modules, before its first step.
+_NEEDED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel", "ddp_core.run.run")
+_POLL_SECONDS = 0.01
+_LEAVING_SECONDS = 5.0
+_FORK = multiprocessing.get_context("fork")
+
+
+class Nursery:
+    """Starts `entry(words)` in processes of their own. Use as a context manager; all of them end with it.
+
+    `start` raises OSError once the nursery is gone; what it had started is gone with it.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._nurslings: dict[int, Nursling] = {}
+
+    def __enter__(self) -> Nursery:
+        self._channel, other_end = _FORK.Pipe()
+        self._process = _FORK.Process(target=_nurse, args=(other_end, self._channel, self._entry), daemon=False)
+        self._process.start()
+        other_end.close()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._channel.close()
+        self._process.join(_LEAVING_SECONDS)
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """The parent of all workers that it starts."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> Nursling:
+        """A process that runs `entry(words)` and ends with the code that this returns."""
+        try:
+            self._channel.send((list(words), dict(environment)))
+            while True:
+                pid, code = self._channel.recv()
+                if code is None:
+                    self._nurslings[pid] = Nursling(pid, self)
+                    return self._nurslings[pid]
+                self._ended(pid, code)
+        except EOFError:
+            raise BrokenPipeError("the nursery is gone") from None
+
+    def listen(self) -> None:
+        """Hear which processes have ended."""
+        try:
+            while self._channel.poll():
+                self._ended(*self._channel.recv())
+        except (EOFError, OSError):
+            for pid in list(self._nurslings):
+                self._ended(pid, -signal.SIGKILL)
+
+    def _ended(self, pid: int, code: int) -> None:
+        self._nurslings.pop(pid).returncode = code
+
+
+class Nursling:
+    """A process that the nursery started, with what the launcher needs of subprocess.Popen."""
+
+    def __init__(self, pid: int, nursery: Nursery) -> None:
+        self.pid = pid
+        """Also the number of its process group."""
+        self.returncode: int | None = None
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        """The exit code, minus the signal's number where one has killed it; None while it runs."""
+        if self.returncode is None:
+            self._nursery.listen()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code once it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL; from any thread."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def die_with_parent(parents: Sequence[int]) -> bool:
+    """Have the kernel kill this process when its parent dies; False where that is none of `parents` any more."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() in parents
+
+
+def _nurse(channel: Connection, launchers_end: Connection, entry: Entry) -> None:
+    launchers_end.close()
+    _begin("ddp-nursery")
+    for module in _NEEDED:
+        importlib.import_module(module)
+    gc.collect()
+    # What is loaded is no garbage; to look at it would copy every page of it in every worker.
+    gc.freeze()
+    children: dict[int, multiprocessing.process.BaseProcess] = {}
+    while True:
+        wait([channel, *(child.sentinel for child in children.values())])
+        for pid, child in list(children.items()):
+            if child.exitcode is not None:
+                _tell(channel, pid, child.exitcode)
+                del children[pid]
+        if channel.poll():
+            try:
+                words, environment = channel.recv()
+            except (EOFError, OSError):
+                # The launcher is done or gone; whatever still runs dies with this process.
+                os._exit(0)
+            child = _FORK.Process(target=_work, args=(channel, entry, words, environment))
+            child.start()
+            assert child.pid is not None
+            children[child.pid] = child
+            _tell(channel, child.pid, None)
+
+
+def _tell(channel: Connection, pid: int, code: int | None) -> None:
+    with contextlib.suppress(OSError):
+        channel.send((pid, code))
+
+
+def _work(channel: Connection, entry: Entry, words: list[str], environment: dict[str, str]) -> None:
+    channel.close()
+    _begin(f"ddp-rank-{environment.get('RANK', '?')}")
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(entry(words))
+
+
+def _begin(name: str) -> None:
+    """A session and a life of its own: `name` (15 characters at most) is what `ps` and `top` show."""
+    # A terminal's signals go to the launcher, which knows what to make of them.
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    if parent is None or not die_with_parent([parent.pid or 0]):
+        os._exit(1)
+    PR_SET_NAME = 15
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())

@@ -1,0 +1,128 @@
+"""One worker process: runs its part, and turns whatever happens into an exit code and one report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddp_core.distributed.stop import ASKED_ELSEWHERE
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.launch.nursery import die_with_parent
+from ddp_core.observe.lost_peers import is_peer_loss, reason_of
+from ddp_core.run.request import Order
+from ddp_core.run.run import run
+
+_LAUNCHER = "launcher.pid"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a worker ended: the exit code, one line, and the traceback where there is one worth seeing."""
+
+    rank: int
+    node_rank: int
+    exit_code: int
+    message: str
+    trace: str | None
+    time: float
+
+    def tell(self) -> None:
+        """Say it on standard error."""
+        if self.trace:
+            sys.stderr.write(self.trace)
+        word = "stopped" if self.exit_code == ExitCode.STOPPED else "error"
+        print(
+            f"ddp: {word}: {self.message.removeprefix('stopped ') if word == 'stopped' else self.message}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def work(order: Order, world: World) -> int:
+    """Run one worker to its end; returns the exit code and leaves a report with the launcher, or says it."""
+    if world.report_dir is not None:
+        _die_with_launcher(world.report_dir)
+    try:
+        run(order, world)
+    except UserError as error:
+        return _report(world, error.exit_code, str(error))
+    except Exception as error:
+        if is_peer_loss(error):
+            return _report(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
+        if is_full(error):
+            full = no_room(Path(order.options.output), error)
+            return _report(world, full.exit_code, f"{world.place}: {full}")
+        return _report(
+            world, ExitCode.BAD_INPUT, f"{world.place}: {type(error).__name__}: {error}", traceback.format_exc()
+        )
+    return ExitCode.DONE
+
+
+def report_error(error: UserError) -> int:
+    """Leave or say what a worker met before its work began; returns the exit code."""
+    try:
+        world = World.from_environment()
+    except UserError:
+        world = World()  # the launcher's word is what is wrong: say it here
+    return _report(world, error.exit_code, str(error))
+
+
+def read_reports(directory: Path) -> list[Report]:
+    """The workers' reports, the most telling first: a cause before its consequences, then the earliest."""
+    reports = [Report(**json.loads(file.read_text())) for file in directory.glob("*.json")]
+    return sorted(reports, key=lambda report: (_is_consequence(report), report.time))
+
+
+def _is_consequence(report: Report) -> bool:
+    return report.exit_code == ExitCode.PEERS_LOST or ASKED_ELSEWHERE in report.message
+
+
+def clear_reports(directory: Path) -> None:
+    """Forget the reports of a round that is being repeated."""
+    for file in directory.glob("*.json"):
+        file.unlink()
+
+
+def first_telling(reports: Iterable[Report]) -> Report | None:
+    """The first of sorted reports, None if there is none."""
+    return next(iter(reports), None)
+
+
+def _report(world: World, exit_code: int, message: str, trace: str | None = None) -> int:
+    report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.time())
+    if world.report_dir is None:
+        if world.is_first or exit_code not in (ExitCode.STOPPED, ExitCode.BAD_INPUT) or trace:
+            report.tell()
+    else:
+        target = world.report_dir / f"rank-{world.rank}.json"
+        partial = target.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(report)))
+        partial.rename(target)
+        if exit_code == ExitCode.PEERS_LOST:
+            # Nothing is left to finish, and its node's launcher waits for it to start again.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
+    return int(exit_code)
+
+
+def write_launcher(directory: Path, *others: int) -> None:
+    """Leave word, beside the reports, of which processes the workers are children of: this one, or one of `others`."""
+    (directory / _LAUNCHER).write_text(" ".join(str(pid) for pid in (os.getpid(), *others)))
+
+
+def _die_with_launcher(directory: Path) -> None:
+    """Ask the kernel to kill this worker when its launcher is gone, however that died."""
+    parents = (
+        [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
+    )
+    # It may have died while this worker was still loading; another process is the parent then.
+    if not die_with_parent(parents):
+        os._exit(ExitCode.PEERS_LOST)

@@ -1,0 +1,106 @@
+"""Models by name: functions with keyword options that return a module with fresh weights from torch's global
+generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.errors import UserError
+
+
+def linear(features: int = 1, outputs: int = 1) -> nn.Module:
+    """One linear layer: [n, features] -> [n, outputs]."""
+    return nn.Linear(features, outputs)
+
+
+class SigmoidClassifier(nn.Module):
+    """A linear layer and a sigmoid, with a buffer `cnt` that counts this replica's forward passes: [n, features] -> [n,
+    1]."""
+
+    cnt: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(features, 1)
+        self.register_buffer("cnt", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.cnt += 1
+        return torch.sigmoid(self.fc(inputs))
+
+
+def sigmoid_classifier(features: int = 10) -> nn.Module:
+    """The classifier whose buffer shows what DDP broadcasts: [n, features] -> probabilities [n, 1]."""
+    return SigmoidClassifier(features)
+
+
+def mlp(sizes: Sequence[int] = (64, 64, 10), dropout: float = 0.0) -> nn.Module:
+    """Linear layers of these sizes with ReLU (and dropout, where asked for) between them; images are flattened."""
+    if len(sizes) < 2:
+        raise UserError(f"model mlp needs at least two sizes, inputs and outputs, not {list(sizes)}")
+    layers: list[nn.Module] = [nn.Flatten()]
+    for index, (inputs, outputs) in enumerate(pairwise(sizes)):
+        if index:
+            layers.append(nn.ReLU())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        layers.append(nn.Linear(inputs, outputs))
+    return nn.Sequential(*layers)
+
+
+def two_layer() -> nn.Module:
+    """Ten inputs, five hidden units with ReLU, one output: [n, 10] -> [n, 1]."""
+    return mlp((10, 5, 1))
+
+
+def small_cnn(
+    width: int = 16, dropout: float = 0.25, image_size: int = 8, channels: int = 1, classes: int = 10
+) -> nn.Module:
+    """Three 3x3 convolutions with BatchNorm, two poolings, dropout, one linear layer: [n, channels, size, size] ->
+    logits."""
+    if image_size < 4:
+        raise UserError(f"model small_cnn halves its images twice: image_size {image_size} must be at least 4")
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    return nn.Sequential(
+        *convolution(channels, width),
+        *convolution(width, 2 * width),
+        nn.MaxPool2d(2),
+        *convolution(2 * width, 2 * width),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(2 * width * (image_size // 4) ** 2, classes),
+    )
+
+
+def resnet18(classes: int = 10, small_input: bool = False) -> nn.Module:
+    """torchvision's ResNet-18 without pretrained weights: [n, 3, size, size] -> logits.
+
+    `small_input` puts a 3x3 convolution of stride 1 and no pooling at the front, as the original paper (He et al. 2015,
+    section 4.2) does for 32x32 images.
+    """
+    from ddp_core.model.torchvision_import import import_torchvision
+
+    model: nn.Module = import_torchvision("models").resnet18(weights=None, num_classes=classes)
+    if small_input:
+        model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "linear": linear,
+    "sigmoid_classifier": sigmoid_classifier,
+    "two_layer": two_layer,
+    "mlp": mlp,
+    "small_cnn": small_cnn,
+    "resnet18": resnet18,
+}

@@ -1,0 +1,153 @@
+"""The directory that tells everything about a run: made, found, read, and its record kept whole.
+
+outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`,
+`log.txt`, `checkpoints/`,
+`experiment.py` (the experiment's file as it was), and at the end `model.safetensors`. Only rank 0 writes; readers may
+look at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.run.lock import is_held
+from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.layout import Layout
+
+FORMAT = "ddp-run/1"
+
+
+class RunDirectory:
+    """One run's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
+        """A fresh directory. Raises UserError (4) where it cannot be written."""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = output / experiment.name / f"{layout.label}-{stamp}-{secrets.token_hex(3)}"
+        try:
+            (path / "checkpoints").mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {error.filename or output}: {error.strerror}; "
+                "choose another with --output DIR, or mend its owner and mode",
+                ExitCode.RESOURCES,
+            ) from None
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What was said."""
+        return self.path / "log.txt"
+
+    def read(self) -> dict[str, Any]:
+        """run.json. Raises UserError (2) where there is none, or not one of ours."""
+        try:
+            record = json.loads((self.path / "run.json").read_text())
+        except (OSError, json.JSONDecodeError):
+            raise UserError(f"{self.path} is not a run directory: it has no readable run.json") from None
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise UserError(f"{self.path}/run.json is not of format {FORMAT}")
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Replace run.json at once: a reader sees the old one or the new one."""
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-", delete=False) as file:
+                json.dump(record, file, indent=1)
+                file.write("\n")
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(self.path / "run.json")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
+
+    def update(self, **fields: Any) -> dict[str, Any]:
+        """Change some fields of run.json."""
+        record = self.read() | fields
+        self.write(record)
+        return record
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process is working in it now."""
+        return is_held(self.path)
+
+
+def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
+    """Every readable run at or below `place`, oldest first."""
+    files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
+    found: list[tuple[RunDirectory, dict[str, Any]]] = []
+    for file in files:
+        directory = RunDirectory(file.parent)
+        try:
+            found.append((directory, directory.read()))
+        except UserError:
+            continue
+    yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
+
+
+def find_resumable(output: Path, experiment: Experiment) -> RunDirectory | None:
+    """The newest unfinished run of the same experiment that nobody is working on."""
+    for directory, record in _newest_first(output / experiment.name):
+        unfinished = record.get("status") != "completed"
+        if unfinished and record.get("experiment_sha256") == experiment.digest() and not directory.is_live:
+            return directory
+    return None
+
+
+def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
+    """The run that an earlier round of the same launch has begun, or finished."""
+    for directory, record in _newest_first(output / experiment.name):
+        if record.get("launch_id") == launch_id:
+            return directory
+    return None
+
+
+def _newest_first(place: Path) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    return list(find_runs(place))[::-1]
+
+
+def require_experiment(directory: RunDirectory, experiment: Experiment) -> None:
+    """Raises UserError (3), with the differences, where the run trains another experiment."""
+    record = directory.read()
+    if record.get("experiment_sha256") == experiment.digest():
+        return
+    here, there = (dict(_flat(part)) for part in (experiment.to_json(), record.get("experiment") or {}))
+    parts = [
+        f"{name} {there.get(name)!r} there, {here.get(name)!r} here"
+        for name in [*here, *(there.keys() - here.keys())]
+        if here.get(name) != there.get(name)
+    ]
+    raise UserError(
+        f"{directory.path} is a run of another experiment ({'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''}): "
+        "resume it with the same experiment and the same --set, or use --resume never",
+        ExitCode.NO_CHECKPOINT,
+    )
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,72 @@
+"""What a run was made with: packages, code version, machine, container image; for the run's record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ddp_core.determinism.fingerprint import cpu_model
+
+_PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "pydantic", "safetensors")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Plain JSON types; never fails for want of a tool."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "code": describe_code(),
+        "image": os.environ.get("DDP_IMAGE_VERSION"),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OMP_", "MKL_", "GLOO_", "NCCL_"))
+        },
+    }
+    if torch.cuda.is_available():
+        facts["cuda"] = {
+            "runtime": torch.version.cuda,
+            "driver": _first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        }
+    return facts
+
+
+def describe_code() -> dict[str, Any]:
+    """Version, git commit and whether the tree was dirty; in a container what the image was built from."""
+    facts: dict[str, Any] = {"version": _version("ddp-core")}
+    if "DDP_GIT_COMMIT" in os.environ:
+        return facts | {"commit": os.environ["DDP_GIT_COMMIT"], "dirty": os.environ.get("DDP_GIT_DIRTY") == "true"}
+    root = str(Path(__file__).parents[2])
+    commit = _first_line_of("git", "-C", root, "rev-parse", "HEAD")
+    dirty = _first_line_of("git", "-C", root, "status", "--porcelain") if commit else None
+    return facts | {"commit": commit, "dirty": None if commit is None else dirty is not None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line_of(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0] if done.returncode == 0 and lines else None

@@ -1,0 +1,295 @@
+"""Experiment files: found by name or path, listed without being run, loaded with one-line errors.
+
+An experiment file has a docstring, whose first line is the question it answers, and an assignment `experiment =
+Experiment(...)`. It may define the functions that its model, data set and loss are named after; names that it does not
+define are looked up in `ddp_core.model.builders`, `ddp_core.data.builders` and `ddp_core.model.losses`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ddp_core.errors import UserError, nearest_name
+
+if TYPE_CHECKING:
+    from ddp_core.spec.experiment import Component, Experiment
+
+Kind = Literal["model", "data", "loss"]
+
+_BESIDE = Path(__file__).resolve().parents[2]
+INSTALLED = next(_BESIDE / name for name in ("ddp_experiments", "experiments") if (_BESIDE / name).is_dir())
+"""The experiments that come with this package: `experiments` in a checkout, `ddp_experiments` in an installation."""
+
+INJECTED = frozenset({"root"})
+"""Parameters of builders that say where, not what: filled in by the run, never part of an experiment."""
+
+
+class Listed(NamedTuple):
+    """An experiment file as `ddp list` shows it."""
+
+    name: str
+    question: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class LoadedExperiment:
+    """An experiment with the file that it came from: its names, its text as it was run, and its question."""
+
+    experiment: Experiment
+    namespace: dict[str, Any]
+    path: Path
+    source: str
+    question: str
+
+
+def default_search() -> tuple[Path, ...]:
+    """Where a bare name is looked up: the folder `experiments` here, then the installed one."""
+    return (Path("experiments"), INSTALLED)
+
+
+def list_experiments(search: Sequence[Path] | None = None) -> list[Listed]:
+    """Every experiment in the search folders, by name; reads the files without running them.
+
+    Of two with the same name the one found first counts. A file that is not valid Python is listed with the reason in
+    place of its question.
+    """
+    found: dict[str, Listed] = {}
+    for folder in default_search() if search is None else search:
+        for path in sorted(folder.glob("*.py")):
+            question = None if path.stem in found else _question_of(path)
+            if question is not None:
+                found[path.stem] = Listed(path.stem, question, path)
+    return sorted(found.values())
+
+
+def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> LoadedExperiment:
+    """The experiment of that name, or in that file (a path that ends in .py).
+
+    Raises UserError for an unknown name (with the nearest right one), a missing file, one that raises (with its line),
+    or one without an `experiment`.
+    """
+    path = _find(name_or_path, search)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"experiment file {path} cannot be read: {_reason(error)}") from None
+    module = _run(path, source)
+    experiment = module.__dict__.get("experiment")
+    from ddp_core.spec.experiment import Experiment
+
+    if not isinstance(experiment, Experiment):
+        what = (
+            "defines no `experiment`"
+            if experiment is None
+            else f"has an `experiment` that is a {type(experiment).__name__}"
+        )
+        raise UserError(
+            f"experiment file {path} {what}; add `experiment = Experiment(name=..., model=..., data=..., ...)`"
+        )
+    return LoadedExperiment(experiment, module.__dict__, path, source, _first_line(module.__doc__))
+
+
+def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
+    """The function that `name` means in this experiment: the file's own, or the one that `ddp_core` brings.
+
+    Raises UserError, naming the nearest right one, where there is none.
+    """
+    own = loaded.namespace.get(name)
+    if callable(own):
+        if kind == "loss" and getattr(own, "__module__", None) == "torch.nn.functional":
+            raise UserError(
+                f"experiment {loaded.experiment.name}: loss {name} is torch.nn.functional's, which averages; a loss "
+                f"here sums over samples: define one in {loaded.path} that calls it with reduction='sum'"
+            )
+        return own  # type: ignore[no-any-return]
+    brought = _registry(kind)
+    if name in brought:
+        return brought[name]
+
+    setting = kind if kind == "loss" else f"{kind}.name"
+    raise UserError(
+        f"experiment {loaded.experiment.name}: {setting} is {name}, but {loaded.path} defines no function of that name "
+        f"and ddp_core brings none; {nearest_name(name, brought)}"
+    )
+
+
+def resolve_hits(loaded: LoadedExperiment) -> Callable[..., Any] | None:
+    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the one that belongs to the loss, or
+    None."""
+    own = loaded.namespace.get("hits")
+    if callable(own):
+        return own  # type: ignore[no-any-return]
+    from ddp_core.model.losses import HITS
+
+    return HITS.get(resolve(loaded, "loss", loaded.experiment.loss))
+
+
+def complete_options(component: Component, function: Callable[..., Any]) -> Component:
+    """The component with the function's defaults for all options that it leaves out, in the function's order.
+
+    So the record of a run says everything, and `--set` reaches every option. Defaults that JSON cannot hold stay out.
+    """
+    defaults = {
+        name: parameter.default
+        for name, parameter in _parameters(function).items()
+        if name not in INJECTED and parameter.default is not parameter.empty and _fits_json(parameter.default)
+    }
+    plain = json.loads(json.dumps(defaults))
+    options = {name: component.options.get(name, value) for name, value in plain.items()}
+    return component.model_copy(update={"options": options | component.options})
+
+
+def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
+    """Call a builder with an experiment's options and those of the `injected` values that it has parameters for.
+
+    Raises UserError for an option that it does not know (with the nearest right one) or needs and does not get, and
+    with file and line for an exception inside.
+    """
+    parameters = _parameters(function)
+    name = getattr(function, "__name__", str(function))
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = {
+        key
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    for option in options:
+        if option in INJECTED or (option not in known and not open_ended):
+            others = known - INJECTED
+            hint = nearest_name(option, others) if others else "it takes none"
+            raise UserError(f"{name} has no option {option}; {hint}")
+    given = dict(options) | {key: value for key, value in (injected or {}).items() if key in known}
+    missing = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in given]
+    if missing:
+        raise UserError(f"{name} needs the option {sorted(missing)[0]}; give it in the experiment file's options")
+    try:
+        return function(**given)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        code = getattr(function, "__code__", None)
+        place = _place(error, None if code is None else code.co_filename)
+        raise UserError(f"{place}: {name} raised {_reason(error)}") from error
+
+
+def _registry(kind: Kind) -> Mapping[str, Callable[..., Any]]:
+    if kind == "model":
+        from ddp_core.model.builders import MODELS
+
+        return MODELS
+    if kind == "data":
+        from ddp_core.data.builders import DATA
+
+        return DATA
+    from ddp_core.model.losses import LOSSES
+
+    return LOSSES
+
+
+def _find(name_or_path: str, search: Sequence[Path] | None) -> Path:
+    path = Path(name_or_path)
+    if path.suffix == ".py":
+        if path.is_file():
+            return path
+        raise UserError(f"experiment file {path} does not exist; `ddp list` shows the experiments that have a name")
+    folders = default_search() if search is None else search
+    if path.name == name_or_path:
+        for folder in folders:
+            if (folder / f"{name_or_path}.py").is_file():
+                return folder / f"{name_or_path}.py"
+    elif path.with_suffix(".py").is_file():
+        raise UserError(f"experiment {name_or_path}: a path ends in .py; did you mean {path.with_suffix('.py')}?")
+
+    hint = nearest_name(name_or_path, [listed.name for listed in list_experiments(folders)])
+    raise UserError(f"unknown experiment {name_or_path}; {hint}")
+
+
+def _run(path: Path, source: str) -> ModuleType:
+    """Execute the file as a module of its own, known to pickle and dataclasses under a name that no other file has."""
+    full = path.resolve()
+    module = ModuleType(f"ddp_experiment_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}")
+    module.__file__ = str(full)
+    sys.modules[module.__name__] = module
+    if str(full.parent) not in sys.path:
+        # Last, so that a file beside the experiment can be imported but hides nothing.
+        sys.path.append(str(full.parent))
+    try:
+        exec(compile(source, str(full), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        raise UserError(f"{_place(error, str(full))}: {_reason(error)}") from error
+    return module
+
+
+def _question_of(path: Path) -> str | None:
+    """The docstring's first line, a note for a broken file, or None for a file that is no experiment."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"(cannot be read: {type(error).__name__}{line})"
+    if not any(_assigns_experiment(statement) for statement in tree.body):
+        return None
+    return _first_line(ast.get_docstring(tree))
+
+
+def _assigns_experiment(statement: ast.stmt) -> bool:
+    targets: Iterable[ast.expr] = ()
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = (statement.target,)
+    return any(isinstance(target, ast.Name) and target.id == "experiment" for target in targets)
+
+
+def _first_line(docstring: str | None) -> str:
+    return docstring.strip().partition("\n")[0] if docstring and docstring.strip() else "(no question: add a docstring)"
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _fits_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _place(error: BaseException, file: str | None) -> str:
+    """'file:line' of the deepest point of the exception inside `file`, or of its deepest point at all."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == file] or frames
+    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else str(file)
+
+
+def _reason(error: BaseException) -> str:
+    """The exception in one line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ValidationError):
+        from ddp_core.spec.experiment import explain
+
+        return f"{error.title}: {explain(error)}"
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ": ".join(part for part in (type(error).__name__, " ".join(text.split())) if part)

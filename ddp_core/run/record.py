@@ -1,0 +1,220 @@
+"""run.json from the first moment to the last: what the run is, how it stands, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_core.checkpoint import Fence
+from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.determinism.fingerprint import differences, fingerprint
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import Stopped
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.observe.heartbeat import slowest
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.usage import Usage, of_all
+from ddp_core.run.directory import FORMAT, RunDirectory
+from ddp_core.run.environment import describe_environment
+from ddp_core.run.request import Order
+from ddp_core.trainers import Trainer
+from ddp_core.trainers.state import TrainState
+
+_FEW_PARAMETERS = 16
+
+
+class RunRecord:
+    """Keeps run.json while a run goes on; rank 0 alone writes, and only as long as no later rank 0 has taken over."""
+
+    def __init__(
+        self, order: Order, world: World, directory: RunDirectory, data_digest: str, device: torch.device
+    ) -> None:
+        self.order, self.world, self.directory = order, world, directory
+        self.launch_id = world.launch_id
+        self.fingerprint = fingerprint(device)
+        self.data_digest = data_digest
+        self.attempt = 0
+        self.fence: Fence | None = None
+        self.state: TrainState | None = None
+        """The trainer's, once there is one: an error names its step."""
+        self.changed_fingerprint: list[str] = []
+        self.device = device
+        self.usage = Usage(device)
+        self.started = time.time()
+
+    def start(self) -> None:
+        """Write or take over run.json; from now on no earlier rank 0 can write here."""
+        self.fence = Fence.take(self.directory.path)
+        order, loaded = self.order, self.order.loaded
+        before: dict[str, Any] = {}
+        if (self.directory.path / "run.json").exists():
+            before = self.directory.read()
+            self.changed_fingerprint = differences(self.fingerprint, before.get("fingerprint", {}))
+        else:
+            (self.directory.path / "experiment.py").write_text(loaded.source)
+        self.attempt = len(before.get("attempts", []))
+        attempt = {
+            "layout": order.layout.model_dump(),
+            "started_at": _utc(self.started),
+            "restart_count": self.world.restart_count,
+        }
+        self.directory.write(
+            {
+                "format": FORMAT,
+                "experiment": loaded.experiment.to_json(),
+                "experiment_sha256": loaded.experiment.digest(),
+                "experiment_file": str(loaded.path),
+                "question": loaded.question,
+                "layout": order.layout.model_dump()
+                | {"label": order.layout.label, "description": order.layout.description},
+                "options": order.options.model_dump(),
+                "command": order.command,
+                "launch_id": self.launch_id,
+                "status": "running",
+                "exit_code": None,
+                "message": None,
+                "started_at": before.get("started_at", _utc(self.started)),
+                "finished_at": None,
+                "attempts": [*before.get("attempts", []), attempt],
+                "data_sha256": self.data_digest,
+                "weights_sha256": None,
+                "optimizer_sha256": None,
+                "result": before.get("result", {}),
+                "fingerprint": self.fingerprint,
+                "fingerprint_changed": bool(self.changed_fingerprint) or before.get("fingerprint_changed", False),
+                "environment": describe_environment(),
+            }
+        )
+
+    @contextlib.contextmanager
+    def outcome(self) -> Iterator[None]:
+        """Record how the run ended, whichever way; a failed collective becomes PeersLost, which says who is gone."""
+        try:
+            yield
+        except Stopped as stopped:
+            self._end("stopped", ExitCode.STOPPED, str(stopped))
+            raise
+        except UserError as error:
+            self._try_to_end(error.exit_code, str(error))
+            raise
+        except Exception as error:
+            if is_peer_loss(error):
+                lost = peers_lost(error, self.directory.path, self.world, self._step)
+                self._try_to_end(lost.exit_code, str(lost))
+                raise lost from error
+            if is_full(error):
+                full = no_room(self.directory.path, error)
+                self._try_to_end(full.exit_code, str(full))
+                raise full from error
+            self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
+            self._try_to_end(ExitCode.BAD_INPUT, f"{self.world.place}: {type(error).__name__}: {error}")
+            raise
+
+    @property
+    def _step(self) -> int:
+        return self.state.step if self.state is not None else 0
+
+    def _keep_trace(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(text)
+
+    def _try_to_end(self, exit_code: int, message: str) -> None:
+        """Record a failure; on a full disk that cannot be done, and the failure itself is what must be heard."""
+        try:
+            self._end("failed", exit_code, message)
+        except UserError as error:
+            if error.exit_code != ExitCode.RESOURCES:
+                raise
+
+    def _end(self, status: str, exit_code: int, message: str | None, **fields: Any) -> None:
+        if not self.world.is_first:
+            return
+        # A stale rank 0 that wakes up must not overwrite what its successor says.
+        with self.fence.holding() if self.fence is not None else contextlib.nullcontext():
+            self.directory.update(
+                status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
+            )
+
+    def finish(self, trainer: Trainer, collectives: Collectives) -> None:
+        """Digest, result and the final weights."""
+        state = trainer.state
+        weights = weights_digest(trainer.model.state_dict())
+        speed = trainer.job.heartbeat.speed() if trainer.job.heartbeat is not None else {}
+        parts = collectives.gather((weights, self.usage.totals(), (self.world.rank, self.world.node_rank, speed)))
+        other = [rank for rank, part in enumerate(parts) if part[0] != weights]
+        if other:
+            raise RuntimeError(
+                f"{self.world.place}: ranks {other} ended with other weights: this is a bug or broken memory"
+            )
+        if not self.world.is_first:
+            return
+        waits = [record["data_wait"] for record in read_metrics(self.directory.metrics, "step")]
+        result: dict[str, Any] = {
+            "train_loss": state.last_epoch_loss,
+            **state.evaluation,
+            "samples_per_second": state.trained_samples / state.trained_seconds if state.trained_seconds else None,
+            "seconds": round(time.time() - self.started, 3),
+            "steps": state.step,
+            "time_split": trainer.clock.per_step(state.step - trainer.first_step),
+            "data_wait": sum(waits) / len(waits) if waits else None,
+            **of_all([part[1] for part in parts]),
+            "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        }
+        if result["parameters"] <= _FEW_PARAMETERS:
+            result["values"] = {
+                name: parameter.detach().flatten().tolist() for name, parameter in trainer.model.named_parameters()
+            }
+        _save_weights(trainer.model, self.directory.path / "model.safetensors")
+        self._end(
+            "completed",
+            0,
+            None,
+            weights_sha256=weights,
+            optimizer_sha256=optimizer_digest(state.optimizer),
+            result=result,
+        )
+        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
+        trainer.job.metrics.hyper_parameters(
+            trainer.experiment.to_json()
+            | {"layout": self.order.layout.label, "reduction": self.order.options.reduction},
+            numbers,
+        )
+        trainer.job.console.end_progress()
+        if line := slowest([part[2] for part in parts]):
+            trainer.job.console.say(line)
+        trainer.job.console.say(f"done: {_summary(result)}")
+        trainer.job.console.say(f"weights sha256 {weights}")
+
+
+def _summary(result: dict[str, Any]) -> str:
+    figures = [
+        f"{name.replace('_', ' ')} {result[name]:.4f}"
+        for name in ("train_loss", "test_loss", "test_accuracy")
+        if result.get(name) is not None
+    ]
+    figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
+    if result["samples_per_second"]:
+        figures.append(f"{result['samples_per_second']:.0f} samples/s")
+    return ", ".join(figures)
+
+
+def _save_weights(model: nn.Module, path: Path) -> None:
+    from safetensors.torch import save_model
+
+    try:
+        save_model(model, str(path))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
+
+
+def _utc(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

@@ -1,0 +1,114 @@
+"""What to run, where and how, in one record; and what is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddp_core.data.splits import Splits
+from ddp_core.errors import UserError
+from ddp_core.run.experiment_file import LoadedExperiment, build, resolve, resolve_hits
+from ddp_core.spec.cut import BatchCut
+from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
+
+
+@dataclass(frozen=True)
+class Order:
+    """The experiment with its file, layout, options, how to resume, and the command that started it."""
+
+    loaded: LoadedExperiment
+    layout: Layout
+    options: Options
+    resume: str = "never"
+    """`auto`, `never`, or a run directory."""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is built from an experiment."""
+
+    model: nn.Module
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    hits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    splits: Splits
+
+
+def build_work(loaded: LoadedExperiment, data_dir: Path) -> Work:
+    """Data, model with its initial weights (from the experiment's seed), and loss. Raises UserError."""
+    experiment = loaded.experiment
+    splits = build_splits(loaded, data_dir)
+    torch.manual_seed(experiment.seed)
+    model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model {experiment.model.name} returned a {type(model).__name__}; "
+            "a model builder returns a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
+    return Work(model, resolve(loaded, "loss", experiment.loss), resolve_hits(loaded), splits)
+
+
+def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
+    """The data alone, long enough for a step. Raises UserError."""
+    experiment = loaded.experiment
+    splits = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
+    if not isinstance(splits, Splits):
+        raise UserError(
+            f"data {experiment.data.name} returned a {type(splits).__name__}; "
+            "a data builder returns ddp_core.data.splits.Splits"
+        )
+    samples, size = len(splits.train), experiment.global_batch_size
+    if samples == 0:
+        raise UserError(f"data {experiment.data.name} has no training samples")
+    if samples < size and experiment.last_batch == "drop":
+        raise UserError(
+            f"data {experiment.data.name} has {samples} training samples, "
+            f"fewer than one global batch of {size}: "
+            f"use --set global_batch_size={samples} or less, or --set last_batch=keep"
+        )
+    return splits
+
+
+def promise_broken_by(experiment: Experiment, layout: Layout) -> str | None:
+    """Why the exact reduction cannot be had for this experiment on this layout; None where it can."""
+    if experiment.micro_batch is None:
+        return "without micro_batch every layout cuts the global batch its own way"
+    if experiment.sync_batch_norm:
+        return "SyncBatchNorm normalises over whatever the ranks hold"
+    if experiment.ddp.communication_hook != "none":
+        return f"the {experiment.ddp.communication_hook} communication hook rounds what each rank sends"
+    if layout.kind == "dp" and layout.device == "cuda":
+        return "nn.DataParallel adds its replicas' gradients inside autograd, in an order of its own"
+    return None
+
+
+def check_promise(order: Order) -> None:
+    """Raises UserError, with the reason, where the reduction that is asked for cannot be had."""
+    experiment, exact = order.loaded.experiment, order.options.reduction == "exact"
+    reason = promise_broken_by(experiment, order.layout)
+    if exact and reason:
+        raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
+    if exact or order.layout.kind != "ddp":
+        return
+    if experiment.sync_batch_norm and order.layout.device == "cpu":
+        raise UserError("sync_batch_norm needs CUDA devices; use --set sync_batch_norm=false")
+    if experiment.ddp.communication_hook == "bf16" and order.layout.device == "cpu":
+        raise UserError(
+            "ddp.communication_hook=bf16 needs CUDA with NCCL; use --set ddp.communication_hook=fp16, or none"
+        )
+    if experiment.ddp.static_graph:
+        count = BatchCut.of(experiment, order.layout).accumulation_steps
+        if count > 1:
+            # https://github.com/pytorch/pytorch/pull/187732
+            raise UserError(
+                f"ddp.static_graph with {count} micro-batches per rank and step: torch's DistributedDataParallel "
+                "miscounts them; use --set micro_batch=null, --set ddp.static_graph=false, or --reduction exact"
+            )

@@ -1,0 +1,87 @@
+"""The cut of the global batch that follows from an experiment and its layout: who computes which micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_core.errors import UserError
+from ddp_core.spec.experiment import Experiment, nearest_multiples
+from ddp_core.spec.layout import Layout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward: `index` in the step's canonical order, samples [start, stop) of the global batch."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """How a global batch falls into micro-batches and these into contiguous shares, one per rank or replica.
+
+    The micro-batches depend on the experiment alone whenever it names `micro_batch`.
+    """
+
+    global_batch_size: int
+    micro_batch: int
+    shares: int
+
+    @classmethod
+    def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
+        """The cut for a layout. Raises UserError, naming the nearest sizes that work, where it cannot be made."""
+        size, shares = experiment.global_batch_size, layout.shares
+        whose = "replicas" if layout.kind == "dp" else "ranks"
+        if experiment.micro_batch is None:
+            if size % shares:
+                below, above = nearest_multiples(size, shares)
+                choice = " or ".join(str(number) for number in (below, above) if number)
+                raise UserError(
+                    f"global_batch_size {size} does not divide among {shares} {whose}; "
+                    f"the nearest sizes that do: {choice} "
+                    f"(--set global_batch_size={above})"
+                )
+            return cls(size, size // shares, shares)
+        cut = cls(size, experiment.micro_batch, shares)
+        if shares > cut.micro_batches:
+            needed = experiment.micro_batch * shares
+            raise UserError(
+                f"{shares} {whose} but only {cut.micro_batches} micro-batches of {experiment.micro_batch} "
+                f"in a global batch of {size}: "
+                f"use at most {cut.micro_batches} {whose}, or --set global_batch_size={needed}"
+            )
+        return cut
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of micro-batches of a whole global batch."""
+        return self.count(self.global_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The most micro-batches that one rank or replica computes in one step."""
+        return -(-self.micro_batches // self.shares)
+
+    def count(self, samples: int) -> int:
+        """Micro-batches of a step with `samples` samples (fewer than the global batch in an incomplete last one)."""
+        return -(-samples // self.micro_batch)
+
+    def share(self, index: int, samples: int) -> list[MicroBatch]:
+        """What rank or replica `index` computes of a step with `samples` samples: a contiguous range, empty where
+        there is nothing left.
+        """
+        count = self.count(samples)
+        first, stop = index * count // self.shares, (index + 1) * count // self.shares
+        return [
+            MicroBatch(number, number * self.micro_batch, min((number + 1) * self.micro_batch, samples))
+            for number in range(first, stop)
+        ]
+
+    def describe(self) -> str:
+        """The batch arithmetic in one line, printed at the start of a run."""
+        return (
+            f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "
+            f"{self.accumulation_steps} per step on each of {self.shares}"
+        )

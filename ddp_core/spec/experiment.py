@@ -1,0 +1,243 @@
+"""What is trained: one frozen, validated record that knows nothing of hardware, with a JSON round trip and a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from ddp_core.errors import UserError, nearest_name
+
+
+class Frozen(BaseModel):
+    """A record that cannot change and knows no field by accident."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Component(Frozen):
+    """A model or a data set: the name of the function that builds it, and its keyword arguments.
+
+    The name is looked up in the experiment's own file first, then among the ones that `ddp_core` brings.
+    """
+
+    name: str
+    options: dict[str, JsonValue] = {}
+
+
+class Optimizer(Frozen):
+    """Optimizer and its hyper-parameters.
+
+    `implementation` is pinned because each gives other bits: `fused` is one kernel per update, `foreach` one per
+    operation over all tensors (on CPU the same as the loop), `loop` one per operation and tensor. A fused kernel asks
+    for real, contiguous parameters; a model with others is updated by the loop.
+    """
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(0.1, gt=0)
+    reference_batch: int | None = Field(None, gt=0)
+    """The global batch that `lr` is meant for (linear scaling rule): the rate used is lr * global_batch_size /
+    reference_batch.
+    """
+    momentum: float = Field(0.0, ge=0)
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    implementation: Literal["fused", "foreach", "loop"] = "fused"
+
+
+class Schedule(Frozen):
+    """The learning rate's factor as a function of the step alone, so that it needs no saving."""
+
+    name: Literal["constant", "step", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    step_epochs: int = Field(30, gt=0)
+    gamma: float = Field(0.1, gt=0)
+    final_factor: float = Field(0.0, ge=0)
+
+
+class Evaluation(Frozen):
+    """When and where the held-out samples are evaluated; fixed batches, so the result does not depend on the layout."""
+
+    every_epochs: int = Field(1, gt=0)
+    samples_per_batch: int = Field(256, gt=0)
+    where: Literal["all_ranks", "rank0"] = "all_ranks"
+
+
+class DdpOptions(Frozen):
+    """DistributedDataParallel's own settings and communication hooks; they say how gradients travel."""
+
+    bucket_cap_mb: float = Field(25.0, gt=0)
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: int = Field(1, gt=0)
+
+
+class Experiment(Frozen):
+    """What is trained: model, data, loss, optimizer, schedule, batch, length and seed. Hardware never appears here.
+
+    `global_batch_size` is the number of samples per step. It is always cut into micro-batches of `micro_batch`
+    samples, each with its own
+    forward and backward; a layout only decides who computes which. `micro_batch=None` lets every rank take its share
+    at once, which
+    changes with the layout and therefore excludes the exact reduction.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    seed: int = Field(0, ge=0, lt=2**63)
+    model: Component
+    data: Component
+    loss: str = "cross_entropy"
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    global_batch_size: int = Field(gt=0)
+    micro_batch: int | None = Field(None, gt=0)
+    epochs: int = Field(1, gt=0)
+    max_steps: int | None = Field(None, gt=0)
+    last_batch: Literal["drop", "keep"] = "drop"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip_norm: float | None = Field(None, gt=0)
+    reduction: Literal["exact", "plain"] = "exact"
+    sync_batch_norm: bool = False
+    evaluation: Evaluation = Evaluation()
+    ddp: DdpOptions = DdpOptions()
+
+    @model_validator(mode="after")
+    def _check_cut(self) -> Experiment:
+        if self.micro_batch is not None and self.global_batch_size % self.micro_batch:
+            below, above = nearest_multiples(self.global_batch_size, self.micro_batch)
+            choice = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch {self.micro_batch}; "
+                f"the nearest sizes that are: {choice}"
+            )
+        return self
+
+    @property
+    def micro_batches(self) -> int | None:
+        """M, the number of micro-batches of a whole global batch; None where the layout decides."""
+        return None if self.micro_batch is None else self.global_batch_size // self.micro_batch
+
+    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
+        """The rate used by optimizer step `step` (counted from 0 over the whole run)."""
+        rule, optimizer = self.schedule, self.optimizer
+        scale = 1.0 if optimizer.reference_batch is None else self.global_batch_size / optimizer.reference_batch
+        rate = optimizer.lr * scale
+        if step < rule.warmup_steps:
+            return rate * (step + 1) / rule.warmup_steps
+        if rule.name == "step":
+            return float(rate * rule.gamma ** (step // (rule.step_epochs * steps_per_epoch)))
+        if rule.name == "cosine":
+            from math import cos, pi
+
+            total = self.total_steps(steps_per_epoch)
+            progress = min(1.0, (step - rule.warmup_steps) / max(1, total - rule.warmup_steps))
+            return rate * (rule.final_factor + (1 - rule.final_factor) * 0.5 * (1 + cos(pi * progress)))
+        return rate
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        whole = self.epochs * steps_per_epoch
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; `Experiment.from_json` gives an equal record back."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Experiment:
+        """The record that `to_json` wrote. Raises UserError with one line per wrong field."""
+        try:
+            return cls.model_validate(record)
+        except ValidationError as error:
+            raise UserError(f"experiment {record.get('name', '?')}: {explain(error)}") from None
+
+    def digest(self) -> str:
+        """SHA-256 over the canonical JSON: equal exactly when the experiments are equal."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_settings(self, settings: Iterable[str]) -> Experiment:
+        """The experiment with `dotted.name=value` settings applied, typed and checked.
+
+        Raises UserError for an unknown name (with the nearest right one), a value of the wrong type, or a record that
+        does not fit together.
+        """
+        record = self.to_json()
+        for setting in settings:
+            _apply(record, setting, self)
+        return Experiment.from_json(record)
+
+
+def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
+    """The multiples of `divisor` just below (0 if none) and just above `number`."""
+    below = number // divisor * divisor
+    return below, below + divisor
+
+
+def explain(error: ValidationError) -> str:
+    """Pydantic's findings in one line."""
+    findings = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"])
+        text = item["msg"].removeprefix("Value error, ")
+        findings.append(f"{place}: {text}" if place else text)
+    return "; ".join(findings)
+
+
+def setting_names(experiment: Experiment) -> list[str]:
+    """Every dotted name that `--set` knows for this experiment."""
+    names = []
+    for field in type(experiment).model_fields:
+        value = getattr(experiment, field)
+        if isinstance(value, Component):
+            names += [f"{field}.name", *(f"{field}.{option}" for option in value.options)]
+        elif isinstance(value, Frozen):
+            names += [f"{field}.{inner}" for inner in type(value).model_fields]
+        else:
+            names.append(field)
+    return names
+
+
+def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None:
+    name, separator, text = setting.partition("=")
+    name = name.strip()
+    if not separator:
+        raise UserError(f"--set {setting}: expected name=value, for example --set optimizer.lr=0.1")
+    known = setting_names(experiment)
+    if name not in known:
+        raise UserError(f"--set {name}: experiment {experiment.name} has no such setting; {nearest_name(name, known)}")
+    section, _, key = name.partition(".")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None if text.lower() == "none" else {"true": True, "false": False}.get(text.lower(), text)
+    if not key:
+        record[section] = value
+    elif isinstance(getattr(experiment, section), Component) and key != "name":
+        record[section]["options"][key] = _typed_like(record[section]["options"][key], value, name)
+    else:
+        record[section][key] = value
+
+
+def _typed_like(old: Any, new: Any, name: str) -> Any:
+    """`new` in the type of the option's present value: options of models and data sets carry no schema of their own."""
+    if old is None or new is None:
+        return new
+    if isinstance(old, bool) or isinstance(new, bool):
+        fits = isinstance(old, bool) and isinstance(new, bool)
+    elif isinstance(old, float):
+        fits = isinstance(new, int | float)
+        new = float(new) if fits else new
+    else:
+        fits = isinstance(new, type(old))
+    if not fits:
+        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
+    return new

@@ -1,0 +1,59 @@
+"""Where an experiment runs: one frozen record."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ddp_core.errors import UserError
+from ddp_core.spec.experiment import Frozen
+
+
+class Layout(Frozen):
+    """`single`, `dp` or `ddp` on a device type, nnodes x nproc_per_node. Nothing in it may change the mathematics.
+
+    For `dp`, one process drives `nproc_per_node` replicas from threads.
+    """
+
+    kind: Literal["single", "dp", "ddp"] = "single"
+    device: Literal["cpu", "cuda"] = "cpu"
+    nnodes: int = Field(1, gt=0)
+    nproc_per_node: int = Field(1, gt=0)
+
+    @property
+    def shares(self) -> int:
+        """How many take a share of each global batch: ranks of `ddp`, replicas of `dp`."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Number of training processes."""
+        return self.shares if self.kind == "ddp" else 1
+
+    @property
+    def label(self) -> str:
+        """A short name for directories and tables: single-cpu, dp-2-cpu, ddp-2x2-cpu."""
+        if self.kind == "single":
+            return f"single-{self.device}"
+        if self.kind == "dp":
+            return f"dp-{self.nproc_per_node}-{self.device}"
+        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}"
+
+    @property
+    def description(self) -> str:
+        """The label with what a reader must know: that DP on CPU is nn.DataParallel's five moves over threads."""
+        simulated = self.kind == "dp" and self.device == "cpu"
+        return f"{self.label} (nn.DataParallel's moves over CPU threads)" if simulated else self.label
+
+    def check(self) -> None:
+        """Raises UserError where kind and counts contradict each other."""
+        if self.kind == "single" and self.shares > 1:
+            raise UserError(
+                f"layout single is one process on one device, not {self.nnodes} x {self.nproc_per_node}; "
+                "use --layout ddp (or dp on one node)"
+            )
+        if self.kind == "dp" and self.nnodes > 1:
+            raise UserError(
+                f"layout dp runs on one node, not on {self.nnodes}; use --layout ddp --nnodes {self.nnodes}"
+            )

@@ -1,0 +1,130 @@
+"""`python -m ddp_lab.chaos [--drill NAME|FILE] …`: undisturbed run, drill, judgement, table, drill.json."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_lab.chaos.drill import Drill, load, names
+from ddp_lab.chaos.faults import Breakable
+from ddp_lab.chaos.judge import DrillReport, judge, table
+from ddp_lab.chaos.runner import Runner
+from ddp_lab.cluster.__main__ import choose_backend, launch, planned_digest
+from ddp_lab.cluster.cluster import Backend, Spec
+from ddp_lab.cluster.runs import find_baseline
+
+
+@said_by("chaos")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a drill; 0 only where nothing was lost. A UserError becomes one line and its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_lab.chaos",
+        allow_abbrev=False,
+        description="Break a training cluster on purpose and judge whether anything was lost.",
+    )
+    known_drills = f"a file, or one of {', '.join(names())}"
+    parser.add_argument("--drill", default="standard", metavar="NAME|FILE", help=known_drills)
+    parser.add_argument("--seed", type=int, help="of the random nodes and times; a fresh one by default, printed")
+    parser.add_argument("--nodes", type=int, help="default: the drill's own, 3")
+    parser.add_argument("--backend", choices=("auto", "docker", "local"), default="auto")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")))
+    parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("DDP_DATA", "data")))
+    parser.add_argument("--verbose", action="store_true", help="show every line of every node")
+    known = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    drill = load(known.drill)
+    if known.nodes is not None:
+        drill = drill.model_copy(update={"nodes": known.nodes})
+        if known.nodes < 2:
+            raise UserError("a drill needs two nodes or more")
+    seed = secrets.randbelow(10**6) if known.seed is None else known.seed
+    return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
+
+
+def carry_out(drill: Drill, seed: int, wish: str, output: Path, data: Path, verbose: bool = False) -> int:
+    """The undisturbed run where there is none, then the drill, judged; returns the exit code."""
+    settings = tuple(word for setting in drill.settings for word in ("--set", setting))
+    digest = planned_digest(drill.experiment, settings)
+    backend = choose_backend(wish)
+    undisturbed = _undisturbed(drill, digest, backend, settings, output, data)
+    cluster = _breakable(backend, drill)
+    spec = Spec(drill.experiment, "ddp", drill.nodes, drill.nproc_per_node, drill.train_options(), output, data)
+    say(f"drill {drill.name}, seed {seed}: {drill.experiment} on {drill.nodes} nodes x {drill.nproc_per_node}")
+    runner = Runner(drill, seed, cluster, spec, say)
+    started = time.monotonic()
+    try:
+        report = runner.run(_show if verbose else lambda *_: None)
+    finally:
+        cluster.stop()
+        left_behind = cluster.left_behind()
+    report.seconds = round(time.monotonic() - started, 1)
+    report.left_behind = left_behind
+    judge(report, runner.progress.path, undisturbed)
+    _publish(report, runner.progress.path)
+    return report.exit_code
+
+
+def say(text: str) -> None:
+    """One line of the drill's own."""
+    print(f"chaos: {text}", flush=True)
+
+
+def _show(node: str, line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {node} | {line}", flush=True)
+
+
+def _undisturbed(
+    drill: Drill, digest: str, backend: Backend, settings: tuple[str, ...], output: Path, data: Path
+) -> Path | None:
+    found = find_baseline(output, digest)
+    if found is not None:
+        return found
+    say("training undisturbed, as one process, for the digest to compare with")
+    options = (*settings, "--reduction", "exact")
+    verdict = launch(Spec(drill.experiment, "single", options=options, output=output, data=data), type(backend)())
+    if verdict.exit_code != ExitCode.DONE:
+        raise UserError("the undisturbed run failed, so there is nothing to compare with", verdict.exit_code)
+    return find_baseline(output, digest)
+
+
+def _breakable(backend: Backend, drill: Drill) -> Breakable:
+    if backend.name == "containers":
+        from ddp_lab.chaos.containers import BreakableContainers
+
+        return BreakableContainers(drill)
+    from ddp_lab.chaos.processes import BreakableProcesses
+
+    return BreakableProcesses()
+
+
+def _publish(report: DrillReport, run: Path | None) -> None:
+    """Table to the terminal and the run's log, and drill.json beside it."""
+    text = table(report)
+    print(f"\n{text}", flush=True)
+    if run is None:
+        return
+    try:
+        (run / "drill.json").write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        with contextlib.suppress(FileNotFoundError), (run / "log.txt").open("a") as log:
+            log.write(f"\n{text}\n")
+    except OSError as error:
+        raise UserError(f"cannot write into {run}: {error.strerror}", ExitCode.RESOURCES) from None
+    say(f"{run / 'drill.json'}")
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

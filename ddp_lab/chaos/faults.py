@@ -1,0 +1,89 @@
+"""What each fault does to a cluster and what ends it: one pair of actions per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddp_lab.chaos.drill import EVERYTHING, RENDEZVOUS, Planned
+from ddp_lab.cluster.cluster import Backend
+
+
+class Breakable(Backend, Protocol):
+    """A backend whose nodes, and rendezvous, can be broken and mended."""
+
+    kinds: frozenset[str]
+    """The faults that can be made here."""
+
+    def is_running(self, name: str) -> bool: ...
+    def exit_codes(self) -> dict[str, int]: ...
+    def holds(self, name: str, host: str, pid: int) -> bool: ...
+    def start_again(self, name: str) -> None: ...
+    def kill(self, name: str) -> float: ...
+    def stop_one(self, name: str) -> None: ...
+    def pause(self, name: str) -> None: ...
+    def resume(self, name: str) -> None: ...
+    def cut_off(self, name: str) -> None: ...
+    def reconnect(self, name: str) -> None: ...
+    def slow_down(self, name: str, rate: int) -> None: ...
+    def speed_up(self, name: str) -> None: ...
+    def throttle(self, name: str, share: float) -> None: ...
+    def let_run(self, name: str) -> None: ...
+    def starve(self, name: str) -> None: ...
+    def feed(self, name: str) -> None: ...
+    def fill_disk(self) -> None: ...
+    def free_disk(self) -> None: ...
+    def take_down(self) -> None: ...
+    def bring_up(self) -> None: ...
+    def settle(self) -> None: ...
+    def left_behind(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Action:
+    """One fault on one node: how it begins and how it ends."""
+
+    name: str
+    begin: Callable[[], float | None]
+    """Returns when it struck, where that is known better than by when this was called."""
+    end: Callable[[], None]
+    duration: float
+    holds_back: frozenset[str] = frozenset()
+    """Nodes that nobody starts again before it is over."""
+    harmless: bool = False
+    """Whether the run is to go on without repeating a step."""
+
+
+def action(fault: Planned, node: str, cluster: Breakable) -> Action:
+    """What to do to `node` (a name, or the cluster). The runner starts again whatever has ended, once it may."""
+    victims = frozenset([node]) if node != EVERYTHING else frozenset([*cluster.nodes(), RENDEZVOUS])
+    kind, name = fault.kind, f"{fault.kind} {node}"
+
+    def nothing() -> None:
+        """A dead node is started again by the runner."""
+
+    def renew() -> None:
+        """A launch that has ended has closed its rendezvous for good; the runner starts a fresh one with the nodes."""
+        cluster.kill(RENDEZVOUS)
+
+    def free_and_renew() -> None:
+        cluster.free_disk()
+        renew()
+
+    if kind == "kill":
+        return Action(name, lambda: cluster.kill(node), nothing, fault.duration, victims)
+    if kind == "stop":
+        return Action(name, lambda: cluster.stop_one(node), renew, fault.duration, frozenset(cluster.nodes()))
+    pairs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "pause": (lambda: cluster.pause(node), lambda: cluster.resume(node)),
+        "partition": (lambda: cluster.cut_off(node), lambda: cluster.reconnect(node)),
+        "slow": (lambda: cluster.slow_down(node, fault.rate), lambda: cluster.speed_up(node)),
+        "throttle": (lambda: cluster.throttle(node, fault.share), lambda: cluster.let_run(node)),
+        "oom": (lambda: cluster.starve(node), lambda: cluster.feed(node)),
+        "disk-full": (cluster.fill_disk, free_and_renew),
+        "down": (cluster.take_down, cluster.bring_up),
+    }
+    begin_it, end_it = pairs[kind]
+    held = victims if kind in ("partition", "disk-full", "down") else frozenset()
+    return Action(name, begin_it, end_it, fault.duration, held, harmless=kind in ("slow", "throttle"))

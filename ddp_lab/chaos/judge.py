@@ -1,0 +1,168 @@
+"""What a drill proves, from files alone: the same weights, every sample once, one writer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.observe.ledger import audit, committed_steps
+from ddp_core.run.directory import RunDirectory
+from ddp_lab.chaos.watch import parse_lines
+
+FORMAT = "ddp-drill/1"
+
+
+@dataclass
+class FaultReport:
+    """One fault and what became of it."""
+
+    name: str
+    at_step: int | None = None
+    noticed_seconds: float | None = None
+    resumed_seconds: float | None = None
+    steps_lost: int | None = None
+    outcome: str = "not reached"
+    """`recovered`, or in words what went wrong."""
+    exit_codes: dict[str, int] = field(default_factory=dict)
+    """Of the nodes that ended over it."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the run took it as it should."""
+        return self.outcome == "recovered"
+
+
+@dataclass
+class DrillReport:
+    """The content of drill.json."""
+
+    name: str
+    backend: str
+    seed: int
+    faults: list[FaultReport] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    digest: str | None = None
+    undisturbed_digest: str | None = None
+    identical: bool = False
+    ledger: str = ""
+    ledger_whole: bool = False
+    left_behind: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    exit_code: int = ExitCode.PEERS_LOST
+    seconds: float = 0.0
+    run: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As written, format ddp-drill/1."""
+        return {"format": FORMAT} | asdict(self) | {"exit_code": int(self.exit_code)}
+
+
+def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> None:
+    """Fill in digests, ledger, remarks and exit code: 0 only where the weights are the same and the ledger is whole,
+    every fault was taken, and nothing is left.
+    """
+    report.undisturbed_digest = _digest(undisturbed)
+    if run is None:
+        report.remarks.append("the run never began")
+        return
+    report.run = str(run)
+    report.digest = _digest(run)
+    report.identical = report.digest is not None and report.digest == report.undisturbed_digest
+    report.ledger, report.ledger_whole = read_ledger(run)
+    twice = two_writers(run)
+    if twice is not None:
+        report.remarks.append(f"two writers: the metrics of one attempt go back from step {twice[0]} to {twice[1]}")
+    report.remarks += [f"left behind: {name}" for name in report.left_behind]
+    whole = report.identical and report.ledger_whole and not report.remarks
+    good = whole and all(fault.good for fault in report.faults)
+    report.exit_code = ExitCode.DONE if good else ExitCode.PEERS_LOST
+
+
+def read_ledger(run: Path) -> tuple[str, bool]:
+    """What the ledger shows, and whether it holds every step of the run, and in each epoch as many samples."""
+    try:
+        line = audit(run)
+        steps = committed_steps(run)
+    except UserError as error:
+        return str(error), False
+    total = RunDirectory(run).read().get("result", {}).get("steps")
+    if total != len(steps):
+        return f"ledger: {len(steps)} steps, but the run made {total}", False
+    counts: dict[int, int] = {}
+    for epoch, ids in steps.values():
+        counts[epoch] = counts.get(epoch, 0) + len(ids)
+    most = max(counts.values())
+    for epoch, count in sorted(counts.items()):
+        if count != most:
+            return f"ledger: epoch {epoch} has {count} samples, others {most}", False
+    return line, True
+
+
+def two_writers(run: Path) -> tuple[int, int] | None:
+    """Where one attempt's step records go back, which only a second writer can cause: (step before, step after)."""
+    last = 0
+    for entry in parse_lines((run / "metrics.jsonl").read_bytes()):
+        if entry.get("kind") == "resume":
+            last = entry["step"]
+        elif entry.get("kind") == "step":
+            if entry["step"] <= last:
+                return last, entry["step"]
+            last = entry["step"]
+    return None
+
+
+def table(report: DrillReport) -> str:
+    """For the terminal and the log."""
+    rows = [("fault", "at step", "noticed after", "first new step after", "steps lost", "outcome")]
+    rows += [
+        (
+            fault.name,
+            _number(fault.at_step),
+            _seconds(fault.noticed_seconds),
+            _seconds(fault.resumed_seconds),
+            _number(fault.steps_lost),
+            fault.outcome,
+        )
+        for fault in report.faults
+    ]
+    return "\n".join(_aligned(rows)) + "\n" + "\n".join(_summary(report))
+
+
+def _summary(report: DrillReport) -> list[str]:
+    same = "identical" if report.identical else "NOT identical"
+    return [
+        f"weights sha256 {report.digest or '-'}",
+        f"undisturbed    {report.undisturbed_digest or '-'}: {same}",
+        report.ledger or "ledger: none",
+        *(f"skipped: {line}" for line in report.skipped),
+        *(f"remark: {remark}" for remark in report.remarks),
+        f"drill {report.name} on {report.backend}, seed {report.seed}: "
+        f"{'passed' if report.exit_code == 0 else 'FAILED'} in {report.seconds:.0f} s",
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < column < 5 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _digest(run: Path | None) -> str | None:
+    return None if run is None else RunDirectory(run).read().get("weights_sha256")

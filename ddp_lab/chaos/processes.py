@@ -1,0 +1,158 @@
+"""Nodes as local processes that can be broken with signals, where no engine answers.
+
+A node is the process group of `ddp train` with everything below it. There is no network to cut, no link to slow, no
+volume to fill and no memory limit; drills skip those faults and say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import psutil
+
+from ddp_lab.chaos.drill import RENDEZVOUS
+from ddp_lab.cluster.cluster import Spec, Write
+from ddp_lab.cluster.local import LocalBackend, copy_output, marked
+
+_GRACE_SECONDS = 60
+
+
+class BreakableProcesses(LocalBackend):
+    """A cluster of local processes, with what a drill does to it."""
+
+    kinds = frozenset({"kill", "stop", "pause", "down"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._write: Write = lambda node, line: None
+        self._commands: dict[str, list[str]] = {}
+
+    def start(self, spec: Spec) -> None:
+        """As every local cluster; the commands are kept, to start a node again."""
+        super().start(spec)
+        for name, process in self._nodes.items():
+            self._commands[name] = self._words(process)
+        if self._rendezvous is not None:
+            endpoint = self._commands["node-1"][self._commands["node-1"].index("--rdzv-endpoint") + 1]
+            self._commands[RENDEZVOUS] = ["rendezvous", "--port", endpoint.rpartition(":")[2]]
+
+    @staticmethod
+    def _words(process: subprocess.Popen[str]) -> list[str]:
+        assert isinstance(process.args, list)
+        return [str(word) for word in process.args[3:]]
+
+    def follow(self, write: Write) -> None:
+        """Every node, also after it was started again."""
+        self._write = write
+        super().follow(write)
+
+    def is_running(self, name: str) -> bool:
+        """Whether it runs (a paused one does)."""
+        return self._process(name).poll() is None
+
+    def kill(self, name: str) -> float:
+        """SIGKILL to the node's launcher and all below it at once; returns when."""
+        moment = time.time()
+        self._signal_all(name, signal.SIGKILL)
+        self._process(name).wait(timeout=10)
+        return moment
+
+    def stop_one(self, name: str) -> None:
+        """SIGTERM to the node's launcher, and wait."""
+        self._process(name).send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process(name).wait(timeout=_GRACE_SECONDS)
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP to all of the node."""
+        self._signal_all(name, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT to all of the node."""
+        self._signal_all(name, signal.SIGCONT)
+
+    def start_again(self, name: str) -> None:
+        """Start what has ended, with the same command."""
+        before = self._process(name)
+        process = self._run(self._commands[name])
+        if before.stdout is not None:
+            before.stdout.close()
+        if name == RENDEZVOUS:
+            self._rendezvous = process
+        else:
+            self._nodes[name] = process
+            thread = threading.Thread(target=copy_output, args=(name, process, self._write), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def take_down(self) -> None:
+        """SIGTERM to every node, wait for all, then to the rendezvous."""
+        self.terminate()
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(self.is_running(name) for name in self._nodes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self._rendezvous is not None
+        self._rendezvous.terminate()
+        self._rendezvous.wait(timeout=10)
+
+    def bring_up(self) -> None:
+        """Start rendezvous and nodes with the same commands."""
+        for name in (RENDEZVOUS, *list(self._nodes)):
+            self.start_again(name)
+
+    def exit_codes(self) -> dict[str, int]:
+        """Of the nodes that have ended."""
+        return {name: result.exit_code for name, result in self.results().items()}
+
+    def holds(self, name: str, host: str, pid: int) -> bool:
+        """Whether the process is one of the node's."""
+        return pid in [process.pid for process in self._tree(name)]
+
+    def settle(self) -> None:
+        """Nothing is copied here."""
+
+    def left_behind(self) -> list[str]:
+        """Processes of this launch that still are there."""
+        return [f"process {process.pid}" for process in marked(str(self._launch_id))]
+
+    def cut_off(self, name: str) -> None:
+        """Not here."""
+        raise NotImplementedError
+
+    reconnect = speed_up = let_run = starve = feed = cut_off
+
+    def slow_down(self, name: str, rate: int) -> None:
+        """Not here."""
+        raise NotImplementedError
+
+    def throttle(self, name: str, share: float) -> None:
+        """Not here."""
+        raise NotImplementedError
+
+    def fill_disk(self) -> None:
+        """Not here."""
+        raise NotImplementedError
+
+    free_disk = fill_disk
+
+    def _process(self, name: str) -> subprocess.Popen[str]:
+        found = self._rendezvous if name == RENDEZVOUS else self._nodes[name]
+        assert found is not None
+        return found
+
+    def _tree(self, name: str) -> list[psutil.Process]:
+        try:
+            top = psutil.Process(self._process(name).pid)
+            return [top, *top.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def _signal_all(self, name: str, number: signal.Signals) -> None:
+        for process in self._tree(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)

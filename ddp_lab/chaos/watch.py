@@ -1,0 +1,158 @@
+"""How far a run is, read from its directory and from what its nodes say; the run does not know that it is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_core.errors import UserError
+from ddp_core.observe.heartbeat import read_heartbeats
+from ddp_core.run.directory import RunDirectory
+from ddp_lab.cluster.runs import find_launched
+
+# What a node says when it has noticed that something is wrong.
+_NOTICE = re.compile(
+    r"\blost\b|was killed|is stopped|starting the workers again|does not answer|silent for|stopped:? at|ddp: error"
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line of a node, and when it was read."""
+
+    time: float
+    node: str
+    line: str
+
+
+class Words:
+    """What the nodes say; `hear` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._said: list[Said] = []
+        self._guard = threading.Lock()
+
+    def hear(self, node: str, line: str) -> None:
+        """Keep a line."""
+        with self._guard:
+            self._said.append(Said(time.time(), node, line))
+
+    def since(self, moment: float) -> list[Said]:
+        """Lines read after a moment."""
+        with self._guard:
+            return [said for said in self._said if said.time > moment]
+
+    def first_notice(self, moment: float, not_from: str | None = None) -> Said | None:
+        """The first sign after a moment that a node has noticed; the victim's own word does not count."""
+        return next((said for said in self.since(moment) if said.node != not_from and _NOTICE.search(said.line)), None)
+
+
+class Progress:
+    """One run's metrics and record, read anew at each `look`."""
+
+    def __init__(self, output: Path, launch_id: str) -> None:
+        self._output, self._launch_id = output, launch_id
+        self.path: Path | None = None
+        self._offset = 0
+        self.records: list[dict[str, Any]] = []
+        """Every line of metrics.jsonl in the order written, those that were rolled back too."""
+        self.record: dict[str, Any] = {}
+
+    def look(self) -> None:
+        """Read what is new."""
+        if self.path is None:
+            self.path = find_launched(self._output, self._launch_id)
+        if self.path is None:
+            return
+        with contextlib.suppress(UserError):
+            self.record = RunDirectory(self.path).read()
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                file.seek(self._offset)
+                fresh = file.read()
+        except FileNotFoundError:
+            return
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self.records += parse_lines(whole)
+
+    @property
+    def step(self) -> int:
+        """The last step that was made."""
+        return next((int(entry["step"]) for entry in reversed(self.records) if "step" in entry), 0)
+
+    def step_at(self, moment: float) -> int:
+        """The last step that was made before a moment."""
+        return next((int(e["step"]) for e in reversed(self.records) if "step" in e and e["time"] <= moment), 0)
+
+    @property
+    def attempts(self) -> int:
+        """How often the run was begun or continued."""
+        return len(self.record.get("attempts", []))
+
+    @property
+    def nnodes(self) -> int:
+        """On how many nodes the newest attempt trains."""
+        attempts = self.record.get("attempts") or [{}]
+        return int(attempts[-1].get("layout", {}).get("nnodes", 0))
+
+    @property
+    def completed(self) -> bool:
+        """Whether it is done."""
+        return bool(self.record.get("status") == "completed")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the newest attempt has made a step."""
+        starts = [index for index, entry in enumerate(self.records) if entry.get("kind") == "resume"]
+        if len(starts) < self.attempts - 1:
+            return False
+        newest = self.records[starts[-1] :] if starts else self.records
+        return any(entry.get("kind") == "step" for entry in newest)
+
+    def first_rank_host(self) -> tuple[str, int] | None:
+        """Host and process of rank 0, from its sign of life."""
+        beats = read_heartbeats(self.path) if self.path is not None else []
+        return next(((str(beat["host"]), int(beat["pid"])) for beat in beats if beat["rank"] == 0), None)
+
+
+def parse_lines(text: bytes) -> list[dict[str, Any]]:
+    """The records in whole and half-written lines of metrics.jsonl, in the order written."""
+    records = []
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the metrics say about one fault."""
+
+    resumed_at: float
+    resumed_seconds: float
+    steps_lost: int
+
+
+def recovery(records: list[dict[str, Any]], moment: float) -> Recovery | None:
+    """The first step of the first attempt that was begun after `moment`; None as long as there is none.
+
+    `steps_lost`: made before, and taken back by that attempt.
+    """
+    made = 0
+    for index, entry in enumerate(records):
+        if entry.get("kind") == "resume" and entry["time"] > moment:
+            step = next((later for later in records[index:] if later.get("kind") == "step"), None)
+            if step is None:
+                return None
+            return Recovery(step["time"], step["time"] - moment, max(0, made - entry["step"]))
+        if entry.get("kind") == "resume":
+            made = entry["step"]
+        made = max(made, entry.get("step", 0))
+    return None

@@ -1,0 +1,17 @@
+"""The sources' sentences, measured: one file per claim, a stated rule for each, and a verdict that nobody writes.
+
+`python -m ddp_lab.claims [C06 ...] [--quick|--full]` measures here and writes OUTPUT/claims/<id>.json for the
+report. A file holds `claim` (the sentence and how it is judged), `measure(setting)` and `judge(measurements)`; its name
+starts with the claim's number, and nothing else has to be registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, judge again, or document the claims; returns the exit code."""
+    from ddp_lab.claims.framework.command import main as command
+
+    return command(arguments)

@@ -1,0 +1,110 @@
+"""Whether DP's main device carries more than the others.
+
+Under nn.DataParallel the first device holds the parameters, the optimizer's state, the batch before it is cut, all
+outputs and, for a moment, every replica's gradients; it also runs the optimizer. The others hold a copy of the weights
+for one step. Under DDP every device holds and does the same. Where the loss is computed inside the replicas (as here),
+less is gathered, and the difference is mostly the optimizer's state. On CPU all replicas of DP share one memory and any
+core may run any thread, so there is no main device to compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_core.spec.layout import Layout
+from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
+from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.claims.measuring.stepping import Stepper
+
+claim = Claim(
+    id="C07",
+    title="Under DP the main device carries more memory and work",
+    claim="Under DP the main GPU carries more memory and work than the others, under DDP all carry the same.",
+    original="DP模型的另一个缺点就是master节点的负载很重，因为把损失和损失相对于最后一层的梯度计算都放在了master节点上。\n"
+    "由于梯度的计算和模型参数的更新都是在主 GPU 上完成的,主 GPU 的负载会显著增加,导致 GPU 资源无法得到充分利用。",
+    sources=("002", "003"),
+    method="ResNet-18 with momentum, this project's trainers: peak memory that torch allocated on each device (reset "
+    "after warm-up), and the seconds of kernels on each device from the profiler over the same steps; DP in one "
+    "process, DDP in one per device.",
+    rule="Confirmed when under DP the first device has the highest peak memory and the most kernel time, and max/mean "
+    "over the devices is higher under DP than under DDP for both; refuted when neither holds, else inconclusive. Not "
+    "measurable with fewer than two CUDA devices.",
+    seconds=(1, 60),
+)
+
+QUANTITIES = {"memory": ("peak memory", "MB", 1e-6), "busy": ("kernel time", "s", 1.0)}
+
+
+def measure(setting: Setting) -> Measurements:
+    """Peak memory in bytes and seconds of kernels, by layout and device."""
+    count = max((count for count in (2, 4, 8) if count <= setting.cuda_devices), default=0)
+    measured: dict[str, Any] = {"cuda_devices": setting.cuda_devices}
+    if not count:
+        return measured
+    steps = setting.choose(10, 50)
+    (dp,) = run_ranks(observe_dp, 1, count, steps, device="cuda", timeout=300)
+    ranks = run_ranks(observe_ddp, count, steps, device="cuda", timeout=300)
+    ddp = {name: [rank[name] for rank in ranks] for name in QUANTITIES}
+    return measured | {"steps": steps, "layouts": {"dp": dp, "ddp": ddp}}
+
+
+def observe_dp(rank: int, world_size: int, count: int, steps: int) -> dict[str, list[float]]:
+    """All devices, as the one process of DP loads them."""
+    layout = Layout.model_validate({"kind": "dp", "device": "cuda", "nproc_per_node": count})
+    return _observe(layout, steps, list(range(count)))
+
+
+def observe_ddp(rank: int, world_size: int, steps: int) -> dict[str, float]:
+    """This rank's device."""
+    layout = Layout.model_validate({"kind": "ddp", "device": "cuda", "nproc_per_node": world_size})
+    found = _observe(layout, steps, [rank])
+    return {name: values[0] for name, values in found.items()}
+
+
+def _observe(layout: Layout, steps: int, devices: list[int]) -> dict[str, list[float]]:
+    with Stepper("resnet18", layout, [f"global_batch_size={64 * layout.shares}"]) as stepper:
+        stepper.step(3)
+        for device in devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            stepper.step(steps)
+            for device in devices:
+                torch.cuda.synchronize(device)
+        busy = dict.fromkeys(devices, 0.0)
+        for event in profiler.events() or ():
+            # Waiting for peers inside an all-reduce is not work.
+            is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            if is_kernel and event.device_index in busy and "nccl" not in event.name.lower():
+                busy[event.device_index] += event.time_range.elapsed_us() * 1e-6
+        return {
+            "memory": [float(torch.cuda.max_memory_allocated(device)) for device in devices],
+            "busy": [busy[device] for device in devices],
+        }
+
+
+def judge(measurements: Measurements) -> Judgement:
+    """By the rule of the claim."""
+    layouts = measurements.get("layouts")
+    if layouts is None:
+        found = measurements["cuda_devices"]
+        return missing(
+            f"2 CUDA devices, found {found}: on CPU the replicas of DP share one memory and any core runs any of them"
+        )
+    figures, series, holds, said = [], [], [], []
+    for name, (title, unit, scale) in QUANTITIES.items():
+        spread = {layout: max(each[name]) / (sum(each[name]) / len(each[name])) for layout, each in layouts.items()}
+        figures += [Figure(f"{title}, max/mean over devices, {layout}", value, "x") for layout, value in spread.items()]
+        first = layouts["dp"][name][0] == max(layouts["dp"][name])
+        holds.append(first and spread["dp"] > spread["ddp"])
+        said.append(f"{title} max/mean {spread['dp']:.2f} under DP and {spread['ddp']:.2f} under DDP")
+        devices = [str(number) for number in range(len(layouts["dp"][name]))]
+        lines = [Line(layout, [scale * value for value in values[name]]) for layout, values in layouts.items()]
+        series.append(Series(f"{title.capitalize()} per device", Axis("device", "", devices), Axis(title, unit), lines))
+    verdict = "confirmed" if all(holds) else "inconclusive" if any(holds) else "refuted"
+    return Judgement(verdict, "; ".join(said), figures, series)  # type: ignore[arg-type]

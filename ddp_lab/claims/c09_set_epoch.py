@@ -1,0 +1,126 @@
+"""What `set_epoch` is for.
+
+DistributedSampler shuffles with a generator seeded by seed + epoch. Nobody tells it the epoch but the training loop; a
+loop that forgets keeps epoch 0, so each epoch has the same order and each rank the same part of the data. That makes
+the shuffle weaker (the same samples always meet in a batch), but source 004 goes too far when it says the model then
+sees only part of the data: all ranks together see every sample in every epoch, because the ranks' gradients are
+averaged. And with `shuffle=False`, as in its own code, `set_epoch` changes nothing at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.ranks import run_ranks
+
+claim = Claim(
+    id="C09",
+    title="Without set_epoch every epoch has the same order",
+    claim="Call set_epoch(epoch) before each epoch; otherwise the order of the data is exactly the same in every "
+    "epoch.",
+    original="注意:必须在每个 epoch 开始前调用 set_epoch(epoch),否则每个 epoch 的数据切分顺序将完全一样"
+    "导致模型只见过部分数据,影响泛化能力。",
+    sources=("004",),
+    method="The sample ids that each rank gets from a DataLoader with DistributedSampler over several epochs, with and "
+    "without set_epoch, and with shuffle=False as in the source's own code.",
+    rule="Confirmed when on every rank all epochs are equal without set_epoch and all are different with it (shuffle "
+    "on). Otherwise refuted.",
+    seconds=(2, 2),
+)
+
+SAMPLES, EPOCHS, WORLD_SIZE = 64, 4, 2
+WAYS = {"without": (False, True), "with": (True, True), "with_unshuffled": (True, False)}
+
+
+class Ids(Dataset[int]):
+    """Sample i is the number i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def measure(setting: Setting) -> Measurements:
+    """Ids by way, rank and epoch."""
+    ranks = run_ranks(observe, WORLD_SIZE)
+    return {"samples": SAMPLES, "ids": {way: [rank[way] for rank in ranks] for way in WAYS}}
+
+
+def observe(rank: int, world_size: int) -> dict[str, Any]:
+    """The ids that this rank loads, epoch by epoch."""
+    return {way: _epochs(*switches) for way, switches in WAYS.items()}
+
+
+def _epochs(set_epoch: bool, shuffle: bool) -> list[list[int]]:
+    sampler: DistributedSampler[int] = DistributedSampler(Ids(SAMPLES), shuffle=shuffle)
+    loader = DataLoader(Ids(SAMPLES), batch_size=8, sampler=sampler)
+    epochs = []
+    for epoch in range(EPOCHS):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        epochs.append([int(number) for batch in loader for number in batch])
+    return epochs
+
+
+def judge(measurements: Measurements) -> Judgement:
+    """By the rule of the claim."""
+    ids, samples = measurements["ids"], measurements["samples"]
+    equal = all(_distinct(rank) == 1 for rank in ids["without"])
+    different = all(_distinct(rank) == len(rank) for rank in ids["with"])
+    unshuffled = all(_distinct(rank) == 1 for rank in ids["with_unshuffled"])
+    seen = {way: _shares_seen(ranks, samples) for way, ranks in ids.items()}
+    figures = [
+        Figure("epochs equal without set_epoch", equal),
+        Figure("epochs different with set_epoch", different),
+        Figure("with shuffle=False set_epoch changes nothing", unshuffled),
+        Figure("data that all ranks together see per epoch, without set_epoch", seen["without"]["job"], "%"),
+        Figure("data that rank 0 has seen at the end, without set_epoch", seen["without"]["rank"][-1], "%"),
+        Figure("data that rank 0 has seen at the end, with set_epoch", seen["with"]["rank"][-1], "%"),
+    ]
+    plot = Series(
+        "Share of the data that rank 0 has seen",
+        Axis("epoch", "", list(range(1, len(seen["with"]["rank"]) + 1))),
+        Axis("seen so far", "%"),
+        [Line(f"{way} set_epoch", seen[way]["rank"]) for way in ("with", "without")],
+    )
+    if equal and different:
+        return Judgement(
+            "confirmed",
+            "all epochs are equal without set_epoch and all different with it; but the model does not see less data: "
+            f"all ranks together see {seen['without']['job']:.0f} % of it in each epoch either way",
+            figures,
+            [plot],
+        )
+    words = [
+        word
+        for word, wrong in (
+            ("epochs differ without set_epoch", not equal),
+            ("epochs repeat with set_epoch", not different),
+        )
+        if wrong
+    ]
+    return Judgement("refuted", "; ".join(words), figures, [plot])
+
+
+def _distinct(epochs: list[list[int]]) -> int:
+    return len({tuple(epoch) for epoch in epochs})
+
+
+def _shares_seen(ranks: list[list[list[int]]], samples: int) -> dict[str, Any]:
+    """Percent of the data: that all ranks see in their poorest epoch, and that rank 0 has seen up to each."""
+    together = [len({number for epoch in moment for number in epoch}) for moment in zip(*ranks, strict=True)]
+    so_far: set[int] = set()
+    growing = []
+    for epoch in ranks[0]:
+        so_far |= set(epoch)
+        growing.append(100 * len(so_far) / samples)
+    return {"job": 100 * min(together) / samples, "rank": growing}

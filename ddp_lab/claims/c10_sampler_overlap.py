@@ -1,0 +1,114 @@
+"""Whether ranks really get different samples.
+
+DistributedSampler gives rank r the positions r, r + W, r + 2W, ... of the shuffled data, which never overlap, as long
+as W divides the length. Where it does not, all ranks must still take equally many steps, so the sampler repeats the
+first samples of the epoch until it comes out even (`drop_last=True` leaves some out instead). In training that weighs a
+few samples twice and hardly matters; in validation it counts them twice, and the result is wrong. None of the sources
+says so. The sampler of this project pads nothing: its ranks' lengths may differ by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from ddp_core.sampler import ElasticSampler
+from ddp_lab.claims.c09_set_epoch import Ids
+from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.ranks import run_ranks
+
+claim = Claim(
+    id="C10",
+    title="DistributedSampler gives ranks non-overlapping data",
+    claim="DistributedSampler cuts the data by rank, so that every process gets data that do not overlap.",
+    original="torch.utils.data.distributed.DistributedSampler在分布式环境中根据GPU的索引来进行数据切分，"
+    "使得每个GPU不同的minibatch数据 。\n"
+    "# 创建分布式采样器，确保每个进程获取不同的数据子集\n"
+    "需要使用 DistributedSampler 等工具,确保各进程加载不同的数据子集,避免数据重复。\n"
+    "DistributedSampler 会根据 Rank ID 自动切分数据集,确保每个进程拿到不重叠的数据子集。",
+    sources=("000", "001", "002", "003", "004"),
+    method="The ids that each rank loads in one epoch, for lengths that the number of ranks divides and lengths that "
+    "it does not, from torch's DistributedSampler and from this project's ElasticSampler.",
+    rule="Confirmed when no sample is given out twice in an epoch by torch's sampler, for any length; refuted when one "
+    "is.",
+    seconds=(3, 6),
+)
+
+LENGTHS = (96, 97, 100, 101)
+
+
+def measure(setting: Setting) -> Measurements:
+    """Samples given out twice, and left out, by sampler, ranks and length."""
+    cases = []
+    for count in setting.choose((2, 3), (2, 3, 4, 8)):
+        ranks = run_ranks(observe, count)
+        for name in ("torch", "elastic"):
+            for length in LENGTHS:
+                given = Counter(number for rank in ranks for number in rank[name][str(length)])
+                cases.append(
+                    {
+                        "sampler": name,
+                        "ranks": count,
+                        "length": length,
+                        "repeated": sum(times - 1 for times in given.values()),
+                        "left_out": length - len(given),
+                    }
+                )
+    return {"cases": cases}
+
+
+def observe(rank: int, world_size: int) -> dict[str, Any]:
+    """The ids that this rank loads, by sampler and length."""
+    return {
+        name: {str(length): _load(kind(Ids(length)), length) for length in LENGTHS}
+        for name, kind in (("torch", DistributedSampler), ("elastic", ElasticSampler))
+    }
+
+
+def _load(sampler: Sampler[int], length: int) -> list[int]:
+    return [int(number) for batch in DataLoader(Ids(length), batch_size=8, sampler=sampler) for number in batch]
+
+
+def judge(measurements: Measurements) -> Judgement:
+    """By the rule of the claim."""
+    cases = measurements["cases"]
+    torchs, ours = ([case for case in cases if case["sampler"] == name] for name in ("torch", "elastic"))
+    bad = [case for case in torchs if case["repeated"]]
+    divides = [case for case in torchs if case["length"] % case["ranks"] == 0]
+    figures = [
+        Figure("samples repeated by torch's sampler, most in one epoch", max(case["repeated"] for case in torchs)),
+        Figure("the same where the length divides", max((case["repeated"] for case in divides), default=0)),
+        Figure("samples repeated by ElasticSampler", max((case["repeated"] for case in ours), default=0)),
+        Figure("samples left out by ElasticSampler", max((case["left_out"] for case in ours), default=0)),
+    ]
+    most = max({case["ranks"] for case in cases})
+    lengths = sorted({case["length"] for case in cases})
+    plot = Series(
+        f"Samples given out twice in one epoch, {most} ranks",
+        Axis("samples in the data set", "", [str(length) for length in lengths]),
+        Axis("repeated", "samples"),
+        [
+            Line(name, [_repeated(group, most, length) for length in lengths])
+            for name, group in (("DistributedSampler", torchs), ("ElasticSampler", ours))
+            if group
+        ],
+    )
+    if bad:
+        worst = max(bad, key=lambda case: case["repeated"])
+        return Judgement(
+            "refuted",
+            f"where the length does not divide, samples are repeated: {worst['repeated']} of {worst['length']} on "
+            f"{worst['ranks']} ranks; where it divides there is no overlap. ElasticSampler repeats "
+            f"{figures[2].value} and leaves out {figures[3].value}",
+            figures,
+            [plot],
+        )
+    return Judgement("confirmed", "no sample was given out twice, at any length", figures, [plot])
+
+
+def _repeated(cases: list[dict[str, Any]], ranks: int, length: int) -> float | None:
+    found = [case["repeated"] for case in cases if case["ranks"] == ranks and case["length"] == length]
+    return found[0] if found else None

@@ -1,0 +1,151 @@
+"""What `backward` leaves in `.grad`, and what makes k micro-batches worth one large batch.
+
+`backward` adds to `.grad`, so gradients of sums add up by themselves: k micro-batches with a summed loss give the large
+batch's gradient. A loss that averages has divided by the micro-batch's size, so each of the k must be divided by k
+again, or the gradient is k times too large, which works like a k times larger learning rate and is easily overlooked.
+Under DDP each backward also averages over the ranks; `no_sync()` puts that off to the last one. Without it the result
+is the same (the mean of what has been averaged already is itself), only k all-reduces are paid for instead of one.
+BatchNorm is the exception: it normalises over the micro-batch, so its network computes another function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.ranks import run_ranks
+
+claim = Claim(
+    id="C12",
+    title="Gradients add up over backward calls, so k micro-batches equal one large batch",
+    claim="loss.backward() adds to the gradients instead of replacing them (y = x² at 4: 8, then 16), so k "
+    "micro-batches equal one large batch.",
+    original="PyTorch 的设计中,loss.backward() 计算出的梯度默认是累加的,而非覆盖。\n"
+    "利用这个特性,当大 Batch Size 导致 OOM 时,可以将其切分为多个 Mini-batch,连续执行多次 backward() 累积梯度,"
+    "最后执行一次 optimizer.step()。",
+    sources=("004",),
+    method="y = x² at x = 4, backward twice; and a small CNN whose gradient over k micro-batches is compared with the "
+    "one over the whole batch: mean and sum losses, on one process and under DDP with and without no_sync, rescaled "
+    "and not.",
+    rule="Confirmed when x² gives 8 and then 16, every rightly scaled case differs by at most 1e-6 of the gradient's "
+    "norm, and a mean loss that is not divided by k gives k times the gradient. Otherwise refuted.",
+    seconds=(4, 5),
+)
+
+TOLERANCE = 1e-6
+SAMPLES, MICRO_BATCHES, WORLD_SIZE = 64, 4, 2
+
+
+def measure(setting: Setting) -> Measurements:
+    """The gradients of x², and each case's relative difference and factor against one large batch."""
+    x = torch.tensor(4.0, requires_grad=True)
+    y = x * x
+    square = []
+    for _ in range(2):
+        y.backward(retain_graph=True)
+        assert x.grad is not None
+        square.append(float(x.grad))
+    cases = run_ranks(observe, WORLD_SIZE)[0]
+    return {"square": square, "micro_batches": MICRO_BATCHES, "ranks": WORLD_SIZE, "cases": cases}
+
+
+def observe(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Every case; all ranks get the same figures under DDP."""
+    inputs, targets = _data()
+    share = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    cases: list[dict[str, Any]] = []
+    for loss in ("mean", "sum"):
+        whole = _gradient(_network(), inputs, targets, loss, 1, 1.0)
+        for rescaled in (True, False) if loss == "mean" else (True,):
+            weight = 1 / MICRO_BATCHES if loss == "mean" and rescaled else 1.0
+            alone = _gradient(_network(), inputs, targets, loss, MICRO_BATCHES, weight)
+            cases.append({"where": "one process", "loss": loss, "rescaled": rescaled} | _compare(alone, whole))
+            # DDP averages over ranks: right for a mean of means, to be undone for a sum.
+            undo = world_size if loss == "sum" else 1
+            for no_sync in (True, False):
+                module = DistributedDataParallel(_network())
+                ours = _gradient(module, inputs[share], targets[share], loss, MICRO_BATCHES, weight * undo, no_sync)
+                case = {"where": "DDP", "loss": loss, "rescaled": rescaled, "no_sync": no_sync}
+                cases.append(case | _compare(ours, whole))
+    normalised = _gradient(_network(True), inputs, targets, "sum", 1, 1.0)
+    cut = _gradient(_network(True), inputs, targets, "sum", MICRO_BATCHES, 1.0)
+    cases.append({"where": "BatchNorm", "loss": "sum", "rescaled": True} | _compare(cut, normalised))
+    return cases
+
+
+def _data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, 1, 8, 8, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator)
+
+
+def _network(batch_norm: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    between = [nn.BatchNorm2d(8)] if batch_norm else []
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), *between, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
+
+
+def _gradient(
+    module: nn.Module, inputs: Tensor, targets: Tensor, loss: str, count: int, weight: float, no_sync: bool = False
+) -> Tensor:
+    """The flat gradient after backward over `count` micro-batches, each loss times `weight`."""
+    parts = list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+    for number, (some_inputs, some_targets) in enumerate(parts):
+        last = number == len(parts) - 1
+        waits = isinstance(module, DistributedDataParallel) and no_sync and not last
+        with module.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+            outputs = module(some_inputs)
+            (functional.cross_entropy(outputs, some_targets, reduction=loss) * weight).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
+
+
+def _compare(ours: Tensor, whole: Tensor) -> dict[str, float]:
+    ours, whole = ours.double(), whole.double()
+    factor = float(ours @ whole / (whole @ whole))
+    return {"difference": float((ours - whole).norm() / whole.norm()), "factor": factor}
+
+
+def judge(measurements: Measurements) -> Judgement:
+    """By the rule of the claim."""
+    count, cases = measurements["micro_batches"], measurements["cases"]
+    right = [case for case in cases if case["rescaled"] and case["where"] != "BatchNorm"]
+    wrong = [case for case in cases if not case["rescaled"]]
+    normalised = [case for case in cases if case["where"] == "BatchNorm"]
+    worst = max(right, key=lambda case: case["difference"])
+    factors = [case["factor"] for case in wrong]
+    figures = [
+        Figure("gradient of x² at 4, first backward", measurements["square"][0]),
+        Figure("gradient of x² at 4, second backward", measurements["square"][1]),
+        Figure("largest relative difference, rightly scaled", worst["difference"]),
+        Figure("gradient too large by, mean loss not divided by k", max(factors), "times"),
+    ]
+    figures += [Figure(f"relative difference, {_name(case)}", case["difference"]) for case in [*right, *normalised]]
+    faults = []
+    if measurements["square"] != [8.0, 16.0]:
+        faults.append(f"x² gave {measurements['square']}")
+    if worst["difference"] > TOLERANCE:
+        faults.append(f"{_name(worst)} differs by {worst['difference']:.2g}")
+    if any(abs(factor - count) > TOLERANCE * count for factor in factors):
+        faults.append(f"a mean loss that is not divided by k = {count} gave {factors} times the gradient")
+    if faults:
+        return Judgement("refuted", "; ".join(faults), figures)
+    rest = f"; BatchNorm breaks it ({normalised[0]['difference']:.2g})" if normalised else ""
+    return Judgement(
+        "confirmed",
+        f"x² gives 8, then 16; {count} micro-batches differ from one large batch by at most {worst['difference']:.1g} "
+        f"of its norm, with and without no_sync; a mean loss not divided by k is wrong by {max(factors):.6g}{rest}",
+        figures,
+    )
+
+
+def _name(case: dict[str, Any]) -> str:
+    switch = "" if case.get("no_sync") is None else f", {'with' if case['no_sync'] else 'without'} no_sync"
+    return f"{case['where']}, {case['loss']} loss{switch}"

@@ -1,0 +1,49 @@
+"""The command line of the claims."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_core.errors import ExitCode, said_by
+
+
+@said_by("ddp")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, judge again, or document the claims; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ddp claims", description="What the sources say, measured on this machine and judged by stated rules."
+    )
+    parser.add_argument("claims", nargs="*", metavar="C06", help="which claims (default: all)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="all claims within ten minutes on two cores (default)")
+    how.add_argument("--full", action="store_true", help="more rounds, sizes and seeds")
+    how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
+    how.add_argument("--document", action="store_true", help="write the claims, and what was measured, as markdown")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
+    parser.add_argument("--to", type=Path, default=Path("docs/claims.md"), metavar="FILE", help="for --document")
+    return _run(parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from ddp_lab.claims.framework import suite
+    from ddp_lab.claims.framework.setting import Setting
+
+    claims = suite.known_claims(options.claims)
+    if options.document:
+        from ddp_lab.claims.framework.document import document
+
+        options.to.parent.mkdir(parents=True, exist_ok=True)
+        options.to.write_text(document(claims, options.output))
+        print(f"claims: {len(claims)} -> {options.to}")
+        return ExitCode.DONE
+    say = suite.printer()
+    if options.judge_again:
+        return suite.judge_again(claims, options.output, say)
+    setting = Setting.here(not options.full, options.output, lambda text: say(f"        {text}"))
+    return suite.measure_all(claims, setting, say)

@@ -1,0 +1,171 @@
+"""Find the claims' files, measure and judge each, and keep what came out where the report looks for it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_lab.claims.framework.claim import FORMAT, Claim, Judgement, KnownClaim, Measurements
+from ddp_lab.claims.framework.setting import Setting
+
+FAILED = 1
+"""Exit code where a measurement raised."""
+
+
+def known_claims(wanted: Sequence[str] = ()) -> list[KnownClaim]:
+    """The claims by number, all or those wanted. Raises UserError for one that does not exist."""
+    files = {path.stem[:3].upper(): path for path in sorted(Path(__file__).parents[1].glob("c[0-9][0-9]_*.py"))}
+    names = [name.upper() for name in wanted] or list(files)
+    for name in names:
+        if name not in files:
+            raise UserError(f"there is no claim {name}; there are: {', '.join(files)}")
+    return [load(files[name].stem) for name in dict.fromkeys(names)]
+
+
+def load(module_name: str) -> KnownClaim:
+    """One claim's file."""
+    module = importlib.import_module(f"ddp_lab.claims.{module_name}")
+    assert module.claim.id == module_name[:3].upper(), module_name
+    return KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip())
+
+
+def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[str], None]) -> int:
+    """Measure, judge and write each claim; returns the exit code, 1 where a measurement raised."""
+    from ddp_core.run.environment import describe_environment
+
+    environment = describe_environment() | {"load_before": os.getloadavg()[0]}
+    if environment["load_before"] > setting.cores / 2:
+        say(
+            f"the machine is busy (load {environment['load_before']:.1f} on {setting.cores} cores): times will be noisy"
+        )
+    mode = 0 if setting.quick else 1
+    planned = [known.claim.seconds[mode] for known in claims]
+    began, failed = time.monotonic(), []
+    for number, known in enumerate(claims):
+        spent, expected = time.monotonic() - began, sum(planned[:number])
+        # This machine against the one that the plan was made on.
+        pace = spent / expected if expected else 1.0
+        left = duration(sum(planned[number:]) * pace)
+        say(f"[{number + 1:2d}/{len(claims)}] {known.claim.id} {known.claim.title}; about {left} left")
+        content = measure_one(known, setting, environment)
+        if content["error"] is not None:
+            failed.append(known.claim.id)
+        say(f"        {content['verdict']}: {content['reason']} ({duration(content['seconds'])})")
+    if failed:
+        say(f"claims: failed for {', '.join(failed)}; see *.error.txt in {setting.claims}")
+    return FAILED if failed else ExitCode.DONE
+
+
+def measure_one(known: KnownClaim, setting: Setting, environment: dict[str, Any]) -> dict[str, Any]:
+    """Measure and judge one claim and write its file; `error` says in a line what went wrong, None if nothing did."""
+    setting.claims.mkdir(parents=True, exist_ok=True)
+    trace = setting.claims / f"{known.claim.id}.error.txt"
+    trace.unlink(missing_ok=True)
+    began = time.monotonic()
+    measurements: Measurements | None = None
+    problem: str | None = None
+    try:
+        measurements = plain(known.measure(setting))
+        judgement = known.judge(measurements)
+    except Exception as error:
+        trace.write_text(traceback.format_exc())
+        problem = str(error).strip().partition("\n")[0]
+        problem = problem if isinstance(error, UserError) else f"{type(error).__name__}: {problem}"
+        step = "measurement" if measurements is None else "judgement"
+        judgement = Judgement("inconclusive", f"the {step} failed: {problem}")
+    content = describe(known.claim, judgement) | {
+        "measurements": measurements,
+        "error": problem,
+        "command": f"ddp claims {known.claim.id} {'--quick' if setting.quick else '--full'}",
+        "seconds": round(time.monotonic() - began, 2),
+        "environment": environment | setting.describe(),
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write(setting.claims / f"{known.claim.id}.json", content)
+    return content
+
+
+def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str], None]) -> int:
+    """Apply today's rules to the measurements that are stored. Raises UserError where there are none."""
+    for known in claims:
+        path = output / "claims" / f"{known.claim.id}.json"
+        content = read(path)
+        if content is None:
+            raise UserError(f"{path} is missing or unreadable; measure first: ddp claims {known.claim.id}")
+        if content.get("measurements") is None:
+            continue
+        judgement = known.judge(content["measurements"])
+        write(path, content | describe(known.claim, judgement) | {"error": None})
+        say(f"{known.claim.id} {judgement.verdict}: {judgement.reason}")
+    return ExitCode.DONE
+
+
+def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
+    """A claim's file as far as it does not depend on where it was measured."""
+    fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
+    content: dict[str, Any] = plain({"format": FORMAT} | fixed | judgement.to_json())
+    return content
+
+
+def plain(content: Any) -> Any:
+    """The same as it will be read again: JSON types only, numbers finite or None. Raises TypeError for others."""
+    return json.loads(json.dumps(_finite(content)))
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A claim's file, None where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file at once. Raises UserError (4) where that cannot be done."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            json.dump(content, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+        Path(file.name).chmod(0o644)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
+
+
+def duration(seconds: float) -> str:
+    """For people: 12 s, 3 min 20 s."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+def printer() -> Callable[[str], None]:
+    """Says a line at once."""
+
+    def say(text: str) -> None:
+        print(re.sub(r"\s*\n\s*", " ", text), file=sys.stdout, flush=True)
+
+    return say
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {str(name): _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content

@@ -1,0 +1,1 @@
+"""How a claim measures: ranks, timing, whole training runs, stepping by hand, bytes on the wire."""

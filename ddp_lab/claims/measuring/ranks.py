@@ -1,0 +1,124 @@
+"""Real ranks for a measurement: processes with a process group, quick to start, under a hard time limit."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ddp_core.errors import ExitCode, UserError
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "numpy",
+    "ddp_core.distributed.process_group",
+)
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, device: str = "cpu", timeout: float = 120
+) -> list[Any]:
+    """Run `function(rank, world_size, *arguments)` as `world_size` ranks; returns what each returned, by rank.
+
+    A module-level function; the process group is there when it starts (gloo, and nccl for `device` cuda) and ends
+    after it. One thread per rank on CPU. Results must be plain Python or numpy. Raises UserError, naming the rank,
+    where one fails or `timeout` seconds are over; leaves no process behind.
+    """
+    _CONTEXT.set_forkserver_preload(list(_PRELOAD))
+    port, results = _free_port(), _CONTEXT.Queue()
+    place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        _CONTEXT.Process(
+            target=_enter, args=(function, rank, world_size, place, device, timeout, arguments, results), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    deadline = time.monotonic() + timeout
+    collected: dict[int, Any] = {}
+    name = f"{function.__module__}.{function.__name__}"
+    try:
+        for worker in workers:
+            worker.start()
+        while len(collected) < world_size:
+            try:
+                rank, problem, value = results.get(timeout=min(1.0, max(0.01, deadline - time.monotonic())))
+            except queue.Empty:
+                missing = [rank for rank in range(world_size) if rank not in collected]
+                dead = [rank for rank in missing if workers[rank].exitcode not in (None, 0)]
+                if dead:
+                    codes = [workers[rank].exitcode for rank in dead]
+                    raise UserError(f"{name}: ranks {dead} died with {codes}", ExitCode.PEERS_LOST) from None
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"{name}: ranks {missing} of {world_size} did not answer within {timeout:.0f} s",
+                        ExitCode.PEERS_LOST,
+                    ) from None
+                continue
+            if problem is not None:
+                raise UserError(f"{name}: rank {rank} of {world_size}: {problem}")
+            collected[rank] = value
+        for worker in workers:
+            worker.join(max(0.1, deadline - time.monotonic()))
+    finally:
+        for worker in workers:
+            if worker.pid is not None and worker.is_alive():
+                worker.kill()
+            if worker.pid is not None:
+                worker.join()
+    return [collected[rank] for rank in range(world_size)]
+
+
+def own_device(rank: int, device: str) -> Any:
+    """The torch.device of a rank on one node: `cpu`, or the CUDA device of its number."""
+    import torch
+
+    return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def _enter(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    place: dict[str, Any],
+    device: str,
+    timeout: float,
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", OMP_NUM_THREADS="1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+
+    from ddp_core.distributed.process_group import local_device, process_group
+    from ddp_core.distributed.world import World
+
+    torch.set_num_threads(1)
+    try:
+        world = World.from_environment()
+        with process_group(world, local_device(world, device), timeout, even_alone=True):
+            value = function(rank, world_size, *arguments)
+        results.put((rank, None, value))
+    except BaseException as error:
+        first = str(error).strip().partition("\n")[0]
+        results.put((rank, f"{type(error).__name__}: {first}", None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,91 @@
+"""This project's own trainers, stepped by hand: so that layouts can be timed in turns within the same processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.distributed.world import World
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.run.prepare import load_with_settings
+from ddp_core.run.request import build_work
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
+from ddp_core.trainers import Job, Trainer, build_trainer
+
+EXPERIMENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "digits": ("digits", ("epochs=1000", "schedule.name=constant", "schedule.warmup_steps=0")),
+    "resnet18": (
+        "resnet18_synthetic",
+        (
+            *("epochs=1000", "model.small_input=true", "data.image_size=32", "data.pool=64", "data.samples=6400"),
+            "global_batch_size=16",
+        ),
+    ),
+}
+"""Experiments by a short name: the file, and what is set to make steps short and a schedule without an end."""
+
+
+class Stepper:
+    """A trainer of one layout; `step` makes one optimizer step of it.
+
+    `dp` and `single` live in this process alone; for `ddp` all ranks have to step together. Plain reduction, and every
+    rank or replica takes its share of the global batch at once, as torch's own modules do.
+    """
+
+    def __init__(self, name: str, layout: Layout, settings: Sequence[str] = ()) -> None:
+        file, ours = EXPERIMENTS[name]
+        loaded = load_with_settings(file, [*ours, *settings])
+        loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"micro_batch": None}))
+        world = World.from_environment()
+        device = torch.device(layout.device, world.local_rank) if layout.device == "cuda" else torch.device("cpu")
+        if device.type == "cpu":
+            keep_freed_memory()
+        work = build_work(loaded, Path("data"))
+        collectives = Collectives(world if layout.kind == "ddp" else World(), device)
+        self.trainer: Trainer = build_trainer(
+            Job(
+                experiment=loaded.experiment,
+                layout=layout,
+                options=Options(reduction="plain"),
+                model=work.model,
+                loss=work.loss,
+                hits=work.hits,
+                splits=work.splits,
+                collectives=collectives,
+                device=device,
+                console=Console(rank=1),
+                metrics=MetricsWriter(None),
+                stop=StopRequest(),
+            )
+        )
+        self._stream = self.trainer.batches.starting_at(0, self.trainer.total_steps)
+
+    def step(self, times: int = 1) -> None:
+        """Load, compute gradients, update; so many times."""
+        trainer = self.trainer
+        for _ in range(times):
+            batch = next(self._stream)
+            trainer.compute_gradients(batch)
+            trainer.signals.receive()
+            trainer.signals.read()
+            trainer.update_weights(batch)
+            trainer.state.step += 1
+
+    def close(self) -> None:
+        """End its threads, and let go of the process group."""
+        self._stream.close()
+        self.trainer.close()
+
+    def __enter__(self) -> Stepper:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self.close()

@@ -1,0 +1,156 @@
+"""`python -m ddp_lab.cluster up …`: baseline, cluster, verdict, table. `check SERVICE`: are there GPUs for it?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_core.run.prepare import load_with_settings
+from ddp_lab.cluster.cluster import Backend, Cluster, Spec
+from ddp_lab.cluster.containers import ContainerBackend, engine_version
+from ddp_lab.cluster.gpus import check_service
+from ddp_lab.cluster.local import LocalBackend
+from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
+from ddp_lab.cluster.verdict import Verdict
+
+# What says which experiment it is and where its data are: the baseline gets these, too.
+_SHARED = ("--set", "--reduction")
+
+_printing = threading.Lock()
+
+
+def say(text: str) -> None:
+    """One line of the cluster's own, whole even while nodes write."""
+    with _printing:
+        print(f"cluster: {text}", flush=True)
+
+
+@said_by("cluster")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; a UserError becomes one line and its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ddp_lab.cluster", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser(
+        "up",
+        allow_abbrev=False,
+        help="train on a cluster; further options go to `ddp train`",
+    )
+    up.add_argument("--nodes", type=int, default=2)
+    up.add_argument("--nproc", type=int, default=2, help="processes per node")
+    up.add_argument("--experiment", default="digits")
+    up.add_argument("--backend", choices=("auto", "docker", "local"), default="auto")
+    up.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")))
+    up.add_argument("--data-dir", type=Path, default=Path(os.environ.get("DDP_DATA", "data")))
+    check = commands.add_parser("check", help="say what is missing for a service of compose.yaml")
+    check.add_argument("service")
+    known, options = parser.parse_known_args(arguments)
+    if known.command == "check" and options:
+        parser.error(f"unrecognized arguments: {' '.join(options)}")
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    if known.command == "check":
+        check_service(known.service)
+        return ExitCode.DONE
+    return train(known, tuple(options))
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
+    """Baseline where there is none, the cluster, then both in one table; the cluster's exit code."""
+    if known.nodes < 1 or known.nproc < 1:
+        raise UserError(f"a cluster has at least one node and one process per node, not {known.nodes} x {known.nproc}")
+    digest = planned_digest(known.experiment, options)
+    backend = choose_backend(known.backend)
+    spec = Spec(
+        known.experiment,
+        nnodes=known.nodes,
+        nproc_per_node=known.nproc,
+        options=options,
+        output=known.output,
+        data=known.data_dir,
+    )
+    baseline = find_baseline(known.output, digest)
+    if baseline is None:
+        say("no completed single-process run of this experiment: training the baseline first")
+        single = Spec(
+            known.experiment, "single", options=settings_of(options, _SHARED), output=known.output, data=known.data_dir
+        )
+        verdict = launch(single, backend)
+        if verdict.exit_code != ExitCode.DONE:
+            return verdict.exit_code
+        baseline = find_baseline(known.output, digest)
+        backend = type(backend)()
+    say(f"{known.experiment} on {known.nodes} nodes x {known.nproc} processes as {backend.name}")
+    verdict = launch(spec, backend)
+    run = find_launched(known.output, spec.launch_id)
+    if run is not None:
+        _compare([path for path in (baseline, run) if path is not None])
+    return verdict.exit_code
+
+
+def planned_digest(experiment: str, options: Sequence[str]) -> str:
+    """The digest of what `ddp train` will train. Raises UserError for an unknown experiment or setting."""
+    words = settings_of(options, ["--set"])
+    settings = [word.removeprefix("--set=") for word in words if word != "--set"]
+    return load_with_settings(experiment, settings).experiment.digest()
+
+
+def choose_backend(wish: str) -> Backend:
+    """The backend, with its reason said, and its image built."""
+    reason = "asked for"
+    if wish != "local":
+        try:
+            reason = f"Docker Engine {engine_version()} answers"
+        except UserError as error:
+            if wish == "docker":
+                raise
+            wish, reason = "local", str(error)
+    if wish == "local":
+        say(f"local processes ({reason})")
+        return LocalBackend()
+    say(f"containers ({reason}); building the image where it is not up to date")
+    backend = ContainerBackend()
+    backend.build()
+    return backend
+
+
+def launch(spec: Spec, backend: Backend) -> Verdict:
+    """Start, follow, wait, judge, stop. The first Ctrl-C asks the nodes to save and leave, the second ends them."""
+
+    def write(node: str, line: str) -> None:
+        with _printing:
+            print(f"{node} | {line}", flush=True)
+
+    with Cluster(spec, backend) as cluster:
+        try:
+            cluster.start()
+            cluster.logs(write)
+            results = cluster.wait()
+        except KeyboardInterrupt:
+            say("stopping: the nodes finish their step and save (again Ctrl-C ends them at once)")
+            backend.terminate()
+            results = cluster.wait()
+        verdict = cluster.judge(results)
+    for line in verdict.lines:
+        say(line)
+    return verdict
+
+
+def _compare(runs: Sequence[Path]) -> None:
+    with _printing:
+        print(flush=True)
+        subprocess.run([sys.executable, "-m", "ddp_core", "compare", *map(str, runs)], check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

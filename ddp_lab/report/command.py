@@ -1,0 +1,39 @@
+"""The command: where the runs are, where the report goes, and whether it is served."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddp_core.errors import ExitCode, said_by
+from ddp_lab.report.page import write_report
+from ddp_lab.report.serving import address, serve
+from ddp_lab.report.values import plural
+
+
+@said_by("report")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the report, and serve it if asked to; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_lab.report", description="All runs, claims and drills on one page."
+    )
+    output = Path(os.environ.get("DDP_OUTPUT", "outputs"))
+    parser.add_argument("--output", type=Path, default=output, help="where the runs are")
+    parser.add_argument("--to", type=Path, help="where the report goes (default: OUTPUT/report)")
+    parser.add_argument("--serve", metavar="HOST:PORT", help="then serve the report's folder, to be read only")
+    known = parser.parse_args(arguments)
+    to = known.to or known.output / "report"
+    place = address(known.serve) if known.serve else None
+    report = write_report(known.output, to)
+    counts = {"run": len(report.inventory.runs), "experiment": len(report.families), "claim": len(report.claims)}
+    print(f"report: {', '.join(plural(count, word) for word, count in counts.items())} -> {to / 'index.html'}")
+    for broken in report.inventory.broken:
+        print(f"report: {broken.name}: {broken.problem}", file=sys.stderr)
+    for name, problem in report.findings.unreadable:
+        print(f"report: {name}: {problem}", file=sys.stderr)
+    if place is not None:
+        serve(to, place)
+    return ExitCode.DONE

@@ -1,0 +1,76 @@
+"""The report written: index.html (one file, nothing from outside), report.md, and the plots as SVG and PNG."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_lab.report import values
+from ddp_lab.report.charts.drawing import DARK, LIGHT
+from ddp_lab.report.charts.shapes import CSS_DASHES
+from ddp_lab.report.sections import TONES, Report, build_report, interval, run_anchor
+
+
+def write_report(output: Path, to: Path) -> Report:
+    """Read `output`, write the report into `to`.
+
+    Raises UserError (2) where there is no such folder, (4) where `to` cannot be written.
+    """
+    if not output.is_dir():
+        raise UserError(f"no folder {output}; train something first (ddp train digits), or name another with --output")
+    report = build_report(output)
+    try:
+        (to / "plots").mkdir(parents=True, exist_ok=True)
+        for plot in report.plots:
+            _replace(to / "plots" / f"{plot.name}.svg", plot.drawing.svg)
+            _replace(to / "plots" / f"{plot.name}.png", plot.drawing.png)
+        for name, template in (("report.md", "report.md.j2"), ("index.html", "page.html.j2")):
+            _replace(to / name, render(report, template).encode())
+    except OSError as error:
+        reason = f"cannot write {error.filename or to}: {error.strerror}"
+        raise UserError(
+            f"{reason}; choose another folder with --to DIR, or mend its owner and mode", ExitCode.RESOURCES
+        ) from None
+    return report
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Readers, and the server, see the old file or the new one."""
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(content)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
+
+
+def render(report: Report, template: str) -> str:
+    """One template filled in."""
+    loader = PackageLoader("ddp_lab.report", "templates")
+    html = template.endswith(".html.j2")
+    surroundings = Environment(
+        loader=loader, autoescape=html, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    surroundings.globals.update(
+        plural=values.plural,
+        number=values.number,
+        duration=values.duration,
+        tone=lambda word: TONES.get(str(word), "quiet"),
+        dashes=CSS_DASHES,
+    )
+    surroundings.globals.update(light=LIGHT, dark=DARK, anchor=run_anchor, interval=interval)
+    surroundings.filters.update(markup=Markup, cell=_markdown_cell, sentence=_sentence)
+    return surroundings.get_template(template).render(report=report)
+
+
+def _sentence(words: str) -> str:
+    """With a capital, unless it begins with a name such as torch.distributed, and a full stop."""
+    first = words.split(" ", 1)[0]
+    begun = words[:1].upper() + words[1:] if first.isalpha() else words
+    return begun + ("" if words.endswith((".", "!", "?", ":")) else ".")
+
+
+def _markdown_cell(item: str) -> str:
+    return item.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,174 @@
+"""Claims and drills read from their JSON files; one that cannot be read is said, not raised."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddp_core.spec.experiment import explain
+
+
+class _Loose(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Figure(_Loose):
+    """A number that a claim rests on, with its interval."""
+
+    name: str
+    value: int | float | str | bool | None = None
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+class SeriesAxis(_Loose):
+    """What an axis shows."""
+
+    name: str = ""
+    unit: str = ""
+    values: list[float | str | None] = []
+    zero: bool = False
+
+
+class SeriesLine(_Loose):
+    """One line over the x values, with a band."""
+
+    name: str = ""
+    values: list[float | None] = []
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+
+
+class Series(_Loose):
+    """What a plot of a claim is drawn from."""
+
+    title: str = ""
+    x: SeriesAxis = SeriesAxis()
+    y: SeriesAxis = SeriesAxis()
+    lines: list[SeriesLine] = []
+
+
+class Claim(_Loose):
+    """A sentence of the sources with what was measured and the verdict (format ddp-claim/1)."""
+
+    id: str
+    title: str
+    claim: str
+    verdict: str
+    original: str | None = None
+    sources: list[str] = []
+    method: str | None = None
+    rule: str | None = None
+    reason: str | None = None
+    figures: list[Figure] = []
+    series: list[Series] = []
+    command: str | None = None
+    seconds: float | None = None
+    environment: dict[str, Any] = {}
+    measured_at: str | None = None
+
+
+class Fault(_Loose):
+    """One fault of a drill and what became of it."""
+
+    name: str
+    at_step: int | float | None = None
+    noticed_seconds: float | None = None
+    resumed_seconds: float | None = None
+    steps_lost: int | float | None = None
+    outcome: str | None = None
+
+
+class Drill(_Loose):
+    """Faults against a training run, and whether it ended as if there had been none (format ddp-drill/1)."""
+
+    name: str = "drill"
+    backend: str | None = None
+    seed: int | None = None
+    faults: list[Fault] = []
+    digest: str | None = None
+    undisturbed_digest: str | None = None
+    identical: bool | None = None
+    ledger: str | None = None
+    exit_code: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot that a claim has drawn itself, as a data URI."""
+
+    name: str
+    uri: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class MeasuredClaim:
+    """A claim with the pictures beside it."""
+
+    claim: Claim
+    pictures: list[Picture]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Claims by number, drills by name, and files that could not be read."""
+
+    claims: list[MeasuredClaim] = field(default_factory=list)
+    drills: list[Drill] = field(default_factory=list)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_findings(output: Path) -> Findings:
+    """Every claims/C??.json and drill.json below `output`; of one claim measured twice, the newer."""
+    unreadable: list[tuple[str, str]] = []
+    newest: dict[str, MeasuredClaim] = {}
+    for file in sorted(output.glob("**/claims/C[0-9][0-9].json")):
+        claim = _read(file, "ddp-claim/1", Claim, output, unreadable)
+        if claim is None:
+            continue
+        known = newest.get(claim.id)
+        if known is None or (known.claim.measured_at or "") <= (claim.measured_at or ""):
+            newest[claim.id] = MeasuredClaim(claim, [] if claim.series else _pictures(file))
+    drills = [_read(file, "ddp-drill/1", Drill, output, unreadable) for file in sorted(output.glob("**/drill.json"))]
+    return Findings(
+        [newest[name] for name in sorted(newest)], [drill for drill in drills if drill is not None], unreadable
+    )
+
+
+def _read(file: Path, form: str, model: type[Model], output: Path, unreadable: list[tuple[str, str]]) -> Model | None:
+    name = file.relative_to(output).as_posix()
+    try:
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict) or content.get("format") != form:
+            unreadable.append((name, f"not of format {form}"))
+            return None
+        return model.model_validate(content)
+    except (OSError, ValueError) as error:
+        unreadable.append((name, explain(error) if isinstance(error, ValidationError) else f"cannot be read: {error}"))
+        return None
+
+
+def _pictures(file: Path) -> list[Picture]:
+    """SVG before PNG of the same name."""
+    found: dict[str, Picture] = {}
+    for kind, media in (("svg", "image/svg+xml"), ("png", "image/png")):
+        for picture in sorted(file.parent.glob(f"{file.stem}*.{kind}")):
+            if picture.stem in found:
+                continue
+            try:
+                content = base64.b64encode(picture.read_bytes()).decode()
+            except OSError:
+                continue
+            found[picture.stem] = Picture(picture.stem, f"data:{media};base64,{content}", kind)
+    return [found[name] for name in sorted(found)]

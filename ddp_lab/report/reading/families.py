@@ -1,0 +1,239 @@
+"""Runs set side by side: a family is one experiment, whatever its seed; a group is a family's runs on one layout."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_core.commands.compare import verdict
+from ddp_core.determinism.fingerprint import differences
+from ddp_lab.report.reading.runs import Run
+from ddp_lab.report.values import Spread, plural, slug
+
+_KINDS = ("single", "dp", "ddp")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one family that were carried out the same way; they differ in seed, or repeat each other."""
+
+    label: str
+    runs: list[Run]
+
+    @property
+    def layout_order(self) -> tuple[int, int, str]:
+        """Single first, then by kind and size."""
+        layout = self.runs[0].layout
+        return _KINDS.index(layout.kind), layout.shares, self.label
+
+    @property
+    def completed(self) -> list[Run]:
+        """The runs that count for figures."""
+        return [run for run in self.runs if run.completed]
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """The others."""
+        return [run for run in self.runs if not run.completed]
+
+    @property
+    def shares(self) -> int:
+        """Ranks, or replicas of DP."""
+        return self.runs[0].layout.shares
+
+    def spread(self, name: str) -> Spread | None:
+        """A number of the completed runs' results."""
+        return Spread.of(run.result(name) for run in self.completed)
+
+    def time_split(self) -> dict[str, float] | None:
+        """Mean seconds per step by part, over the completed runs that have the same parts as the newest."""
+        splits = [split for run in self.completed if (split := run.time_split())]
+        if not splits:
+            return None
+        alike = [split for split in splits if split.keys() == splits[-1].keys()]
+        return {part: sum(split[part] for split in alike) / len(alike) for part in splits[-1]}
+
+
+@dataclass(frozen=True)
+class SeedVerdict:
+    """What the digests of the runs with one seed say: `tone` is good, bad, warn or quiet."""
+
+    seed: int | None
+    text: str
+    tone: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One experiment with all its seeds and layouts; `difference` tells it from others of its name."""
+
+    name: str
+    question: str | None
+    difference: str
+    anchor: str
+    """A short name that no other family of the report has, for links and files."""
+    groups: list[Group]
+    verdicts: list[SeedVerdict]
+
+    @property
+    def title(self) -> str:
+        """The name, and what tells it apart."""
+        return f"{self.name}, {self.difference}" if self.difference else self.name
+
+    @property
+    def compared(self) -> bool:
+        """Whether there is more than one way of running it to look at."""
+        return len(self.groups) > 1
+
+    @property
+    def judgement(self) -> str:
+        """The verdicts of its seeds in a sentence."""
+        told = [item for item in self.verdicts if item.tone != "quiet"]
+        return "; ".join(f"seed {item.seed}: {item.text}" for item in told)
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, in the order of the groups."""
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def verdict(self) -> SeedVerdict:
+        """All seeds in one: the worst of what could be judged."""
+        judged = [item for item in self.verdicts if item.tone != "quiet"]
+        if not judged:
+            return SeedVerdict(None, "nothing to compare yet", "quiet")
+        for tone, words in (("bad", "digests differ"), ("warn", "differ, on unlike machines")):
+            if any(item.tone == tone for item in judged):
+                return SeedVerdict(None, words, tone)
+        compared = [run for run in self.runs if run.completed and run.record.options.reduction == "exact"]
+        layouts = len({run.layout.label for run in compared})
+        return SeedVerdict(None, f"identical on {layouts} layout{'s' if layouts > 1 else ''}", "good")
+
+    def reference_for(self, group: Group) -> Group | None:
+        """The single runs on the same device type, with the same reduction where there are any."""
+        layout, options = group.runs[0].layout, group.runs[0].record.options
+        found = [
+            other
+            for other in self.groups
+            if other.runs[0].layout.kind == "single"
+            and other.runs[0].layout.device == layout.device
+            and other.spread("samples_per_second")
+        ]
+        same = [other for other in found if other.runs[0].record.options.reduction == options.reduction]
+        return next(iter([*same, *found]), None)
+
+    def speed_up(self, group: Group) -> Spread | None:
+        """Throughput over the reference's median."""
+        speed, reference = group.spread("samples_per_second"), self.reference_for(group)
+        base = reference.spread("samples_per_second") if reference else None
+        return speed.over(base.median) if speed and base and base.median else None
+
+    @property
+    def common_seed(self) -> int | None:
+        """The seed that most groups have completed; the lowest of several."""
+        counts = Counter(
+            seed for group in self.groups for seed in {run.seed for run in group.completed} if seed is not None
+        )
+        return min(counts, key=lambda seed: (-counts[seed], seed)) if counts else None
+
+
+def find_families(runs: Sequence[Run]) -> list[Family]:
+    """Families by name; within a name the largest first, the others told by where they differ from it."""
+    by_key: dict[str, list[Run]] = {}
+    for run in runs:
+        by_key.setdefault(_key(run), []).append(run)
+    by_name: dict[str, list[list[Run]]] = {}
+    for members in by_key.values():
+        by_name.setdefault(members[0].experiment, []).append(members)
+    families: list[Family] = []
+    for name in sorted(by_name):
+        alike = sorted(by_name[name], key=lambda members: -len(members))
+        main = flatten(alike[0][0].record.experiment)
+        for members in alike:
+            difference = _difference(flatten(members[0].record.experiment), main)
+            families.append(_family(name, members, difference, {family.anchor for family in families}))
+    return families
+
+
+def _key(run: Run) -> str:
+    return json.dumps({name: value for name, value in run.record.experiment.items() if name != "seed"}, sort_keys=True)
+
+
+def _difference(own: Mapping[str, Any], main: Mapping[str, Any]) -> str:
+    varied = [name for name in own if name not in ("seed", "name") and main.get(name) != own[name]]
+    return ", ".join(f"{name}={json.dumps(own[name])}" for name in varied[:3]) + (" …" if len(varied) > 3 else "")
+
+
+def _anchor(title: str, taken: set[str]) -> str:
+    short = slug(title)[:40]
+    further = (f"{short}-{count}" for count in itertools.count(2))
+    return next(name for name in itertools.chain([short], further) if name not in taken)
+
+
+def _family(name: str, members: Sequence[Run], difference: str, taken: set[str]) -> Family:
+    by_way: dict[str, list[Run]] = {}
+    for run in members:
+        by_way.setdefault(way_of(run), []).append(run)
+    groups = [Group(way, runs) for way, runs in by_way.items()]
+    groups.sort(key=lambda group: group.layout_order)
+    question = next((run.record.question for run in reversed(members) if run.record.question), None)
+    anchor = _anchor(f"{name} {difference}", taken)
+    return Family(name, question, difference, anchor, groups, judge(members))
+
+
+def way_of(run: Run) -> str:
+    """How a run was carried out: its layout, and every option that is not the usual one."""
+    options = run.record.options
+    extra = [options.reduction] if options.reduction != "exact" else []
+    extra += [plural(options.workers, "loader worker")] if options.workers else []
+    extra += [options.backend] if options.backend != "auto" else []
+    return " · ".join([run.layout.label, *extra])
+
+
+def judge(runs: Iterable[Run]) -> list[SeedVerdict]:
+    """The verdict of `ddp compare` for every experiment digest, that is for every seed."""
+    by_digest: dict[str, list[Run]] = {}
+    for run in runs:
+        by_digest.setdefault(run.record.experiment_sha256, []).append(run)
+    found = [_judge_one(same) for same in by_digest.values()]
+    return sorted(found, key=lambda item: (item.seed is None, item.seed))
+
+
+def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
+    exact = [run.record for run in runs if run.completed and run.record.options.reduction == "exact"]
+    text = verdict([dict(run.raw) for run in runs]).removeprefix("digests: ")
+    if len(exact) < 2:
+        tone = "quiet"
+    elif len({record.weights_sha256 for record in exact}) == 1:
+        tone = "good"
+    else:
+        other = next(record for record in exact if record.weights_sha256 != exact[0].weights_sha256)
+        tone = "warn" if differences(exact[0].fingerprint, other.fingerprint) else "bad"
+    return SeedVerdict(runs[0].seed, text, tone)
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names, as `--set` takes them."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        dotted = f"{prefix}{name}".replace(".options.", ".")
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{dotted}.")
+        else:
+            flat[dotted] = value
+    return flat
+
+
+def digest_letters(runs: Iterable[Run]) -> dict[str, str]:
+    """A letter for each digest that several runs ended with, so that a reader sees at once which are the same."""
+    counts = Counter(run.record.weights_sha256 for run in runs if run.record.weights_sha256)
+    shared = [digest for digest, count in counts.items() if count > 1]
+    return {digest: _letter(index) for index, digest in enumerate(shared)}
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")

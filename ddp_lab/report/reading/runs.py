@@ -1,0 +1,275 @@
+"""Run directories read from disk, whatever state they are in: nothing in one can stop the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddp_core.errors import UserError
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.run.directory import RunDirectory, find_runs
+from ddp_core.spec.experiment import explain
+from ddp_core.spec.layout import Layout
+from ddp_lab.report.values import finite
+
+STEP_PARTS = (
+    *("data", "forward", "backward", "exposed_communication", "optimizer", "checkpoint"),
+    *("forward_backward", "other"),
+)
+"""What a step's seconds are spent on, where a run has measured it."""
+
+
+class _Loose(BaseModel):
+    """What the report needs of a record; fields it does not know are kept out of the way."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
+
+
+class RunOptions(_Loose):
+    """The options that tell runs of one layout apart."""
+
+    reduction: str
+    launcher: str = "?"
+    backend: str = "auto"
+    workers: int = 0
+
+
+class Record(_Loose):
+    """run.json as far as the report reads it; only what makes it a run is required."""
+
+    experiment: dict[str, Any]
+    experiment_sha256: str
+    layout: dict[str, Any]
+    options: RunOptions
+    status: Literal["running", "completed", "failed", "stopped"]
+    question: str | None = None
+    command: str | None = None
+    exit_code: int | None = None
+    message: str | None = None
+    started_at: str | None = None
+    finished_at: str | None = None
+    attempts: list[dict[str, Any]] = []
+    data_sha256: str | None = None
+    weights_sha256: str | None = None
+    optimizer_sha256: str | None = None
+    result: dict[str, Any] | None = Field(default_factory=dict)
+    fingerprint: dict[str, Any] = {}
+    fingerprint_changed: bool = False
+    environment: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One measured quantity over a run: value at each step, and the seconds of training until then."""
+
+    steps: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A readable run: its record, its status as far as it can be told from outside, its curves."""
+
+    path: Path
+    name: str
+    """The path below the output folder."""
+    record: Record
+    raw: Mapping[str, Any]
+    layout: Layout
+    status: str
+    """completed, failed, stopped, running, or interrupted: says it is running, but nobody is."""
+    curves: Mapping[str, Curve]
+    metrics: list[dict[str, Any]]
+    problem: str | None = None
+
+    @property
+    def experiment(self) -> str:
+        """The experiment's name."""
+        return str(self.record.experiment["name"])
+
+    @property
+    def seed(self) -> int | None:
+        """The experiment's seed."""
+        value = finite(self.record.experiment.get("seed"))
+        return None if value is None else int(value)
+
+    @property
+    def completed(self) -> bool:
+        """Whether it trained to its end."""
+        return self.status == "completed"
+
+    def result(self, name: str) -> float | None:
+        """A number of the run's result."""
+        return finite((self.record.result or {}).get(name))
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that is known of."""
+        steps = [finite(record.get("step")) for record in self.metrics]
+        known = [step for step in [*steps, self.result("steps")] if step is not None]
+        return int(max(known)) if known else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds per step, from the throughput."""
+        speed, samples = self.result("samples_per_second"), finite(self.record.experiment.get("global_batch_size"))
+        return samples / speed if speed and samples else None
+
+    def time_split(self) -> dict[str, float] | None:
+        """Seconds per step by what they were spent on.
+
+        Measured parts where the run has them (`result.time_split`, or `timing` records); else waiting and the rest.
+        """
+        recorded = (self.record.result or {}).get("time_split")
+        sources = [recorded] if isinstance(recorded, dict) else []
+        sources += [record for record in self.metrics if record.get("kind") == "timing"]
+        parts: dict[str, float] = {}
+        for part in STEP_PARTS:
+            found = [value for source in sources if (value := finite(source.get(part))) is not None]
+            if any(found):
+                parts[part] = sum(found) / len(found)
+        if parts:
+            return parts
+        seconds, wait = self.step_seconds, self.result("data_wait")
+        if seconds is None or wait is None:
+            return None
+        return {"data": seconds * wait, "computing and communication": seconds * (1 - wait)}
+
+
+@dataclass(frozen=True)
+class BrokenRun:
+    """A directory that should be a run but cannot be read as one."""
+
+    path: Path
+    name: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything found below an output folder that trains."""
+
+    runs: list[Run]
+    broken: list[BrokenRun]
+    left_out: int
+    """Runs that a claim made for itself: the claims speak for them."""
+
+
+def read_runs(output: Path) -> Inventory:
+    """Every run below `output`, oldest first, and every directory that failed to be one."""
+    runs, broken, left_out = [], [], 0
+    readable = {directory.path: record for directory, record in find_runs(output)}
+    for path in [*readable, *sorted(_other_places(output) - set(readable))]:
+        name = path.relative_to(output).as_posix() if path != output else path.name
+        if "claims" in Path(name).parts:
+            left_out += 1
+            continue
+        found = _read(path, name, readable.get(path))
+        if isinstance(found, Run):
+            runs.append(found)
+        else:
+            broken.append(found)
+    return Inventory(runs, broken, left_out)
+
+
+def _other_places(output: Path) -> set[Path]:
+    """Directories that look like runs, also those whose record was never written."""
+    marks = ("run.json", "metrics.jsonl", "run.lock", "fence.json")
+    places = {file.parent for mark in marks for file in output.glob(f"**/{mark}")}
+    return places | {file.parent for file in output.glob("*/*-*Z-*/checkpoints")}
+
+
+def _read(path: Path, name: str, raw: Mapping[str, Any] | None) -> Run | BrokenRun:
+    if raw is None:
+        return BrokenRun(path, name, _why_unreadable(path))
+    try:
+        record = Record.model_validate(raw)
+        layout = Layout.model_validate({field: record.layout.get(field) for field in Layout.model_fields})
+    except ValidationError as error:
+        return BrokenRun(path, name, f"run.json does not fit its format: {explain(error)}")
+    if not isinstance(record.experiment.get("name"), str):
+        return BrokenRun(path, name, "run.json names no experiment")
+    metrics, problem = _metrics(path / "metrics.jsonl")
+    samples = finite(record.experiment.get("global_batch_size"))
+    return Run(path, name, record, raw, layout, _status(path, record), curves(metrics, samples), metrics, problem)
+
+
+def _why_unreadable(path: Path) -> str:
+    try:
+        RunDirectory(path).read()
+    except UserError as error:
+        if not (path / "run.json").exists():
+            return "no run.json: it ended before its record was written"
+        return str(error).replace(f"{path}/", "").replace(str(path), "this")
+    except (OSError, ValueError) as error:
+        return f"run.json cannot be read: {error}"
+    return "run.json cannot be read"
+
+
+def _status(path: Path, record: Record) -> str:
+    if record.status != "running":
+        return record.status
+    try:
+        return "running" if RunDirectory(path).is_live else "interrupted"
+    except OSError:
+        return "interrupted"
+
+
+def _metrics(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    try:
+        return read_metrics(path), None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return [], f"metrics.jsonl cannot be read ({type(error).__name__}: {error})"
+
+
+def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dict[str, Curve]:
+    """Losses and every evaluated quantity. Seconds count from the first step; the pause before a resume is left out."""
+    found: dict[str, Curve] = {}
+    for seconds, record in _clocked(records, samples_per_step):
+        step = finite(record.get("step"))
+        if step is None or record.get("kind") not in ("step", "evaluation"):
+            continue
+        for name, value in _quantities(record):
+            curve = found.setdefault(name, Curve())
+            curve.steps.append(step)
+            curve.seconds.append(seconds)
+            curve.values.append(value)
+    return found
+
+
+def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> Iterator[tuple[float, dict[str, Any]]]:
+    start: float | None = None
+    last = 0.0
+    for record in records:
+        moment = finite(record.get("time"))
+        if moment is None:
+            continue
+        if start is None:
+            start = moment - _seconds_before(record, samples_per_step)
+        elif record.get("kind") == "resume":
+            start += moment - start - last
+        last = max(last, moment - start)
+        yield last, record
+
+
+def _seconds_before(record: dict[str, Any], samples_per_step: float | None) -> float:
+    """What the steps of a first record took: nobody notes when the first of them began."""
+    speed, step = finite(record.get("samples_per_second")), finite(record.get("step"))
+    return step * samples_per_step / speed if speed and step and samples_per_step else 0.0
+
+
+def _quantities(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if record["kind"] == "step":
+        value = finite(record.get("loss"))
+        if value is not None:
+            yield "train_loss", value
+        return
+    for name, content in record.items():
+        value = finite(content)
+        if name not in ("kind", "time", "step", "epoch") and value is not None:
+            yield name, value

@@ -1,0 +1,446 @@
+"""Checkpoints on a good day: what is written, kept, found and loaded, now and in the background."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_core.checkpoint import (
+    FORMAT,
+    POINTS,
+    Checkpointer,
+    best_checkpoint,
+    describe,
+    find_checkpoints,
+    load,
+    newest_valid,
+    read_checkpoint,
+    sweep,
+    verify,
+)
+from ddp_core.checkpoint.state import Snapshots, Tree
+from tests.core.checkpoint.children import state_of
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
+    return bool(type(left) is type(right) and left == right)
+
+
+def _trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(4))
+    model(torch.randn(2, 3, 8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    return model, optimizer, schedule
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_real_training_state_comes_back_as_it_was(tmp_path: Path, asynchronous: bool) -> None:
+    model, optimizer, schedule = _trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
+        checkpointer.save(state, step=7, epoch=1, metadata={"experiment": "abc", "layout": [2, 1]}, metric=0.5)
+    checkpoint = newest_valid(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint == checkpointer.last
+    assert (checkpoint.step, checkpoint.epoch, checkpoint.metric) == (7, 1, 0.5)
+    assert checkpoint.metadata == {"experiment": "abc", "layout": [2, 1]}
+    assert checkpoint.shapes == describe(state)
+    loaded = load(checkpoint, expect=describe(state), expect_metadata={"experiment": "abc"})
+    assert _same(loaded, state)
+    assert loaded["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]
+    again = _trained()
+    again[0].load_state_dict(loaded["model"])
+    again[1].load_state_dict(loaded["optimizer"])
+    again[2].load_state_dict(loaded["schedule"])
+
+
+def test_the_files_are_what_the_document_says(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_of(120), step=120, epoch=3, best=True, metric=float("nan"))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.json", "latest.json", "step-000000120.json", "step-000000120.pt"]
+    manifest = json.loads((tmp_path / "step-000000120.json").read_text())
+    assert manifest.keys() == {
+        *("format", "step", "epoch", "file", "bytes", "sha256", "shapes", "metadata", "metric", "written_at", "seal")
+    }
+    assert manifest["format"] == FORMAT
+    assert manifest["shapes"]["model.bias"] == ["float32", [3, 2]]
+    assert manifest["metric"] is None
+    for pointer in ("latest.json", "best.json"):
+        assert json.loads((tmp_path / pointer).read_text())["manifest"] == "step-000000120.json"
+    assert set(torch.load(tmp_path / "step-000000120.pt", weights_only=True)) == {"model", "optimizer", "step"}
+    assert (tmp_path / "step-000000120.pt").stat().st_mode & 0o077 != 0, "other users of a group could not read it"
+
+
+def test_equal_states_give_equal_files_in_both_modes(tmp_path: Path) -> None:
+    for name, asynchronous in (("now", False), ("aside", True)):
+        with Checkpointer(tmp_path / name, asynchronous=asynchronous) as checkpointer:
+            checkpointer.save(state_of(5), step=5, epoch=0)
+    now, aside = (find_checkpoints(tmp_path / name)[0] for name in ("now", "aside"))
+    assert now.sha256 == aside.sha256
+
+
+def test_every_point_of_a_save_is_passed_in_the_documented_order(tmp_path: Path) -> None:
+    passed: list[str] = []
+    checkpointer = Checkpointer(tmp_path, keep_last=1, at=passed.append)
+    checkpointer.save(state_of(10), step=10, epoch=0, best=True)
+    passed.clear()
+    checkpointer.save(state_of(20), step=20, epoch=0, best=True)
+    assert passed == list(POINTS)
+    text = DOCUMENT.read_text().partition("## The order of the writes")[2]
+    places = [text.index(f"`{point}`") for point in POINTS]
+    assert places == sorted(places)
+
+
+def test_tied_tensors_stay_tied_and_views_take_only_their_own_bytes(tmp_path: Path) -> None:
+    weight, large = torch.randn(100, 100), torch.randn(1_000_000)
+    number = torch.randn(5, dtype=torch.complex64)
+    lazy = {"number": number, "conjugate": number.conj(), "negative": number.conj().imag}
+    state = {
+        "a": weight,
+        "b": weight,
+        "lazy": lazy,
+        "view": large[:10],
+        "wide": torch.ones(1).expand(50),
+        "turned": weight.t()[:3],
+    }
+    for asynchronous in (False, True):
+        directory = tmp_path / str(asynchronous)
+        with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
+            checkpointer.save(state, step=1, epoch=0)
+        checkpoint = find_checkpoints(directory)[0]
+        assert checkpoint.bytes < 60_000
+        loaded = load(checkpoint)
+        assert _same(loaded, state)
+        assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+
+
+class _Odd:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (_Odd(), "_Odd"),
+        (np.float64(1.0), "numpy.float64"),
+        (Path("x"), "Path"),
+        (b"bytes", "bytes"),
+        ({1.5: 2}, "1.5"),
+        ({1, 2}, "set"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "Tensor"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_with_its_key(tmp_path: Path, value: Any, named: str) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(TypeError, match=r"outer\.0\.inner.*" + re.escape(named)):
+        checkpointer.save({"outer": [{"inner": value}]}, step=1, epoch=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_misuse_is_a_programmers_error(tmp_path: Path) -> None:
+    for options in ({"keep_last": 0}, {"keep_every": 0}):
+        with pytest.raises(ValueError, match="count from 1"):
+            Checkpointer(tmp_path, **options)
+    with pytest.raises(TypeError):
+        Checkpointer(tmp_path).save({}, step=1, epoch=0, metadata={"path": Path("x")})
+    with pytest.raises(ValueError, match=r"a\.b"):
+        describe({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
+
+
+_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.builds(
+        lambda dtype, sizes: torch.ones(sizes, dtype=dtype),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64]),
+        st.lists(st.integers(0, 3), max_size=3),
+    ),
+)
+_keys = st.one_of(st.integers(0, 99), st.text("abc", min_size=1, max_size=3))
+_trees = st.dictionaries(
+    _keys,
+    st.recursive(
+        _leaves,
+        lambda inner: st.one_of(st.lists(inner), st.lists(inner).map(tuple), st.dictionaries(_keys, inner)),
+        max_leaves=12,
+    ),
+)
+
+
+def test_what_only_an_update_changes_is_copied_while_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer, _ = _trained()
+    lines: list[str] = []
+    with Checkpointer(tmp_path, asynchronous=True, keep_last=9, on_event=lines.append) as checkpointer:
+        expected = []
+        for step in range(1, 9):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            expected.append(copy.deepcopy(state))
+            checkpointer.save(state, step=step, epoch=0, changing=model.buffers())
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+            checkpointer.before_update()
+            optimizer.step()
+            checkpointer.before_update()
+    found = [load(checkpoint) for checkpoint in sorted(find_checkpoints(tmp_path), key=lambda each: each.step)]
+    assert len(found) == 8
+    assert all(_same(left, right) for left, right in zip(found, expected, strict=True))
+    assert all("stood still" in line for line in lines)
+
+
+def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
+    tensors = [torch.full((1000,), float(number)) for number in range(20)]
+    snapshots, wrong = Snapshots(), []
+    for _ in range(20):
+        state = snapshots.begin(Tree(tensors), tensors[:1])
+        assert torch.equal(state[0], tensors[0])
+        assert not snapshots.arrived
+
+        def copy_and_look(state: list[torch.Tensor] = state) -> None:
+            snapshots.carry_on()
+            wrong.extend(number for number in range(20) if not torch.equal(state[number], tensors[number]))
+
+        helpers = [threading.Thread(target=copy_and_look) for _ in range(3)]
+        for helper in helpers:
+            helper.start()
+        copy_and_look()
+        for helper in helpers:
+            helper.join()
+        assert snapshots.arrived
+        for number, tensor in enumerate(tensors):
+            tensor.add_(number + 1)
+    assert wrong == []
+
+
+def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
+    snapshots = Snapshots()
+    state = snapshots.begin(Tree([torch.ones(4)]), [])
+    (pair,) = snapshots._left
+    snapshots._left.clear()  # taken by a thread that is slow
+    waiting = threading.Thread(target=snapshots.carry_on)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    snapshots._left.append(pair)
+    snapshots.carry_on()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert torch.equal(state[0], torch.ones(4))
+
+
+@settings(max_examples=25, deadline=None)
+@given(state=_trees, asynchronous=st.booleans())
+def test_any_tree_of_tensors_and_plain_values_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[Any, Any], asynchronous: bool
+) -> None:
+    try:
+        describe(state)
+    except ValueError:
+        return  # keys 1 and "1" side by side
+    directory = tmp_path_factory.mktemp("tree")
+    with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
+        checkpointer.save(state, step=0, epoch=0)
+    assert _same(load(find_checkpoints(directory)[0]), state)
+
+
+def _steps(directory: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in find_checkpoints(directory)]
+
+
+def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=2, keep_every=40) as checkpointer:
+        for step in range(10, 130, 10):
+            checkpointer.save(state_of(step, 10), step=step, epoch=0, best=step in (20, 50))
+    assert _steps(tmp_path) == [120, 110, 80, 50, 40]
+    assert len(list(tmp_path.glob("*.pt"))) == 5, "data went with its manifest"
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.step == 50
+    # The next process keeps the best one of the process before.
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(state_of(130, 10), step=130, epoch=0)
+    assert _steps(tmp_path) == [130, 50]
+
+
+def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        for step in (50, 20, 30):  # the run was rolled back to a step before 20
+            checkpointer.save(state_of(step, 10), step=step, epoch=0)
+    assert _steps(tmp_path) == [50, 30]
+
+
+def test_a_step_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        checkpointer.save({"x": torch.tensor(value)}, step=5, epoch=0)
+        [checkpoint] = find_checkpoints(tmp_path)
+        assert load(checkpoint)["x"].item() == value
+        assert len(list(tmp_path.glob("*.pt"))) == 1
+
+
+def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
+    assert find_checkpoints(tmp_path / "nowhere") == []
+    assert newest_valid(tmp_path / "nowhere") is None
+    assert newest_valid(tmp_path) is None
+    assert best_checkpoint(tmp_path) is None
+    assert sweep(tmp_path / "nowhere") == []
+
+
+def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(state_of(3), step=3, epoch=0)
+    chosen = newest_valid(tmp_path)
+    assert chosen is not None
+    for path in (chosen.path, chosen.manifest):
+        assert read_checkpoint(path, sha256=chosen.sha256) == chosen
+    verify(chosen)
+
+
+class _Gate:
+    """Stops a save at one point until it is opened."""
+
+    def __init__(self, point: str) -> None:
+        self.point, self.reached, self.open = point, threading.Event(), threading.Event()
+
+    def __call__(self, point: str) -> None:
+        if point == self.point:
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path) -> None:
+    gate = _Gate("data opened")
+    weight = torch.ones(1000)
+    inner = [1, 2]
+    checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
+    checkpointer.save({"weight": weight, "inner": inner}, step=1, epoch=0)
+    assert gate.reached.wait(20)
+    weight.zero_()
+    inner.append(3)
+    checkpointer.check()
+    assert find_checkpoints(tmp_path) == []
+    gate.open.set()
+    checkpointer.close()
+    loaded = load(find_checkpoints(tmp_path)[0])
+    assert loaded["inner"] == [1, 2]
+    assert torch.equal(loaded["weight"], torch.ones(1000))
+
+
+def test_the_next_save_waits_for_the_one_before_and_reuses_its_buffers(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, asynchronous=True, keep_last=9)
+    checkpointer.prepare(state_of(0))
+    buffers = [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers]
+    for step in range(1, 6):
+        checkpointer.save(state_of(step), step=step, epoch=0)
+        assert [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers] == buffers
+    checkpointer.save(state_of(6, floats=7), step=6, epoch=0)
+    checkpointer.close()
+    for checkpoint in find_checkpoints(tmp_path):
+        expected = state_of(checkpoint.step, floats=7 if checkpoint.step == 6 else 30_000)
+        assert _same(load(checkpoint), expected)
+
+
+@pytest.mark.parametrize("how", ["check", "save", "wait", "close"])
+def test_an_error_in_the_background_surfaces_once(tmp_path: Path, how: str) -> None:
+    def fail(point: str) -> None:
+        if point == "data written":
+            raise RuntimeError("the writer broke")
+
+    checkpointer = Checkpointer(tmp_path, asynchronous=True, at=fail)
+    checkpointer.save(state_of(1), step=1, epoch=0)
+    assert checkpointer._pending is not None
+    assert isinstance(checkpointer._pending.exception(20), RuntimeError)
+    actions = {
+        "check": checkpointer.check,
+        "save": lambda: checkpointer.save(state_of(2), step=2, epoch=0),
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+    }
+    with pytest.raises(RuntimeError, match="the writer broke"):
+        actions[how]()
+    checkpointer.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_of_the_training_is_not_hidden_by_that_of_the_writer(tmp_path: Path) -> None:
+    def fail(point: str) -> None:
+        raise RuntimeError("the writer broke")
+
+    lines: list[str] = []
+
+    def train() -> None:
+        with Checkpointer(tmp_path, asynchronous=True, at=fail, on_event=lines.append) as checkpointer:
+            checkpointer.save(state_of(1), step=1, epoch=0)
+            raise KeyError("training")
+
+    with pytest.raises(KeyError, match="training"):
+        train()
+    assert lines == ["warning: the last checkpoint failed too: the writer broke"]
+
+
+def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
+    (tmp_path / "notes.tmp").write_text("mine")
+    (tmp_path / ".step-000000009.pt.0123456789ab.tmp").write_text("of a dead writer")
+    for point in ("data written", "data renamed"):
+        gate = _Gate(point)
+        checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
+        checkpointer.save(state_of(1), step=1, epoch=0)
+        assert gate.reached.wait(20)
+        swept = sweep(tmp_path)
+        gate.open.set()
+        checkpointer.close()
+        assert [path.name for path in swept] in ([".step-000000009.pt.0123456789ab.tmp"], [])
+        assert newest_valid(tmp_path) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest.json",
+        "notes.tmp",
+        "step-000000001-2.pt",
+        "step-000000001.json",
+    ]
+
+
+def test_a_state_may_be_loaded_without_this_package(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save({"model": OrderedDict(w=torch.ones(2))}, step=1, epoch=0)
+    data = io.BytesIO((tmp_path / "step-000000001.pt").read_bytes())
+    assert torch.equal(torch.load(data, weights_only=True)["model"]["w"], torch.ones(2))
+
+
+def test_the_examples_of_the_document_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        for _ in range(2):  # the second time it resumes
+            exec(compile(block, str(DOCUMENT), "exec"), {})
+    assert find_checkpoints(tmp_path / "checkpoints")

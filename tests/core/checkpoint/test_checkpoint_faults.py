@@ -1,0 +1,520 @@
+"""Checkpoints on a bad day: kills, damage, strangers' files, full disks, and writers that wake up too late."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.checkpoint import (
+    POINTS,
+    Checkpoint,
+    Checkpointer,
+    Fence,
+    Superseded,
+    describe,
+    find_checkpoints,
+    load,
+    newest_valid,
+    read_checkpoint,
+    sweep,
+)
+from ddp_core.checkpoint.manifest import encode
+from ddp_core.errors import ExitCode, UserError
+from tests.core.checkpoint.children import (
+    ask,
+    killed_at,
+    save_under_a_file_limit,
+    save_without_end,
+    start,
+    state_of,
+    stopped_at,
+    stopped_inside_the_fence,
+    take_many,
+    wait_until_stopped,
+)
+
+
+def _save(directory: Path, *steps: int) -> list[Checkpoint]:
+    """Checkpoints of these steps, the last one first."""
+    checkpointer = Checkpointer(directory, keep_last=100)
+    for step in steps:
+        checkpointer.save(state_of(step), step=step, epoch=0, metadata={"experiment": "abc"})
+    return find_checkpoints(directory)
+
+
+def _is_whole(checkpoint: Checkpoint | None) -> bool:
+    """Whether a checkpoint loads, and is that of its step from the first number to the last."""
+    assert checkpoint is not None
+    state, expected = load(checkpoint), state_of(checkpoint.step)
+    return bool(
+        state["step"] == checkpoint.step
+        and torch.equal(state["model"]["weight"], expected["model"]["weight"])
+        and torch.equal(state["optimizer"]["state"][0]["momentum"], expected["optimizer"]["state"][0]["momentum"])
+    )
+
+
+def _leftovers(directory: Path) -> set[str]:
+    committed = {name for each in find_checkpoints(directory) for name in (each.file, each.manifest.name)}
+    return {path.name for path in directory.iterdir()} - committed - {"latest.json", "best.json"}
+
+
+# Row 9: SIGKILL at every point between open and the last rename.
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    children = {
+        point: start(killed_at, tmp_path / point.replace(" ", "-"), point, asynchronous, [10, 20], 30)
+        for point in POINTS
+    }
+    for point, child in children.items():
+        directory = tmp_path / point.replace(" ", "-")
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL, f"{point}: the child ended with {child.exitcode}"
+        committed = POINTS.index(point) >= POINTS.index("manifest renamed")
+        newest = newest_valid(directory)
+        assert newest is not None
+        assert newest.step == (30 if committed else 20), point
+        assert _is_whole(newest), point
+        sweep(directory)
+        assert _leftovers(directory) == set(), point
+        with Checkpointer(directory) as checkpointer:
+            checkpointer.save(state_of(40), step=40, epoch=0)
+        assert _is_whole(newest_valid(directory)), point
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+def test_a_kill_in_the_very_first_save_leaves_a_fresh_start(tmp_path: Path, asynchronous: bool) -> None:
+    points = ("data opened", "data partly written", "data renamed", "manifest synced", "manifest renamed")
+    children = {point: start(killed_at, tmp_path / point, point, asynchronous, [], 10) for point in points}
+    for point, child in children.items():
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+        newest = newest_valid(tmp_path / point)
+        assert (newest is None) == (point != "manifest renamed"), point
+        sweep(tmp_path / point)
+        assert _leftovers(tmp_path / point) == set()
+
+
+def _kill_at_random_times(directory: Path, trials: int) -> None:
+    chance, first = random.Random(0), 1
+    for trial in range(trials):
+        child = start(save_without_end, directory, first, trial % 2 == 1)
+        time.sleep(chance.uniform(0.08, 0.25))
+        child.kill()
+        child.join()
+        newest = newest_valid(directory)
+        sweep(directory)
+        assert _leftovers(directory) == set()
+        if newest is not None:
+            assert newest.step >= first - 1, "a committed checkpoint was lost"
+            assert _is_whole(newest)
+            first = newest.step + 1
+    assert first > trials, "hardly anything was saved"
+
+
+def test_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
+    _kill_at_random_times(tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
+    _kill_at_random_times(tmp_path, 200)
+
+
+# Rows 10 and 11: damage.
+
+
+def _truncate(checkpoint: Checkpoint) -> None:
+    os.truncate(checkpoint.path, checkpoint.bytes // 2)
+
+
+def _empty(checkpoint: Checkpoint) -> None:
+    os.truncate(checkpoint.path, 0)
+
+
+def _lose_data(checkpoint: Checkpoint) -> None:
+    checkpoint.path.unlink()
+
+
+def _empty_manifest(checkpoint: Checkpoint) -> None:
+    os.truncate(checkpoint.manifest, 0)
+
+
+def _half_manifest(checkpoint: Checkpoint) -> None:
+    os.truncate(checkpoint.manifest, checkpoint.manifest.stat().st_size // 2)
+
+
+def _future_manifest(checkpoint: Checkpoint) -> None:
+    text = checkpoint.manifest.read_text()
+    checkpoint.manifest.write_text(text.replace("ddp-checkpoint/1", "ddp-checkpoint/9"))
+
+
+def _edit_manifest(checkpoint: Checkpoint) -> None:
+    text = checkpoint.manifest.read_text()
+    checkpoint.manifest.write_text(text.replace('"epoch": 0', '"epoch": 1'))
+
+
+def _grow(checkpoint: Checkpoint) -> None:
+    with checkpoint.path.open("ab") as data:
+        data.write(b"\0")
+
+
+DAMAGES = [_truncate, _empty, _lose_data, _empty_manifest, _half_manifest, _future_manifest, _edit_manifest, _grow]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path: Path, damage: Any) -> None:
+    damage(_save(tmp_path, 10, 20)[0])
+    lines: list[str] = []
+    newest = newest_valid(tmp_path, lines.append)
+    assert newest is not None
+    assert newest.step == 10
+    assert _is_whole(newest)
+    assert [line.startswith("warning:") for line in lines] == [True, True]
+    assert "step-000000020" in lines[0]
+    assert lines[1].endswith("step 10")
+    with pytest.raises(UserError, match="no usable checkpoint at") as caught:
+        read_checkpoint(tmp_path / "step-000000020.json")
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
+    _save(tmp_path, 10, 20)[0].manifest.unlink()
+    newest = newest_valid(tmp_path)
+    assert newest is not None
+    assert newest.step == 10
+    assert [path.name for path in sweep(tmp_path)] == ["step-000000020.pt"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_nothing_but_damaged_checkpoints_is_the_end_of_it(tmp_path: Path, damage: Any) -> None:
+    for checkpoint in _save(tmp_path, 10, 20):
+        damage(checkpoint)
+    with pytest.raises(UserError, match=r"2 found, all damaged") as caught:
+        newest_valid(tmp_path)
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+    assert "\n" not in str(caught.value)
+
+
+def test_any_flipped_bit_of_the_data_is_found_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, older = _save(tmp_path, 10, 20)
+    whole = newest.path.read_bytes()
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a damaged file was loaded"))
+    positions = [0, len(whole) - 1, *random.Random(1).sample(range(len(whole)), 20)]
+    for position in positions:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        newest.path.write_bytes(damaged)
+        assert newest_valid(tmp_path) == older
+        with pytest.raises(UserError, match="SHA-256") as caught:
+            load(newest)
+        assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+    newest.path.write_bytes(whole)
+    assert newest_valid(tmp_path) == newest
+
+
+def test_no_flipped_bit_of_a_manifest_is_believed(tmp_path: Path) -> None:
+    newest, older = _save(tmp_path, 10, 20)
+    whole = newest.manifest.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 7
+        newest.manifest.write_bytes(damaged)
+        # In white space a flip may change nothing; what is read must then be what was written.
+        assert find_checkpoints(tmp_path)[0] in (older, newest), f"position {position} of {whole!r}"
+
+
+# Rows 12 and 13: strangers' files.
+
+
+def _no_tensor_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a tensor was loaded"))
+
+
+def test_the_checkpoint_of_another_model_is_refused_with_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [checkpoint] = _save(tmp_path, 10)
+    _no_tensor_is_loaded(monkeypatch)
+    other = {"model": {"weight": torch.ones(7, dtype=torch.float64), "head": torch.ones(2)}}
+    with pytest.raises(UserError) as caught:
+        load(checkpoint, expect=describe(other), only=["model"])
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+    for part in (
+        "missing in it: model.head",
+        "unexpected in it: model.bias",
+        "model.weight is float32 [30000] there, float64 [7] here",
+    ):
+        assert part in str(caught.value)
+    assert "optimizer" not in str(caught.value)
+    with pytest.raises(UserError, match=r"unexpected in it: .*optimizer\.state\.0\.momentum"):
+        load(checkpoint, expect=describe(other))
+    many = {"model": {f"layer{number}": torch.ones(1) for number in range(9)}}
+    with pytest.raises(UserError, match="and 5 more"):
+        load(checkpoint, expect=describe(many))
+
+
+def test_the_checkpoint_of_another_experiment_is_refused_with_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [checkpoint] = _save(tmp_path, 10)
+    _no_tensor_is_loaded(monkeypatch)
+    for expected in ({"experiment": "xyz"}, {"absent": 1}):
+        with pytest.raises(UserError, match="it was written with") as caught:
+            load(checkpoint, expect_metadata=expected)
+        assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+
+
+class _Attack:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def _commit(checkpoint: Checkpoint) -> Checkpoint:
+    """Write a manifest that fits the data file as it is now."""
+    data = checkpoint.path.read_bytes()
+    checkpoint = replace(checkpoint, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    checkpoint.manifest.write_bytes(encode(checkpoint))
+    return checkpoint
+
+
+@pytest.mark.parametrize("packing", ["zip", "legacy", "pickle"])
+def test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run(tmp_path: Path, packing: str) -> None:
+    directory, marker = tmp_path / "checkpoints", tmp_path / "ran"
+    [checkpoint] = _save(directory, 10)
+    attack = {"model": torch.ones(3), "attack": _Attack(marker)}
+    if packing == "pickle":
+        checkpoint.path.write_bytes(pickle.dumps({"attack": _Attack(marker)}, protocol=2))
+    else:
+        torch.save(attack, checkpoint.path, _use_new_zipfile_serialization=packing == "zip")
+    _commit(checkpoint)
+    newest = newest_valid(directory)
+    assert newest is not None
+    with pytest.raises(UserError, match="refused") as caught:
+        load(newest)
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+    assert "weights_only=False" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not marker.exists()
+    torch.load(checkpoint.path, weights_only=False) if packing != "pickle" else pickle.loads(
+        checkpoint.path.read_bytes()
+    )
+    assert marker.exists(), "the attack would not have worked anyway"
+
+
+@pytest.mark.parametrize("content", [b"not a checkpoint", b"PK\x03\x04", b""])
+def test_rubbish_with_a_valid_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    [checkpoint] = _save(tmp_path, 10)
+    checkpoint.path.write_bytes(content)
+    with pytest.raises(UserError, match="refused") as caught:
+        load(_commit(checkpoint))
+    assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_data_that_does_not_hold_what_its_manifest_says_is_refused(tmp_path: Path) -> None:
+    [checkpoint] = _save(tmp_path, 10)
+    torch.save({"model": torch.ones(3)}, checkpoint.path)
+    with pytest.raises(UserError, match="not what its manifest says"):
+        load(_commit(checkpoint))
+
+
+def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
+    [checkpoint] = _save(tmp_path / "checkpoints", 10)
+    checkpoint.path.rename(tmp_path / checkpoint.file)
+    checkpoint.manifest.write_bytes(encode(replace(checkpoint, file=f"../{checkpoint.file}")))
+    assert find_checkpoints(tmp_path / "checkpoints") == []
+
+
+# Rows 8 and 22: no room, no right to write.
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+@pytest.mark.parametrize("limit", [100_000, 1_000])
+def test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads(
+    tmp_path: Path, limit: int, asynchronous: bool
+) -> None:
+    _save(tmp_path, 10)
+    where, code, message = ask(save_under_a_file_limit, tmp_path, limit, asynchronous)
+    assert (where, code) == ("check" if asynchronous else "save", ExitCode.RESOURCES)
+    assert "disk full: needs 307.1 kB" in message
+    assert f"has {'100.0 kB' if limit == 100_000 else '1.0 kB'} for {tmp_path}" in message
+    assert _leftovers(tmp_path) == set()
+    assert find_checkpoints(tmp_path)[0].step == 10
+    assert _is_whole(newest_valid(tmp_path))
+
+
+@contextmanager
+def _tmpfs(directory: Path, options: str) -> Iterator[Path]:
+    directory.mkdir(exist_ok=True)
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("needs the right to mount a small file system")
+    if subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system, which this container does not have")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None:
+    with _tmpfs(tmp_path / "small", "size=800k") as directory:
+        filler = directory / "filler"
+
+        def fill(point: str) -> None:
+            if point == "data opened":
+                with filler.open("wb") as file:
+                    while True:
+                        try:
+                            os.write(file.fileno(), bytes(4096))
+                        except OSError:
+                            return
+
+        _save(directory, 10)
+        for options in ({"at": fill}, {}):
+            with pytest.raises(UserError, match=r"disk full: needs 307\.1 kB, has \d+ bytes for .*/small/") as caught:
+                Checkpointer(directory, **options).save(state_of(20), step=20, epoch=0)
+            assert caught.value.exit_code == ExitCode.RESOURCES
+            assert _leftovers(directory) == {"filler"}
+            assert _is_whole(newest_valid(directory))
+        filler.unlink()
+        Checkpointer(directory).save(state_of(20), step=20, epoch=0)
+        assert find_checkpoints(directory)[0].step == 20
+
+
+def test_a_read_only_directory_is_met_before_the_first_step(tmp_path: Path) -> None:
+    with (
+        _tmpfs(tmp_path / "fixed", "ro") as directory,
+        pytest.raises(UserError, match=r"cannot write .*/fixed.*Read-only file system") as caught,
+    ):
+        Checkpointer(directory)
+    assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+def test_a_directory_that_cannot_be_made_is_met_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for directory in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
+        with pytest.raises(UserError, match="cannot write") as caught:
+            Checkpointer(directory)
+        assert caught.value.exit_code == ExitCode.RESOURCES
+        with pytest.raises(UserError, match="cannot write") as caught:
+            Fence.take(directory)
+        assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission_is_met_before_the_first_step(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(UserError, match="Permission denied") as caught:
+        Checkpointer(tmp_path)
+    assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+# Row 5: a stale rank 0 that wakes up writes nothing.
+
+
+def _contents(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+def test_a_writer_that_was_stopped_and_superseded_can_commit_nothing(tmp_path: Path, asynchronous: bool) -> None:
+    for point in ("data partly written", "data renamed", "manifest synced", "manifest renamed", "latest synced"):
+        directory = tmp_path / point.replace(" ", "-")
+        _save(directory, 10)
+        stale = start(stopped_at, directory, point, asynchronous)
+        try:
+            wait_until_stopped(stale)
+            with Checkpointer(directory, keep_last=3, fence=Fence.take(directory)) as checkpointer:
+                checkpointer.save(state_of(20), step=20, epoch=0, best=True)
+                checkpointer.save(state_of(40), step=40, epoch=0)
+            sweep(directory)
+            before = _contents(directory)
+            assert stale.pid is not None
+            os.kill(stale.pid, signal.SIGCONT)
+            stale.join(30)
+            assert stale.exitcode == ExitCode.PEERS_LOST, point
+        finally:
+            stale.kill()
+            stale.join()
+        after = _contents(directory)
+        gone = before.keys() - after.keys()
+        assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"
+        assert after == {name: digest for name, digest in before.items() if name not in gone}, point
+        assert _leftovers(directory) == {"fence.json", "fence.lock"}
+        assert _is_whole(newest_valid(directory))
+
+
+def test_a_stale_writer_does_not_even_start(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path, fence=Fence.take(tmp_path), asynchronous=True)
+    first.save(state_of(10), step=10, epoch=0)
+    first.wait()
+    newer = Fence.take(tmp_path)
+    with pytest.raises(Superseded, match="token 2 ") as caught:
+        first.save(state_of(20), step=20, epoch=0)
+    assert caught.value.exit_code == ExitCode.PEERS_LOST
+    newer.check()
+    assert [each.step for each in find_checkpoints(tmp_path)] == [10]
+
+
+def test_any_callable_is_a_fence(tmp_path: Path) -> None:
+    answers = iter([True, True, False])
+    checkpointer = Checkpointer(tmp_path, fence=lambda: next(answers))
+    with pytest.raises(Superseded):
+        checkpointer.save(state_of(10), step=10, epoch=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_only_grow_and_no_two_are_equal(tmp_path: Path) -> None:
+    here = take_many(tmp_path, 5)
+    there = ask(take_many, tmp_path, 20)
+    assert here == [1, 2, 3, 4, 5]
+    assert there == list(range(6, 26))
+
+
+def test_a_writer_stopped_inside_the_critical_section_does_not_hold_up_its_successor(tmp_path: Path) -> None:
+    stale = start(stopped_inside_the_fence, tmp_path)
+    try:
+        wait_until_stopped(stale)
+        started = time.monotonic()
+        fence = Fence.take(tmp_path, patience=0.3)
+        assert time.monotonic() - started < 1.5
+        assert fence.token == 2
+        fence.check()
+    finally:
+        stale.kill()
+        stale.join()
+
+
+def test_a_damaged_or_lost_fence_is_a_message(tmp_path: Path) -> None:
+    fence = Fence.take(tmp_path)
+    (tmp_path / "fence.json").unlink()
+    with pytest.raises(Superseded, match="is gone"):
+        fence.check()
+    (tmp_path / "fence.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        Fence.take(tmp_path)

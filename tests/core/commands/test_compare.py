@@ -1,0 +1,132 @@
+"""Runs side by side, from their records alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.commands.compare import compare, table, verdict
+from ddp_core.errors import UserError
+from ddp_core.run.directory import FORMAT, RunDirectory
+from ddp_core.spec.layout import Layout
+
+SINGLE, DP, DDP = Layout(), Layout(kind="dp", nproc_per_node=2), Layout(kind="ddp", nnodes=2, nproc_per_node=2)
+
+
+def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 64, **fields: Any) -> dict[str, Any]:
+    result = {
+        "test_accuracy": 0.9889,
+        "test_loss": 0.04321,
+        "samples_per_second": speed,
+        "peak_memory_bytes": 300_000_000,
+        "data_wait": 0.031,
+    }
+    return {
+        "format": FORMAT,
+        "experiment": {"name": "mine"},
+        "experiment_sha256": "e",
+        "layout": layout.model_dump() | {"label": layout.label},
+        "options": {"reduction": "exact"},
+        "status": "completed",
+        "weights_sha256": weights,
+        "fingerprint": {"threads": 1},
+        "started_at": "2026-01-01T00:00:00Z",
+        "result": result,
+    } | fields
+
+
+def write(output: Path, number: int, content: dict[str, Any]) -> RunDirectory:
+    directory = RunDirectory(output / f"run-{number}")
+    directory.path.mkdir(parents=True)
+    directory.write(content)
+    return directory
+
+
+def rows(output: Path, *records: dict[str, Any]) -> list[list[str]]:
+    runs = [(write(output, number, content), content) for number, content in enumerate(records)]
+    lines = table(runs).splitlines()
+    header = lines[1]
+    starts = [
+        index
+        for index in range(len(header))
+        if header[index] != " " and header[max(0, index - 2) : index].strip() == ""
+    ]
+    return [
+        [line[left:right].strip() for left, right in zip(starts, [*starts[1:], None], strict=True)]
+        for line in lines[1:]
+    ]
+
+
+def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None:
+    header, _, single, dp, ddp, *_ = rows(tmp_path, record(), record(DP, 1500.0), record(DDP, 3000.0))
+    assert header == [
+        "layout",
+        "world",
+        "reduction",
+        "samples/s",
+        "speed-up",
+        "accuracy",
+        "loss",
+        "memory",
+        "data wait",
+        "weights",
+        "run",
+    ]
+    assert single == [
+        "single-cpu",
+        "1",
+        "exact",
+        "1000",
+        "1.00x",
+        "0.9889",
+        "0.04321",
+        "300 MB",
+        "3.1%",
+        "a" * 12,
+        "run-0",
+    ]
+    assert dp[:5] == ["dp-2-cpu (threads)", "2", "exact", "1500", "1.50x"]
+    assert ddp[:5] == ["ddp-2x2-cpu", "4", "exact", "3000", "3.00x"]
+
+
+def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
+    assert rows(tmp_path, record(DDP))[2][4] == "-"
+
+
+def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None:
+    unfinished = {"weights_sha256": None, "result": {}}
+    _, _, failed, interrupted, *_ = rows(
+        tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
+    )
+    assert failed[3:10] == ["-", "-", "-", "-", "-", "-", "failed"]
+    assert interrupted[9] == "interrupted", "nobody holds the lock of that directory"
+
+
+def test_equal_digests_are_identical() -> None:
+    assert "identical" in verdict([record(), record(DDP)])
+    assert "identical" not in verdict([record()])
+    assert "identical" not in verdict([record(), record(DDP, options={"reduction": "plain"})])
+    assert "identical" not in verdict([record(), record(DDP, status="failed")])
+
+
+def test_other_digests_are_told_from_other_fingerprints() -> None:
+    assert "one fingerprint" in verdict([record(), record(DDP, weights="b" * 64)])
+    elsewhere = verdict([record(), record(DDP, weights="b" * 64, fingerprint={"threads": 2})])
+    assert "threads: here 1, there 2" in elsewhere
+    assert "one fingerprint" not in elsewhere
+
+
+def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
+    assert compare([tmp_path]) == 0
+    output = capsys.readouterr().out
+    assert output.count("samples/s") == 2
+    assert {"mine", "other"} <= set(output.splitlines())
+
+
+def test_no_run_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ddp train"):
+        compare([tmp_path])

@@ -1,0 +1,277 @@
+"""Data sets: their content, their splits, their files; augmentation against a plain reference."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_core.data.augment import Augmentation, shift_and_flip, turn_shift_scale
+from ddp_core.data.builders import DATA, InMemory, Splits
+from ddp_core.errors import ExitCode, UserError
+from tests.support.processes import run_processes
+
+SMALL = {"random_images": {"samples": 50, "image_size": 8, "pool": 20}}
+WITHOUT_FILES = sorted(set(DATA) - {"fashion_mnist", "cifar10"})
+
+
+def write_idx(path: Path, content: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        bytes((0, 0, 8, content.ndim)) + struct.pack(f">{content.ndim}I", *content.shape) + content.tobytes()
+    )
+
+
+def write_fashion(root: Path, train: int = 30, test: int = 10) -> None:
+    generator = np.random.default_rng(0)
+    for split, count in (("train", train), ("t10k", test)):
+        folder = root / "FashionMNIST" / "raw"
+        write_idx(folder / f"{split}-images-idx3-ubyte", generator.integers(0, 256, (count, 28, 28), dtype=np.uint8))
+        write_idx(folder / f"{split}-labels-idx1-ubyte", (np.arange(count) % 10).astype(np.uint8))
+
+
+def python2_pickle(data: np.ndarray, labels: list[int]) -> bytes:
+    """The bytes that Python 2 wrote for {'data': array, 'labels': list}: the published files are such pickles."""
+    rows, columns = (b"M" + struct.pack("<H", size) for size in data.shape)
+    raw = data.tobytes()
+    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+        b"(K\x01" + rows + columns + b"\x86" + dtype + b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
+    )
+    numbers = b"](" + b"".join(b"K" + bytes((label,)) for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + numbers + b"u."
+
+
+def write_cifar(root: Path, per_file: int = 8) -> None:
+    generator = np.random.default_rng(1)
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        data = generator.integers(0, 256, (per_file, 3072), dtype=np.uint8)
+        labels = generator.integers(0, 10, per_file).tolist()
+        (folder / name).write_bytes(python2_pickle(data, labels))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}, protocol=2))
+
+
+def in_memory(dataset: object) -> InMemory:
+    assert isinstance(dataset, InMemory)
+    return dataset
+
+
+def digest_in_a_process(rank: int, world_size: int, name: str) -> str:
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    return DATA[name](**SMALL.get(name, {})).digest
+
+
+@pytest.mark.parametrize("name", WITHOUT_FILES)
+def test_shapes_and_types(name: str) -> None:
+    splits = DATA[name](**SMALL.get(name, {}))
+    for dataset in (splits.train, splits.test):
+        if dataset is None:
+            continue
+        inputs, targets = in_memory(dataset).__getitems__(np.array([3, 0, 3]))
+        assert inputs.dtype == torch.float32
+        assert len(inputs) == len(targets) == 3
+        one, target = dataset[3]
+        torch.testing.assert_close(inputs[0], one, rtol=0, atol=0)
+        torch.testing.assert_close(targets[2], target, rtol=0, atol=0)
+        with pytest.raises(IndexError):
+            dataset[len(dataset)]
+
+
+def test_every_process_has_the_same_data_whatever_its_own_random_state() -> None:
+    for name in ("random_images", "digits"):
+        assert len(set(run_processes(digest_in_a_process, 2, name))) == 1
+
+
+def test_the_seed_option_and_nothing_else_changes_synthetic_data() -> None:
+    for name in ("linear_data", "counter_data", "toy_data"):
+        assert DATA[name]().digest == DATA[name]().digest
+        assert DATA[name]().digest != DATA[name](seed=1).digest
+
+
+def test_digits_are_scikit_learns_and_split_alike_in_every_class() -> None:
+    from sklearn.datasets import load_digits
+
+    splits = DATA["digits"]()
+    assert splits.classes == 10
+    train, test = in_memory(splits.train), in_memory(splits.test)
+    assert len(train) + len(test) == 1797
+    published = load_digits()
+    inputs = torch.cat((train.inputs, test.inputs)).flatten(1).mul(16).numpy()
+    targets = torch.cat((train.targets, test.targets)).numpy()
+    ours = sorted((int(target), row.tobytes()) for target, row in zip(targets, inputs.astype(np.uint8), strict=True))
+    theirs = sorted(
+        (int(target), row.tobytes())
+        for target, row in zip(published.target, published.data.astype(np.uint8), strict=True)
+    )
+    assert ours == theirs
+    share = torch.bincount(test.targets) / torch.bincount(torch.from_numpy(targets))
+    assert float((share - 0.2).abs().max()) < 0.004
+    for wrong in (0.0, 1.0):
+        with pytest.raises(UserError, match="test_share"):
+            DATA["digits"](test_share=wrong)
+
+
+def test_linear_data_lies_on_its_line_up_to_the_noise() -> None:
+    splits = DATA["linear_data"]()
+    train, test = in_memory(splits.train), in_memory(splits.test)
+    assert (len(train), len(test)) == (10_000, 2_000)
+    residual = train.targets - (2 * train.inputs + 3)
+    assert abs(float(residual.std()) - 0.1) < 0.003
+    assert abs(float(residual.mean())) < 0.004
+
+
+def test_random_images_repeat_a_pool() -> None:
+    train = DATA["random_images"](samples=50, image_size=8, pool=20).train
+    assert len(train) == 50
+    first, again = in_memory(train).__getitems__(np.array([7, 47]))[0]
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("augmentation", [shift_and_flip(2), shift_and_flip(1, flip=True), turn_shift_scale()])
+def test_augmentation_of_a_sample_does_not_depend_on_its_company(augmentation: Augmentation) -> None:
+    images = torch.rand(13, 3, 9, 7)
+    uniforms = np.random.default_rng(0).random((13, augmentation.draws))
+    whole = augmentation.apply(images, uniforms)
+    assert whole.shape == images.shape
+    assert whole.is_contiguous()
+    for index in range(13):
+        single = augmentation.apply(images[index : index + 1], uniforms[index : index + 1])
+        assert torch.equal(whole[index], single[0])
+
+
+def test_shift_and_flip_cuts_the_padded_image_as_written() -> None:
+    images = torch.arange(1.0, 2 * 3 * 4 * 5 + 1).view(2, 3, 4, 5)
+    uniforms = np.array([[0.0, 0.99, 0.7], [0.4, 0.2, 0.1]])
+    result = shift_and_flip(1, flip=True).apply(images, uniforms)
+    padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
+    assert torch.equal(result[0], padded[0, :, 0:4, 2:7])
+    assert torch.equal(result[1], padded[1, :, 1:5, 0:5].flip(2))
+
+
+def test_turn_shift_scale_at_its_middle_changes_nothing_and_shifts_by_pixels() -> None:
+    images = torch.rand(2, 1, 8, 8)
+    middle = np.full((2, 4), 0.5)
+    torch.testing.assert_close(turn_shift_scale().apply(images, middle), images)
+    right = np.array([[0.5, 1.0, 0.5, 0.5]] * 2)
+    moved = turn_shift_scale(shift=1.0).apply(images, right)
+    torch.testing.assert_close(moved[..., :-1], images[..., 1:])
+
+
+def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
+    from ddp_core.model.torchvision_import import import_torchvision
+
+    write_fashion(tmp_path)
+    splits = DATA["fashion_mnist"](root=tmp_path)
+    for dataset, train in ((splits.train, True), (splits.test, False)):
+        theirs = import_torchvision("datasets").FashionMNIST(tmp_path, train=train)
+        inputs, targets = in_memory(dataset).__getitems__(np.arange(len(theirs)))
+        torch.testing.assert_close(inputs[:, 0], (theirs.data / 255 - 0.2860) / 0.3530)
+        assert torch.equal(targets, theirs.targets)
+    check_augmentation(splits, 3)
+
+
+def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+
+    from ddp_core.model.torchvision_import import import_torchvision
+
+    write_cifar(tmp_path)
+    theirs = import_torchvision("datasets").CIFAR10
+    folder = tmp_path / "cifar-10-batches-py"
+
+    def with_true_sums(files: list[list[str]]) -> list[list[str]]:
+        return [[name, hashlib.md5((folder / name).read_bytes()).hexdigest()] for name, _ in files]
+
+    monkeypatch.setattr(theirs, "train_list", with_true_sums(theirs.train_list))
+    monkeypatch.setattr(theirs, "test_list", with_true_sums(theirs.test_list))
+    meta = theirs.meta | {"md5": hashlib.md5((folder / "batches.meta").read_bytes()).hexdigest()}
+    monkeypatch.setattr(theirs, "meta", meta)
+    splits = DATA["cifar10"](root=tmp_path)
+    for dataset, train in ((splits.train, True), (splits.test, False)):
+        known = theirs(tmp_path, train=train)
+        inputs, targets = in_memory(dataset).__getitems__(np.arange(len(known)))
+        pixels = torch.from_numpy(known.data).permute(0, 3, 1, 2) / 255
+        mean, deviation = torch.tensor((0.4914, 0.4822, 0.4465)), torch.tensor((0.2470, 0.2435, 0.2616))
+        torch.testing.assert_close(inputs, (pixels - mean.view(3, 1, 1)) / deviation.view(3, 1, 1))
+        assert targets.tolist() == known.targets
+    check_augmentation(splits, 3)
+
+
+def check_augmentation(splits: Splits, draws: int) -> None:
+    assert splits.classes == 10
+    assert splits.augmentation is not None
+    assert splits.augmentation.draws == draws
+
+
+def test_augment_false_means_none(tmp_path: Path) -> None:
+    write_fashion(tmp_path)
+    assert DATA["fashion_mnist"](root=tmp_path, augment=False).augmentation is None
+    assert DATA["digits"](augment=False).augmentation is None
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "cifar10"])
+def test_missing_data_names_the_command_that_fetches_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as failure:
+        DATA[name](root=tmp_path / "nothing")
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert f"ddp data fetch {name} --data-dir {tmp_path / 'nothing'}" in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("fashion_mnist", "FashionMNIST/raw/train-images-idx3-ubyte"),
+        ("fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte"),
+        ("cifar10", "cifar-10-batches-py/data_batch_4"),
+        ("cifar10", "cifar-10-batches-py/test_batch"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "other"])
+def test_partial_and_damaged_files_are_noticed(name: str, file: str, damage: str, tmp_path: Path) -> None:
+    (write_fashion if name == "fashion_mnist" else write_cifar)(tmp_path)
+    path = tmp_path / file
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes({"cut": content[:-3], "empty": b"", "other": b"<html>404</html>"}[damage])
+    with pytest.raises(UserError, match=f"{path}.*ddp data fetch {name}"):
+        DATA[name](root=tmp_path)
+
+
+def test_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
+    write_fashion(tmp_path)
+    labels = tmp_path / "FashionMNIST" / "raw" / "train-labels-idx1-ubyte"
+    write_idx(labels, np.zeros(29, dtype=np.uint8))
+    with pytest.raises(UserError, match="30 images but 29 labels"):
+        DATA["fashion_mnist"](root=tmp_path)
+    write_idx(labels, np.full(30, 10, dtype=np.uint8))
+    with pytest.raises(UserError, match="0 to 9"):
+        DATA["fashion_mnist"](root=tmp_path)
+
+
+class Trap:
+    """What a malicious pickle looks like: code that runs while it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+def test_a_malicious_batch_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    write_cifar(tmp_path)
+    mark = tmp_path / "ran"
+    (tmp_path / "cifar-10-batches-py" / "data_batch_2").write_bytes(pickle.dumps(Trap(mark)))
+    with pytest.raises(UserError, match="data_batch_2"):
+        DATA["cifar10"](root=tmp_path)
+    assert not mark.exists()

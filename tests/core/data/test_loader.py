@@ -1,0 +1,205 @@
+"""The loader: what it fetches, and that workers change nothing but the time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from ddp_core.data.augment import Augmentation, shift_and_flip
+from ddp_core.data.loader import Batch, Loader, Request
+from ddp_core.data.splits import ByteImages, InMemory
+from ddp_core.determinism.seeds import sample_uniforms
+from ddp_core.errors import UserError
+
+
+class OneByOne:
+    """A user's data set with nothing but the two methods that torch asks for."""
+
+    def __init__(self, size: int = 40) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        assert isinstance(index, int)
+        return np.full(3, index, dtype=np.float32), index % 7
+
+
+class ListOfSamples(OneByOne):
+    """torch's own meaning of `__getitems__`: a list of samples."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
+        return [self[index] for index in indices]
+
+
+class WholeBatch(OneByOne):
+    """Our meaning: a tuple of batch tensors."""
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor(indices)
+        return ids[:, None].expand(-1, 3).float(), ids % 7
+
+
+class NotPairs(OneByOne):
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros(3)
+
+
+class Uneven(OneByOne):
+    def __getitem__(self, index: int) -> Any:
+        return np.zeros(index), index
+
+
+class Failing(OneByOne):
+    def __getitem__(self, index: int) -> Any:
+        raise KeyError(f"sample {index} is broken")
+
+
+class Where(OneByOne):
+    """Tells which process made a sample."""
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.full(3, index, dtype=np.float32), os.getpid()
+
+
+def images(count: int = 40) -> InMemory:
+    return InMemory(torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(count))
+
+
+def requests(steps: int = 5) -> list[Request]:
+    generator = np.random.default_rng(0)
+    return [(step // 2, [generator.permutation(40)[:4] for _ in range(3)]) for step in range(steps)] + [(9, [])]
+
+
+def assert_equal(ours: Sequence[Batch], theirs: Sequence[Batch]) -> None:
+    assert len(ours) == len(theirs)
+    for (inputs, targets), (other_inputs, other_targets) in zip(ours, theirs, strict=True):
+        assert torch.equal(inputs, other_inputs)
+        assert torch.equal(targets, other_targets)
+
+
+@pytest.mark.parametrize("dataset", [OneByOne(), ListOfSamples(), WholeBatch(), Subset(WholeBatch(), range(40))])
+def test_any_map_style_data_set_works(dataset: Any) -> None:
+    inputs, targets = Loader(dataset).fetch(0, np.array([5, 8, 39]))
+    assert torch.equal(inputs, torch.tensor([[5.0] * 3, [8.0] * 3, [39.0] * 3]))
+    assert torch.equal(targets, torch.tensor([5, 1, 4]))
+    assert targets.dtype == torch.int64
+
+
+def test_a_subset_of_ours_and_bytes_work_too() -> None:
+    whole = images()
+    inputs, targets = Loader(Subset(whole, [3, 2, 1])).fetch(0, np.array([0, 2]))
+    assert torch.equal(inputs, whole.inputs[[3, 1]])
+    assert targets.tolist() == [3, 1]
+    stored = ByteImages(torch.full((4, 1, 2, 2), 255, dtype=torch.uint8), torch.arange(4), (0.5,), (0.25,))
+    torch.testing.assert_close(Loader(stored).fetch(0, np.array([1]))[0], torch.full((1, 1, 2, 2), 2.0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_the_wrong_form_are_explained_in_one_line(workers: int) -> None:
+    for dataset, expected in (
+        (NotPairs(), r"NotPairs: sample 2 is a ndarray.*\(input, target\)"),
+        (Uneven(), r"Uneven: samples \[2, 3\] cannot be put together"),
+    ):
+        with pytest.raises(UserError, match=expected) as failure:
+            list(Loader(dataset, workers=workers).stream([(0, [np.array([2, 3])])]))
+        assert "\n" not in str(failure.value)
+    assert not multiprocessing.active_children()
+
+
+def test_augmentation_depends_on_seed_epoch_and_id_alone() -> None:
+    seen = []
+
+    def apply(inputs: Tensor, uniforms: np.ndarray) -> Tensor:
+        seen.append(uniforms)
+        return inputs + 1
+
+    loader = Loader(images(), Augmentation(3, apply), seed=4)
+    ids = np.array([7, 30, 2])
+    inputs, _ = loader.fetch(2, ids)
+    np.testing.assert_array_equal(seen[0], sample_uniforms(4, 2, ids, 3))
+    assert torch.equal(inputs, images().inputs[ids] + 1)
+    loader.fetch(2, ids[::-1].copy())
+    np.testing.assert_array_equal(seen[1], seen[0][::-1])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_change_neither_order_nor_content_nor_random_state(workers: int) -> None:
+    augmentation = shift_and_flip(1, flip=True)
+    loader = Loader(images(), augmentation, seed=1, workers=workers)
+    before = torch.random.get_rng_state()
+    steps = list(loader.stream(iter(requests())))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    plain = Loader(images(), augmentation, seed=1)
+    expected = [[plain.fetch(epoch, ids) for ids in micro_batches] for epoch, micro_batches in requests()]
+    assert len(steps) == len(expected)
+    for step, wanted in zip(steps, expected, strict=True):
+        assert_equal(step, wanted)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_micro_batch_is_its_own_aligned_memory(workers: int) -> None:
+    loader = Loader(images(), shift_and_flip(1), workers=workers)
+    for step in loader.stream(requests()):
+        tensors = [tensor for batch in step for tensor in batch]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        for tensor in tensors:
+            assert tensor.storage_offset() == 0
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            assert tensor.data_ptr() % 64 == 0
+            assert tensor.is_contiguous()
+
+
+def test_workers_do_the_work_and_end_when_the_stream_is_closed_early() -> None:
+    stream = Loader(Where(), workers=2).stream(requests(20))
+    [_, makers], *_ = next(stream)
+    assert os.getpid() not in makers.tolist()
+    assert len(multiprocessing.active_children()) == 2
+    stream.close()
+    assert not multiprocessing.active_children()
+
+
+def test_what_fails_in_a_worker_is_raised_here() -> None:
+    with pytest.raises(KeyError, match="is broken"):
+        list(Loader(Failing(), workers=1).stream(requests()))
+    assert not multiprocessing.active_children()
+
+
+def test_requests_are_taken_one_at_a_time_without_workers() -> None:
+    taken = []
+
+    def ask() -> Any:
+        for request in requests():
+            taken.append(request)
+            yield request
+
+    stream = Loader(images()).stream(ask())
+    next(stream)
+    assert len(taken) == 1
+
+
+def test_user_files_are_read_in_workers(tmp_path: Path) -> None:
+    """A data set that reads a file per sample, as many users' do."""
+    for index in range(40):
+        np.save(tmp_path / f"{index}.npy", np.full(2, index, dtype=np.float32))
+
+    class Files(OneByOne):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return np.load(tmp_path / f"{index}.npy"), index
+
+    steps = list(Loader(Files(), workers=2).stream(requests()))
+    for step, (_, micro_batches) in zip(steps, requests(), strict=True):
+        for (inputs, targets), ids in zip(step, micro_batches, strict=True):
+            assert targets.tolist() == ids.tolist()
+            assert inputs[:, 0].tolist() == ids.tolist()

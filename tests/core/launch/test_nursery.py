@@ -1,0 +1,100 @@
+"""Workers from the nursery: what they are given, how their ends are told, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_core.distributed.processes import state_of
+from ddp_core.launch.nursery import Nursery
+from tests.support.commands import wait_until
+from tests.support.processes import run_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nursery is for Linux")
+
+
+def act(words: Sequence[str]) -> int:
+    """The entry of the tests' workers."""
+    what, *rest = words
+    if what == "write":
+        Path(rest[0]).write_text(" ".join([os.environ["RANK"], str(os.getsid(0) == os.getpid()), *rest[1:]]))
+        return 7
+    if what == "raise":
+        raise ValueError("on purpose")
+    time.sleep(60)
+    return 0
+
+
+def lead(rank: int, world_size: int, case: str, place: str) -> object:
+    """One case in a process of its own: a nursery is forked from one that has no threads."""
+    return CASES[case](Path(place))
+
+
+def codes(place: Path) -> object:
+    with Nursery(act) as nursery:
+        written = nursery.start(["write", str(place / "said"), "x"], {**os.environ, "RANK": "3"})
+        failed = nursery.start(["raise"], os.environ)
+        sleeping = nursery.start(["sleep"], {**os.environ, "RANK": "5"})
+        assert sleeping.poll() is None
+        wait_until(lambda: psutil.Process(sleeping.pid).name() == "ddp-rank-5", 5, "it has its name")
+        sleeping.send_signal(signal.SIGTERM)
+        ended = (written.wait(10), failed.wait(10), sleeping.wait(10))
+        sleeping.send_signal(signal.SIGTERM)
+        sleeping.kill()
+        return ended
+
+
+def patience(place: Path) -> object:
+    with Nursery(act) as nursery:
+        try:
+            nursery.start(["sleep"], os.environ).wait(0.1)
+        except subprocess.TimeoutExpired:
+            return "expired"
+
+
+def leaving(place: Path) -> object:
+    with Nursery(act) as nursery:
+        sleeping = nursery.start(["sleep"], os.environ)
+    wait_until(lambda: state_of(sleeping.pid) == "gone", 5, "it has gone with the nursery")
+    return sleeping.poll()
+
+
+def killed(place: Path) -> object:
+    with Nursery(act) as nursery:
+        sleeping = nursery.start(["sleep"], os.environ)
+        os.kill(nursery.pid, signal.SIGKILL)
+        wait_until(lambda: state_of(sleeping.pid) == "gone", 5, "it has gone with the nursery")
+        code = sleeping.wait(5)
+        try:
+            nursery.start(["sleep"], os.environ)
+        except OSError:
+            return code
+
+
+CASES = {"codes": codes, "patience": patience, "leaving": leaving, "killed": killed}
+
+
+def test_each_end_is_told_with_its_code(tmp_path: Path) -> None:
+    (ended,) = run_processes(lead, 1, "codes", str(tmp_path))
+    assert ended == (7, 1, -signal.SIGTERM)
+    assert (tmp_path / "said").read_text() == "3 True x"
+
+
+def test_waiting_has_a_limit(tmp_path: Path) -> None:
+    assert run_processes(lead, 1, "patience", str(tmp_path)) == ["expired"]
+
+
+def test_no_worker_outlives_the_nursery(tmp_path: Path) -> None:
+    assert run_processes(lead, 1, "leaving", str(tmp_path)) == [-signal.SIGKILL]
+
+
+def test_a_killed_nursery_takes_its_workers_along_and_says_so(tmp_path: Path) -> None:
+    assert run_processes(lead, 1, "killed", str(tmp_path)) == [-signal.SIGKILL]

@@ -1,0 +1,107 @@
+"""Models by shape and parameter count; losses against torch's own means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ddp_core.errors import UserError
+from ddp_core.model.builders import MODELS, small_cnn
+from ddp_core.model.losses import HITS, LOSSES, binary_cross_entropy, cross_entropy, mean_squared_error
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "inputs", "outputs", "parameters"),
+    [
+        ("linear", {}, (1,), (1,), 2),
+        ("sigmoid_classifier", {}, (10,), (1,), 11),
+        ("two_layer", {}, (10,), (1,), 61),
+        ("mlp", {"sizes": [64, 64, 10]}, (1, 8, 8), (10,), 4810),
+        ("mlp", {"sizes": [6, 4], "dropout": 0.5}, (6,), (4,), 28),
+        ("small_cnn", {"width": 4}, (1, 8, 8), (10,), None),
+        ("small_cnn", {"width": 4, "image_size": 28, "classes": 3}, (1, 28, 28), (3,), None),
+        ("resnet18", {}, (3, 64, 64), (10,), 11_181_642),
+        ("resnet18", {"small_input": True, "classes": 7}, (3, 32, 32), (7,), 11_181_642 - 3 * 513 - 64 * 3 * (49 - 9)),
+    ],
+)
+def test_shapes_and_sizes(
+    name: str, options: dict[str, object], inputs: tuple[int, ...], outputs: tuple[int, ...], parameters: int | None
+) -> None:
+    model = MODELS[name](**options)
+    assert model(torch.rand(2, *inputs)).shape == (2, *outputs)
+    if parameters is not None:
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_small_inputs_keep_their_size_through_the_stem() -> None:
+    model = MODELS["resnet18"](small_input=True)
+    stem = torch.nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool, model.layer1)
+    assert stem(torch.rand(1, 3, 32, 32)).shape == (1, 64, 32, 32)
+
+
+def test_weights_come_from_torchs_generator() -> None:
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        states.append(small_cnn().state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_the_counter_counts_forwards_and_is_saved() -> None:
+    model = MODELS["sigmoid_classifier"]()
+    for _ in range(3):
+        model(torch.zeros(2, 10))
+    assert model.state_dict()["cnt"] == 3
+
+
+def test_impossible_models_are_explained() -> None:
+    with pytest.raises(UserError, match="at least two sizes"):
+        MODELS["mlp"](sizes=[3])
+    with pytest.raises(UserError, match="image_size 2"):
+        MODELS["small_cnn"](image_size=2)
+
+
+def test_losses_are_torchs_means_times_the_samples() -> None:
+    torch.manual_seed(0)
+    logits, classes = torch.randn(7, 4), torch.randint(0, 4, (7,))
+    torch.testing.assert_close(cross_entropy(logits, classes), 7 * functional.cross_entropy(logits, classes))
+    outputs, targets = torch.randn(7, 3), torch.randn(7, 3)
+    torch.testing.assert_close(mean_squared_error(outputs, targets), 7 * functional.mse_loss(outputs, targets))
+    chances, labels = torch.rand(7, 1), torch.randint(0, 2, (7,)).float()
+    torch.testing.assert_close(
+        binary_cross_entropy(chances, labels), 7 * functional.binary_cross_entropy(chances, labels[:, None])
+    )
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_losses_of_parts_add_up(name: str) -> None:
+    torch.manual_seed(0)
+    outputs = torch.rand(12, 1) if name == "binary_cross_entropy" else torch.randn(12, 4)
+    targets = {
+        "cross_entropy": torch.randint(0, 4, (12,)),
+        "mean_squared_error": torch.randn(12, 4),
+        "binary_cross_entropy": torch.randint(0, 2, (12,)).float(),
+    }[name]
+    loss = LOSSES[name]
+    assert loss(outputs, targets).dim() == 0
+    parts = sum(loss(outputs[start : start + 5], targets[start : start + 5]) for start in (0, 5, 10))
+    torch.testing.assert_close(loss(outputs, targets), parts)
+
+
+def test_losses_compute_in_fp32_and_never_broadcast() -> None:
+    half = torch.randn(4, 3).bfloat16()
+    for loss, targets in ((cross_entropy, torch.tensor([0, 1, 2, 0])), (mean_squared_error, torch.randn(4, 3))):
+        assert loss(half, targets).dtype == torch.float32
+    column = torch.randn(4, 1)
+    assert mean_squared_error(column, column[:, 0]) == 0
+    with pytest.raises(UserError, match=r"\[4, 1\].*\[4, 2\]"):
+        mean_squared_error(column, torch.randn(4, 2))
+
+
+def test_hits_count_right_answers() -> None:
+    outputs = torch.tensor([[2.0, 1.0], [0.0, 1.0], [5.0, 1.0]])
+    assert HITS[cross_entropy](outputs, torch.tensor([0, 0, 0])) == 2
+    assert HITS[binary_cross_entropy](torch.tensor([[0.9], [0.2], [0.7]]), torch.tensor([1.0, 0.0, 0.0])) == 2
+    assert mean_squared_error not in HITS

@@ -1,0 +1,81 @@
+"""Which optimizer a model's parameters get, and that no choice of kernel mixes elements up."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.model.optimizers import build_optimizer, implementation
+from ddp_core.spec.experiment import Optimizer
+
+KINDS: list[dict[str, Any]] = [
+    {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    {"name": "adam"},
+    {"name": "adamw", "weight_decay": 0.1},
+]
+Form = Literal["contiguous", "channels last", "transposed"]
+
+
+def model_in(form: Form) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+    if form == "channels last":
+        model.to(memory_format=torch.channels_last)
+    if form == "transposed":
+        weight = model[2].weight.detach()
+        model[2].weight = nn.Parameter(weight.t().contiguous().t())
+    return model
+
+
+def trained(form: Form, settings: Optimizer) -> list[torch.Tensor]:
+    model = model_in(form)
+    optimizer = build_optimizer(settings, model)
+    for step in range(3):
+        gradients = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            # As the reductions hand them over: cut from a flat buffer, whatever the parameter's strides.
+            parameter.grad = torch.randn(parameter.shape, generator=gradients)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["name"])
+def test_every_implementation_trains_alike(kind: dict[str, Any], form: Form) -> None:
+    expected = trained("contiguous", Optimizer(**kind, implementation="loop"))
+    for chosen in ("fused", "foreach", "loop"):
+        found = trained(form, Optimizer(**kind, implementation=chosen))
+        for mine, other in zip(found, expected, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_is_the_default_where_its_kernels_are_safe() -> None:
+    def chosen(form: Form, **fields: Any) -> str:
+        return implementation(Optimizer(**fields), list(model_in(form).parameters()))
+
+    assert chosen("contiguous") == "fused"
+    assert chosen("channels last") == chosen("transposed") == "loop"
+    assert chosen("contiguous", implementation="foreach") == "loop"
+    assert implementation(Optimizer(), [torch.zeros(2, dtype=torch.complex64)]) == "loop"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["name"])
+def test_the_bits_do_not_depend_on_the_threads(kind: dict[str, Any]) -> None:
+    def after(threads: int) -> torch.Tensor:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            parameter = nn.Parameter(torch.randn(1_000_003, generator=torch.Generator().manual_seed(1)))
+            model = nn.ParameterList([parameter])
+            optimizer = build_optimizer(Optimizer(**kind), model)
+            for step in range(2):
+                parameter.grad = torch.randn(1_000_003, generator=torch.Generator().manual_seed(step))
+                optimizer.step()
+            return parameter.detach()
+        finally:
+            torch.set_num_threads(before)
+
+    assert torch.equal(after(1), after(3))

@@ -1,0 +1,38 @@
+"""Who is named when a collective ends in silence: not one that was itself left waiting."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ddp_core.distributed.world import World
+from ddp_core.observe.lost_peers import peers_lost
+
+
+def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_SIGNING_SECONDS", 0.3)
+    (tmp_path / "heartbeats").mkdir()
+    # Signs are rationed, so that the paused rank 0 may well have the youngest of three old ones.
+    for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
+        beat = {"rank": rank, "node_rank": rank, "host": f"host-{rank}", "address": "10.0.0.1", "pid": 1, "step": 7}
+        text = json.dumps(beat | {"time": time.time() - age})
+        (tmp_path / "heartbeats" / f"rank-{rank}.json").write_text(text)
+    said: dict[int, str] = {}
+
+    def lose(rank: int) -> None:
+        error = RuntimeError("Timed out waiting 10000ms for recv operation to complete")
+        said[rank] = str(peers_lost(error, tmp_path, World(rank, 3, node_rank=rank), 8))
+
+    waiting = [threading.Thread(target=lose, args=(rank,)) for rank in (1, 2)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert all("lost rank 0 (node 0), silent for 1" in line for line in said.values())
+    assert said.keys() == {1, 2}

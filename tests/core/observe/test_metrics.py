@@ -1,0 +1,132 @@
+"""What a run says: whole JSON lines, steps rolled back by a resume, and who may speak."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ddp_core.observe.metrics import Console, MetricsWriter, read_metrics
+
+
+def test_records_come_back_by_kind(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write("step", step=1, loss=0.5, lr=0.1)
+        metrics.write("evaluation", step=1, test_accuracy=0.9)
+        metrics.write("step", step=2, loss=0.25, lr=0.1)
+    steps = read_metrics(path, "step")
+    assert [(record["step"], record["loss"]) for record in steps] == [(1, 0.5), (2, 0.25)]
+    assert [record["kind"] for record in read_metrics(path)] == ["step", "evaluation", "step"]
+    assert all("time" in record for record in steps)
+
+
+def test_a_record_is_on_disk_when_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        for step in range(50):
+            metrics.write("step", step=step, loss=1.0)
+            content = path.read_text()
+            assert content.endswith("\n")
+            assert len(content.splitlines()) == step + 1
+
+
+def test_what_json_has_no_word_for_becomes_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m") as metrics:
+        metrics.write("step", step=1, loss=math.nan, lr=math.inf, low=-math.inf, one=1.0)
+    (record,) = (json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "m").read_text().splitlines())
+    assert (record["loss"], record["lr"], record["low"], record["one"]) == (None, None, None, 1.0)
+
+
+def test_a_resume_rolls_back_what_came_after_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    with MetricsWriter(path) as metrics:
+        for step in (1, 2, 3, 4):
+            metrics.write("step", step=step, loss=step / 10)
+    with MetricsWriter(path) as metrics:
+        metrics.write("resume", step=2)
+        metrics.write("step", step=3, loss=30.0)
+    assert [(record["step"], record["loss"]) for record in read_metrics(path, "step")] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 30.0),
+    ]
+    with MetricsWriter(path) as metrics:
+        metrics.write("resume", step=0)
+    assert read_metrics(path, "step") == []
+
+
+@pytest.mark.parametrize("rest", ['{"kind": "step", "st', "\x00\x00\x00", '"a string"', "[1, 2]"])
+def test_a_half_written_or_foreign_line_is_left_out(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "m"
+    with MetricsWriter(path) as metrics:
+        metrics.write("step", step=1)
+    with path.open("a") as file:
+        file.write(rest)
+    assert [record["step"] for record in read_metrics(path)] == [1]
+
+
+def test_no_file_is_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none") == []
+    with MetricsWriter(None) as metrics:
+        metrics.write("step", step=1)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path / "m", tmp_path / "board") as metrics:
+        metrics.write("step", step=3, loss=0.5, epoch=1)
+        metrics.write("step", step=4, loss=0.25, epoch=1)
+        metrics.hyper_parameters({"lr": 0.1, "layout": "ddp-1x2-cpu"}, {"test_accuracy": 0.9})
+    events = accumulator.EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
+    assert events.Scalars("result/test_accuracy")[0].value == pytest.approx(0.9)
+
+
+def test_rank_zero_speaks_and_keeps_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(0, 4)
+    console.log_to(tmp_path / "log.txt")
+    console.say("hello")
+    console.warn("careful")
+    console.close()
+    captured = capsys.readouterr()
+    assert captured.out == "hello\n"
+    assert captured.err == "warning: careful\n"
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.partition(" ")[2] for line in lines] == ["hello", "warning: careful"]
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(3, 4)
+    console.say("hello")
+    console.warn("careful")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "[rank 3] warning: careful\n")
+
+
+def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    assert not console.draws
+    console.progress(1, 10, "loss 1")
+    console.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write("step", step=1)
+        metrics.write("step", step=2)
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    with MetricsWriter(path) as metrics:
+        metrics.write("resume", step=1)
+        metrics.write("step", step=2)
+    assert [(record["kind"], record["step"]) for record in read_metrics(path)] == [
+        ("step", 1),
+        ("resume", 1),
+        ("step", 2),
+    ]

@@ -1,0 +1,123 @@
+"""Where it runs: what a layout may be, and that the cut of a global batch depends on the experiment alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_core.errors import UserError
+from ddp_core.reduction.tree import cut as reduction_cut
+from ddp_core.spec.cut import BatchCut
+from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.spec.layout import Layout
+
+
+def experiment(**fields: Any) -> Experiment:
+    return Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), **fields)
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "shares", "world_size"),
+    [
+        (Layout(), "single-cpu", 1, 1),
+        (Layout(device="cuda"), "single-cuda", 1, 1),
+        (Layout(kind="dp", nproc_per_node=3), "dp-3-cpu", 3, 1),
+        (Layout(kind="ddp", nproc_per_node=4, device="cuda"), "ddp-1x4-cuda", 4, 4),
+        (Layout(kind="ddp", nnodes=2, nproc_per_node=2), "ddp-2x2-cpu", 4, 4),
+    ],
+)
+def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int, world_size: int) -> None:
+    layout.check()
+    assert (layout.label, layout.shares, layout.world_size) == (label, shares, world_size)
+    assert Layout.model_validate(layout.model_dump()) == layout
+
+
+def test_dp_on_cpu_says_what_it_is() -> None:
+    assert "threads" in Layout(kind="dp", nproc_per_node=2).description
+    assert "threads" not in Layout(kind="dp", nproc_per_node=2, device="cuda").description
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(kind="single", nproc_per_node=2), ["single", "--layout ddp"]),
+        (Layout(kind="single", nnodes=2), ["single", "--layout ddp"]),
+        (Layout(kind="dp", nnodes=2), ["one node", "--layout ddp --nnodes 2"]),
+    ],
+)
+def test_a_contradiction_is_named(layout: Layout, words: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        layout.check()
+    assert all(word in str(raised.value) for word in words)
+
+
+SHARES = st.integers(1, 12)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 12), SHARES, st.data())
+def test_shares_cover_every_micro_batch_once_and_in_order(
+    micro_batch: int, count: int, shares: int, data: st.DataObject
+) -> None:
+    size = micro_batch * count
+    samples = data.draw(st.integers(1, size))
+    cut = BatchCut(size, micro_batch, shares)
+    parts = [part for share in range(shares) for part in cut.share(share, samples)]
+    assert [part.index for part in parts] == list(range(cut.count(samples)))
+    assert [number for part in parts for number in range(part.start, part.stop)] == list(range(samples))
+    assert all(part.stop - part.start == micro_batch for part in parts[:-1])
+    assert parts == BatchCut(size, micro_batch, 1).share(0, samples), "the micro-batches must not depend on the layout"
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 12), SHARES, st.data())
+def test_no_share_exceeds_the_accumulation_steps_and_shares_are_even(
+    micro_batch: int, count: int, shares: int, data: st.DataObject
+) -> None:
+    size = micro_batch * count
+    samples = data.draw(st.integers(1, size))
+    cut = BatchCut(size, micro_batch, shares)
+    lengths = [len(cut.share(share, samples)) for share in range(shares)]
+    assert max(lengths) - min(lengths) <= 1
+    assert max(len(cut.share(share, size)) for share in range(shares)) == cut.accumulation_steps
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 12), SHARES)
+def test_the_reduction_deals_micro_batches_out_alike(micro_batch: int, count: int, shares: int) -> None:
+    cut = BatchCut(micro_batch * count, micro_batch, shares)
+    for share in range(shares):
+        indices = [part.index for part in cut.share(share, micro_batch * count)]
+        assert indices == list(reduction_cut(count, share, shares))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), SHARES)
+def test_without_micro_batch_each_takes_an_equal_share_or_the_nearest_sizes_are_named(size: int, shares: int) -> None:
+    layout = Layout(kind="ddp", nproc_per_node=shares)
+    if size % shares == 0:
+        cut = BatchCut.of(experiment(global_batch_size=size), layout)
+        assert (cut.micro_batches, cut.micro_batch) == (shares, size // shares)
+        return
+    with pytest.raises(UserError) as raised:
+        BatchCut.of(experiment(global_batch_size=size), layout)
+    below, above = size // shares * shares, (size // shares + 1) * shares
+    assert all(str(number) in str(raised.value) for number in (below, above) if number)
+    assert f"--set global_batch_size={above}" in str(raised.value)
+
+
+def test_more_ranks_than_micro_batches_is_an_error_with_both_ways_out() -> None:
+    given = experiment(global_batch_size=16, micro_batch=4)
+    assert BatchCut.of(given, Layout(kind="ddp", nproc_per_node=4)).accumulation_steps == 1
+    with pytest.raises(UserError, match=r"at most 4 ranks, or --set global_batch_size=20"):
+        BatchCut.of(given, Layout(kind="ddp", nproc_per_node=5))
+    with pytest.raises(UserError, match="at most 4 replicas"):
+        BatchCut.of(given, Layout(kind="dp", nproc_per_node=5))
+
+
+def test_the_batch_arithmetic_is_said() -> None:
+    cut = BatchCut.of(experiment(global_batch_size=64, micro_batch=8), Layout(kind="ddp", nproc_per_node=3))
+    assert cut.describe() == "global batch 64 = 8 micro-batches x 8 samples, 3 per step on each of 3"

@@ -1,0 +1,237 @@
+"""Bad input, in every launch mode: one line that says what, where and what to do; the code; nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ddp_core.cli import main
+from ddp_core.run import run
+from tests.support.commands import Ended, ddp, train, trained
+from tests.support.processes import run_processes
+
+MODES = {
+    "single": [],
+    "dp": ["--layout", "dp", "--nproc-per-node", "2"],
+    "torchrun": ["--layout", "ddp", "--nproc-per-node", "2"],
+    "spawn": ["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"],
+}
+
+BROKEN = {
+    "raises": "x = 1 / 0\n",
+    "syntax": "def (:\n",
+    "no_experiment": "x = 1\n",
+    "wrong_field": """
+from ddp_core.spec.experiment import *
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=-1)
+""",
+    "unknown_model": """
+from ddp_core.spec.experiment import *
+experiment = Experiment(name='a', model=Component(name='mpl'), data=Component(name='digits'), global_batch_size=8)
+""",
+    "data_raises": """
+from ddp_core.spec.experiment import *
+def data():
+    raise OSError('the disk is on fire')
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "model_raises": """
+from ddp_core.spec.experiment import *
+def model():
+    raise ValueError('no such width')
+experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "wrong_model": """
+from ddp_core.spec.experiment import *
+def model():
+    return 7
+experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "empty_model": """
+from torch import nn
+from ddp_core.spec.experiment import *
+def model():
+    return nn.Flatten()
+experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+}
+
+# Words of the command, exit code, and what the line must hold.
+CASES: dict[str, tuple[list[str], int, list[str]]] = {
+    "unknown experiment": (["toy_mpl"], 2, ["toy_mpl", "did you mean toy_mlp?"]),
+    "missing file": (["nowhere/mine.py"], 2, ["nowhere/mine.py", "ddp list"]),
+    "unknown layout": (["toy_mlp", "--layout", "dpp"], 2, ["--layout", "dpp", "single"]),
+    "unknown option": (["toy_mlp", "--outptu", "x"], 2, ["--outptu", "did you mean --output?"]),
+    "unknown setting": (["toy_mlp", "--set", "optimizer.learning_rate=1"], 2, ["optimizer.learning_rate"]),
+    "wrong type": (["toy_mlp", "--set", "epochs=many"], 2, ["epochs", "integer"]),
+    "wrong number": (["toy_mlp", "--nproc-per-node", "two"], 2, ["--nproc-per-node", "two"]),
+    "cut": (["toy_mlp", "--set", "global_batch_size=18"], 2, ["18", "16 or 20"]),
+    "small data": (["toy_mlp", "--set", "global_batch_size=64"], 2, ["32 training samples", "64", "--set"]),
+    "GPUs": (["toy_mlp", "--device", "cuda", "--nproc-per-node", "99"], 4, ["CUDA devices", "--device cpu"]),
+    "missing data": (["fashion_mnist", "--data-dir", "DATA"], 2, ["ddp data fetch fashion_mnist"]),
+    "no run": (["toy_mlp", "--resume", "nowhere"], 2, ["--resume nowhere", "run.json"]),
+    "promise": (["toy_mlp", "--reduction", "exact", "--set", "micro_batch=null"], 2, ["exact", "--reduction plain"]),
+    "signal": (["toy_mlp", "--stop-signal", "USR9"], 2, ["USR9", "USR1"]),
+    "timeout": (["toy_mlp", "--timeout", "-1"], 2, ["timeout"]),
+    "raises": (["raises.py"], 2, ["raises.py:1", "ZeroDivisionError"]),
+    "syntax": (["syntax.py"], 2, ["syntax.py:1", "SyntaxError"]),
+    "no experiment": (["no_experiment.py"], 2, ["no_experiment.py", "experiment = Experiment("]),
+    "wrong field": (["wrong_field.py"], 2, ["wrong_field.py:3", "global_batch_size"]),
+    "unknown model": (["unknown_model.py"], 2, ["mpl", "did you mean mlp?"]),
+    "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
+    "model raises": (["model_raises.py"], 2, ["model_raises.py:4", "no such width"]),
+    "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
+    "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
+}
+LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
+ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "signal"}
+
+
+def one_line(ended: Ended, code: int, words: list[str]) -> None:
+    assert ended.errors.startswith("ddp: error: "), ended.errors
+    assert ended.errors.count("\n") == 1, ended.errors
+    assert "Traceback" not in ended.errors + ended.output
+    assert ended.code == code, ended.errors
+    assert all(word in ended.errors for word in words), ended.errors
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every broken experiment file."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, text in BROKEN.items():
+        (folder / f"{name}.py").write_text(f'"""A question?"""{text}' if text.startswith("\n") else text)
+    return folder
+
+
+def refuse(name: str, mode: str, files: Path, output: Path) -> None:
+    words, code, parts = CASES[name]
+    words = [str(files / word) if (files / word).is_file() else word for word in words]
+    words = [str(output / "no-data") if word == "DATA" else word for word in words]
+    device = [] if "--device" in words else ["--device", "cpu"]
+    layout = MODES[mode] if name not in LAYOUT_OF_ITS_OWN else ["--layout", "ddp"] if "--layout" not in words else []
+    ended = ddp("train", *words, *device, *layout, "--output", output)
+    one_line(ended, code, parts)
+    assert list(output.glob("**/run.json")) == []
+    assert list(output.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("mode", ["single", "torchrun"])
+@pytest.mark.parametrize("name", sorted(CASES.keys() - ENDS_IN_THE_WORKERS))
+def test_bad_input_is_refused_before_anything_is_started(name: str, mode: str, files: Path, tmp_path: Path) -> None:
+    refuse(name, mode, files, tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(ENDS_IN_THE_WORKERS))
+def test_what_only_a_worker_finds_is_one_line_too(name: str, files: Path, tmp_path: Path) -> None:
+    refuse(name, "single", files, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["torchrun", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_what_all_workers_find_is_said_once(mode: str, files: Path, tmp_path: Path) -> None:
+    refuse("model raises", mode, files, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_in_every_mode(name: str, mode: str, files: Path, tmp_path: Path) -> None:
+    refuse(name, mode, files, tmp_path)
+
+
+def test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do(tmp_path: Path) -> None:
+    words = ["toy_mlp", "--reduction", "plain", "--set", "micro_batch=null", "--layout", "ddp", "--nproc-per-node", "3"]
+    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
+    one_line(ended, 2, ["16", "3 ranks", "15 or 18"])
+    more = ["toy_mlp", "--layout", "dp", "--nproc-per-node", "5"]
+    one_line(ddp("train", *more, "--device", "cpu", "--output", tmp_path), 2, ["5 replicas", "at most 4", "20"])
+
+
+@pytest.mark.parametrize("mode", ["single", "torchrun"])
+def test_an_output_that_cannot_be_written(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for output in (tmp_path / "file" / "outputs", Path("/proc/outputs")):
+        ended = ddp("train", "toy_mlp", "--device", "cpu", *MODES[mode], "--output", output)
+        one_line(ended, 4, [str(output), "--output DIR"])
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("spawn", marks=pytest.mark.slow), "torchrun"])
+def test_a_checkpoint_of_another_experiment_is_refused(mode: str, tmp_path: Path) -> None:
+    train(tmp_path / "first", "toy_mlp", "--set", "epochs=1")
+    directory, record = trained(tmp_path / "first")
+    directory.update(status="failed")
+    other = ["toy_mlp", "--set", "seed=1", "--device", "cpu", *MODES[mode]]
+    before = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+    ended = ddp("train", *other, "--resume", directory.path, "--output", tmp_path / "second")
+    one_line(ended, 3, ["experiment"])
+    assert list(tmp_path.glob("second/**/run.json")) == []
+    checkpoints = {path: path.read_bytes() for path in before if "checkpoints" in path.parts}
+    assert checkpoints.items() <= before.items()
+    assert directory.read()["experiment"] == record["experiment"], "the run's own record was taken over"
+
+
+def test_a_completed_run_is_not_trained_on(tmp_path: Path) -> None:
+    first = train(tmp_path, "toy_mlp")
+    directory, _ = trained(tmp_path)
+    ended = ddp("train", "toy_mlp", "--device", "cpu", "--resume", directory.path, "--output", tmp_path)
+    record = trained(tmp_path)[1]
+    assert record["status"] == "completed"
+    assert record["weights_sha256"] == first["weights_sha256"]
+    assert ended.code in (0, 2)
+    assert "Traceback" not in ended.errors
+
+
+def test_a_run_of_another_experiment_is_not_resumed_by_itself(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp", "--set", "epochs=1")
+    directory, _ = trained(tmp_path)
+    directory.update(status="failed")
+    ended = ddp("train", "toy_mlp", "--set", "seed=1", "--device", "cpu", "--resume", "auto", "--output", tmp_path)
+    assert ended.code == 0, ended.errors
+    assert len(list(tmp_path.glob("*/*/run.json"))) == 2
+    shutil.rmtree(tmp_path / "toy_mlp")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["nonsense"], ["trian"], ["train"], ["verify"], ["verify", "nowhere"], ["compare", "nowhere"], ["data"]],
+    ids=" ".join,
+)
+def test_other_commands_say_what_they_need(words: list[str]) -> None:
+    ended = ddp(*words)
+    assert ended.code == 2
+    if words:
+        one_line(ended, 2, [])
+    else:
+        assert "train" in ended.output, "help"
+
+
+def test_workers_of_a_launcher_outside_say_it_once(tmp_path: Path) -> None:
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank in ("0", "1"):
+        own = world | {"RANK": rank, "LOCAL_RANK": rank}
+        ended = ddp("train", "toy_mpl", "--layout", "ddp", "--output", tmp_path, env=own)
+        assert ended.code == 2
+        assert ended.errors.count("\n") == (1 if rank == "0" else 0), ended.errors
+
+
+def break_the_building(rank: int, world_size: int, output: str) -> int:
+    def broken(job: object) -> None:
+        raise ValueError("no trainer today")
+
+    run.build_trainer = broken  # type: ignore[assignment]
+    return main(["train", "toy_mlp", "--device", "cpu", "--layout", "ddp", "--output", output])
+
+
+def test_a_trainer_that_cannot_be_built_leaves_a_failed_run(tmp_path: Path) -> None:
+    assert run_processes(break_the_building, 1, str(tmp_path)) == [2]
+    directory, record = trained(tmp_path)
+    assert (record["status"], record["exit_code"]) == ("failed", 2)
+    assert "no trainer today" in record["message"]
+    assert "no trainer today" in (directory.path / "error-rank-0.txt").read_text()

@@ -1,0 +1,203 @@
+"""The command: what it lists, offers and says; and that its words mean what they say."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ddp_core.cli import build_parser, main
+from ddp_core.errors import UserError
+from tests.support.commands import ROOT, command, ddp, forked, train, trained, wait_until
+from tests.support.processes import free_port
+
+COMMANDS = ("train", "list", "compare", "verify", "verify-layouts", "data", "doctor", "rendezvous")
+EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
+
+
+def test_the_console_command_and_the_module_are_one() -> None:
+    ended = command("--help")
+    assert (ended.code, ended.errors) == (0, "")
+    assert ended.output.startswith("usage: ddp ")
+    assert all(name in ended.output for name in COMMANDS)
+
+
+def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line.partition(" ")[2].strip() for line in lines}
+    assert set(EXPERIMENTS) <= found.keys()
+    assert all(found[name].endswith("?") for name in EXPERIMENTS), found
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: ddp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([name, "--help"])
+    assert ended.value.code == 0
+    assert "usage: ddp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])
+def test_nodes_are_a_number_or_a_range(words: list[str], nodes: tuple[int, int]) -> None:
+    assert build_parser().parse_args(["train", "digits", *words]).nnodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["train", "digits", "--nnodes", "4:2"], ["--nnodes", "4:2"]),
+        (["train", "digits", "--nnodes", "0"], ["--nnodes"]),
+        (["train", "digits", "--nproc-per-node", "-1"], ["--nproc-per-node"]),
+        (["train", "digits", "--checkpoint-every", "0"], ["--checkpoint-every"]),
+        (["train", "digits", "--learning-rate", "0.1"], ["--learning-rate", "ddp train --help"]),
+        (["train", "digits", "--nproc_per_node", "2"], ["did you mean --nproc-per-node?"]),
+        (["train", "digits", "--chekpoint-every", "2"], ["did you mean --checkpoint-every?"]),
+        (["train", "digits", "--nproc", "2"], ["--nproc"]),
+        (["tarin", "digits"], ["tarin"]),
+        (["data", "fetch"], ["name"]),
+    ],
+)
+def test_a_wrong_word_is_an_error_in_one_line(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        build_parser().parse_args(words)
+    message = str(raised.value)
+    assert all(part in message for part in parts[:1]), message
+    assert "\n" not in message
+    if "did you mean" in parts[0]:
+        assert parts[0] in message
+
+
+def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDP_OUTPUT", raising=False)
+    assert build_parser().parse_args(["train", "digits"]).output == "outputs"
+    monkeypatch.setenv("DDP_OUTPUT", "/elsewhere")
+    monkeypatch.setenv("DDP_DATA", "/the/data")
+    options = build_parser().parse_args(["train", "digits"])
+    assert (options.output, options.data_dir) == ("/elsewhere", "/the/data")
+    assert build_parser().parse_args(["train", "digits", "--output", "here"]).output == "here"
+
+
+def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:
+    words = [
+        "--set",
+        "optimizer.lr=0.125",
+        "--set",
+        "epochs=3",
+        "--set",
+        "model.sizes=[10, 7, 1]",
+        "--set",
+        "model.name=mlp",
+    ]
+    record = train(tmp_path, "toy_mlp", *words, "--keep-last", "1", "--log-every", "2")
+    assert record["experiment"]["optimizer"]["lr"] == 0.125
+    assert record["experiment"]["epochs"] == 3
+    assert record["experiment"]["model"] == {"name": "mlp", "options": {"sizes": [10, 7, 1], "dropout": 0.0}}
+    assert (record["options"]["keep_last"], record["options"]["log_every"]) == (1, 2)
+    assert record["result"]["steps"] == 6
+    assert record["result"]["parameters"] == 7 * 11 + 8
+    assert "--set optimizer.lr=0.125" in record["command"]
+    directory, _ = trained(tmp_path)
+    assert (directory.path / "experiment.py").read_text() == (ROOT / "experiments" / "toy_mlp.py").read_text()
+
+
+def test_the_record_holds_what_a_reader_needs(tmp_path: Path) -> None:
+    record = train(tmp_path, "counter_buffer", "--set", "epochs=2")
+    needed = {
+        "format",
+        "experiment",
+        "layout",
+        "options",
+        "status",
+        "exit_code",
+        "weights_sha256",
+        "result",
+        "environment",
+    }
+    assert needed <= record.keys()
+    assert {"train_loss", "samples_per_second", "seconds"} <= record["result"].keys()
+    assert len(record["weights_sha256"]) == len(record["data_sha256"]) == 64
+    assert {"python", "cpu", "packages", "code"} <= record["environment"].keys()
+    assert record["fingerprint"]["threads"] == 1
+    assert record["started_at"] <= record["finished_at"]
+
+
+def test_the_digest_in_the_record_is_that_of_the_saved_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from ddp_core.determinism.digests import weights_digest
+
+    record = train(tmp_path, "counter_buffer", "--set", "epochs=2")
+    directory, _ = trained(tmp_path)
+    weights = load_file(directory.path / "model.safetensors")
+    assert weights["cnt"] == 4
+    assert weights_digest(weights) == record["weights_sha256"]
+
+
+def test_a_file_of_ones_own_needs_no_registration(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        '"""Mine?"""\nfrom torch import nn\nfrom ddp_core.spec.experiment import *\n'
+        "def net(width: int = 3):\n    return nn.Sequential(nn.Linear(10, width), nn.Linear(width, 1))\n"
+        "experiment = Experiment(name='mine', model=Component(name='net'), data=Component(name='toy_data'),\n"
+        "                        loss='mean_squared_error', global_batch_size=16, micro_batch=4)\n"
+    )
+    record = train(tmp_path / "out", tmp_path / "mine.py", "--set", "model.width=4")
+    assert record["experiment"]["model"]["options"] == {"width": 4}
+    assert record["question"] == "Mine?"
+    assert record["result"]["parameters"] == 49
+
+
+def test_compare_sets_runs_side_by_side(tmp_path: Path) -> None:
+    train(tmp_path / "a", "toy_mlp")
+    train(tmp_path / "b", "toy_mlp", "--layout", "dp", "--nproc-per-node", "2")
+    ended = ddp("compare", tmp_path)
+    assert ended.code == 0
+    assert "single-cpu" in ended.output
+    assert "dp-2-cpu (threads)" in ended.output
+    assert "identical" in ended.output
+
+
+def test_verify_repeats_a_run_on_another_layout(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp", "--set", "seed=5")
+    directory, _ = trained(tmp_path)
+    ended = ddp("verify", directory.path, "--layout", "dp", "--nproc-per-node", "3", timeout=90)
+    assert ended.code == 0, ended.errors + ended.output
+
+
+@pytest.mark.slow
+def test_verify_tells_other_weights_from_other_circumstances(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp")
+    directory, record = trained(tmp_path)
+    directory.update(weights_sha256="0" * 64)
+    assert ddp("verify", directory.path, timeout=90).code == 1
+    directory.update(fingerprint=record["fingerprint"] | {"threads": 64})
+    other = ddp("verify", directory.path, timeout=90)
+    assert "threads" in other.output + other.errors
+
+
+def test_doctor_says_what_would_run() -> None:
+    ended = ddp("doctor")
+    assert (ended.code, ended.errors) == (0, "")
+    assert "ddp train digits --device cpu" in ended.output
+
+
+def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
+
+    port = free_port()
+    assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 6
+    with forked("rendezvous", "--port", port) as server:
+        wait_until(lambda: server.said()[0] == f"rendezvous: listening on port {port}\n", 20, "it listens")
+        assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 0
+        second = ddp("rendezvous", "--port", port)
+        assert second.code == 4
+        assert f"port {port} is in use" in second.errors
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end(10).code == 0
+    assert ddp("rendezvous", "--check", "nowhere").code == 2

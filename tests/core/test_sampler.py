@@ -1,0 +1,363 @@
+"""The order is a bijection and a pure function; the ranks share it without overlap, on every layout, also resumed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import tracemalloc
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ddp_core.sampler import BLOCK, ElasticSampler, GlobalOrder, Permutation
+from tests.support.processes import run_processes
+
+# Both methods (prefix cipher up to a block, Feistel above) and, above, lengths on either side of powers of two.
+LENGTHS = [0, 1, 2, 3, 4, 5, 63, 1437, BLOCK - 1, BLOCK, BLOCK + 1, 2**15, 2**15 + 1, 50_000, 2**16 + 1]
+HUGE = [2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1, 10**12, 2**63 - 1]
+
+
+class Numbers(Dataset[int]):
+    """A data set whose sample is its own id."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def ranks_of(length: int, world_size: int, **options) -> list[list[int]]:
+    return [list(ElasticSampler(Numbers(length), world_size, rank, **options)) for rank in range(world_size)]
+
+
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_permutation_is_a_bijection_with_its_inverse(length: int) -> None:
+    permutation = Permutation(length, (3, 1))
+    ids = permutation(range(length))
+    assert ids.dtype == np.int64
+    assert ids.shape == (length,)
+    assert np.array_equal(np.sort(ids), np.arange(length))
+    assert np.array_equal(permutation.inverse(ids), np.arange(length))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 70_000), st.integers(-(2**70), 2**70), st.integers(0, 1000))
+def test_permutation_is_a_bijection_for_any_length_and_key(length: int, seed: int, epoch: int) -> None:
+    ids = Permutation(length, (seed, epoch))(range(length))
+    assert np.array_equal(np.sort(ids), np.arange(length))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 2**63 - 1), st.data())
+def test_permutation_of_any_length_inverts_at_any_position(length: int, data: st.DataObject) -> None:
+    positions = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
+    permutation = Permutation(length, (5,))
+    ids = permutation(positions)
+    assert ids.dtype == np.int64
+    assert 0 <= ids.min() <= ids.max() < length
+    assert len(set(ids.tolist())) == len(positions)
+    assert permutation.inverse(ids).tolist() == positions
+
+
+@pytest.mark.parametrize("length", HUGE)
+def test_huge_lengths_need_no_list(length: int) -> None:
+    permutation = Permutation(length, (1, 2))
+    tracemalloc.start()
+    ids = permutation(range(length - BLOCK, length))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    assert len(np.unique(ids)) == BLOCK
+    assert 0 <= ids.min() <= ids.max() < length
+    assert np.array_equal(permutation.inverse(ids), np.arange(length - BLOCK, length))
+
+
+@pytest.mark.parametrize("length", [1000, 40_000, 10**9, 10**12])
+def test_positions_in_any_form_give_the_same_ids(length: int) -> None:
+    permutation = Permutation(length, (9,))
+    positions = range(length - 1, length - 900, -3)
+    expected = permutation(positions)
+    assert np.array_equal(permutation(list(positions)), expected)
+    assert np.array_equal(permutation(np.array(positions, dtype=np.int32 if length < 2**31 else np.uint64)), expected)
+    assert [int(permutation([position])[0]) for position in positions[:5]] == expected[:5].tolist()
+    assert len(permutation([])) == 0
+
+
+def test_the_order_is_the_same_on_every_machine_and_version() -> None:
+    # A saved position means what it meant only while these hold: with other numbers, raise ORDER_FORMAT.
+    assert Permutation(10, (0, 0))(range(10)).tolist() == [3, 1, 4, 0, 7, 8, 9, 5, 2, 6]
+    assert Permutation(10**6, (0, 0))(range(5)).tolist() == [341193, 981294, 305758, 387989, 319461]
+    assert Permutation(10**12, (0, 0))(range(5)).tolist() == [
+        695945440066,
+        809194146721,
+        813804024453,
+        631335531514,
+        112740149955,
+    ]
+
+
+@pytest.mark.parametrize("length", [100, 10**6])
+@pytest.mark.parametrize("outside", [range(-1, 3), [-1], [5, -1, 5], range(98, 10**6 + 1), [10**6], range(5, -2, -1)])
+def test_positions_outside_are_refused(length: int, outside: range | list[int]) -> None:
+    with pytest.raises(IndexError):
+        Permutation(length, (0,))(outside)
+
+
+@pytest.mark.parametrize("length", [-1, 2**63])
+def test_lengths_out_of_range_are_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="length must be"):
+        Permutation(length, (0,))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 60_000), st.integers(0, 5), st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), st.floats(0, 1)))
+)
+def test_any_slice_equals_the_slice_of_the_whole(
+    length: int, seed: int, requests: list[tuple[int, float, float]]
+) -> None:
+    order = GlobalOrder(length, seed)
+    whole = {epoch: Permutation(length, (seed, epoch))(range(length)) for epoch in {epoch for epoch, _, _ in requests}}
+    for epoch, one, other in requests:
+        start, stop = sorted((round(one * length), round(other * length)))
+        ids = order.ids(epoch, start, stop)
+        assert ids.dtype == np.int64
+        assert np.array_equal(ids, whole[epoch][start:stop])
+
+
+@pytest.mark.parametrize("stride", [64, 1000, BLOCK - 1, BLOCK, 3 * BLOCK])
+def test_a_loop_that_goes_forward_sees_the_whole_order(stride: int) -> None:
+    order, length = GlobalOrder(100_003, seed=4), 100_003
+    for epoch in (0, 1):
+        steps = [order.ids(epoch, start, min(start + stride, length)) for start in range(0, length, stride)]
+        assert np.array_equal(np.concatenate(steps), Permutation(length, (4, epoch))(range(length)))
+
+
+def test_ids_are_the_callers_own() -> None:
+    order = GlobalOrder(1000, seed=0)
+    for _ in range(3):
+        first = order.ids(0, 10, 20)
+        kept = first.copy()
+        first[:] = -1
+        assert np.array_equal(order.ids(0, 10, 20), kept)
+
+
+def test_global_order_depends_on_seed_and_epoch_alone() -> None:
+    assert np.array_equal(GlobalOrder(500, 1).ids(2, 0, 500), GlobalOrder(500, 1).ids(2, 0, 500))
+    orders = [GlobalOrder(500, seed).ids(epoch, 0, 500).tolist() for seed in range(4) for epoch in range(4)]
+    # DistributedSampler seeds with seed + epoch: there (1, 0) and (0, 1) are one order.
+    assert len({tuple(order) for order in orders}) == 16
+    assert np.array_equal(GlobalOrder(500, 1, shuffle=False).ids(7, 3, 9), np.arange(3, 9))
+    assert np.array_equal(
+        pickle.loads(pickle.dumps(GlobalOrder(500, 1))).ids(2, 3, 9), GlobalOrder(500, 1).ids(2, 3, 9)
+    )
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 101)])
+def test_slices_outside_are_refused(start: int, stop: int, shuffle: bool) -> None:
+    with pytest.raises(IndexError):
+        GlobalOrder(100, 0, shuffle).ids(0, start, stop)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("length", [0, 1, 7, 840, 1437, 20_011])
+def test_ranks_never_overlap_and_cover_everything(length: int, world_size: int, shuffle: bool) -> None:
+    ranks = ranks_of(length, world_size, shuffle=shuffle)
+    assert sorted(joined(ranks)) == list(range(length))
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+    equal = ranks_of(length, world_size, shuffle=shuffle, drop_last=True)
+    assert {len(ids) for ids in equal} == {length // world_size}
+    assert len(set(joined(equal))) == length // world_size * world_size
+
+
+def test_torch_pads_where_this_does_not() -> None:
+    torch_ids = joined(list(DistributedSampler(Numbers(10), 4, rank)) for rank in range(4))
+    assert len(torch_ids) == 12
+    assert len(joined(ranks_of(10, 4))) == 10
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_the_global_batch_is_the_same_on_every_layout(world_size: int) -> None:
+    global_batch_size = 840  # a multiple of every world size here
+    order = GlobalOrder(20_000, seed=6)
+    ranks = ranks_of(20_000, world_size, seed=6)
+    share = global_batch_size // world_size
+    for step, start in enumerate(range(0, 20_000, global_batch_size)):
+        batch = joined(ids[step * share : (step + 1) * share] for ids in ranks)
+        expected = order.ids(0, start, min(start + global_batch_size, 20_000))
+        assert set(batch) == set(expected.tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20_000), st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3000)), min_size=1, max_size=5))
+def test_resuming_on_another_world_size_trains_each_remaining_sample_once(
+    length: int, stays: list[tuple[int, int]]
+) -> None:
+    seen: list[int] = []
+    state = ElasticSampler(Numbers(length), 1, 0, seed=2).state_dict()
+    state["epoch"] = 3
+    for number, (world_size, steps) in enumerate(stays):
+        samplers = [ElasticSampler(Numbers(length), world_size, rank, seed=2) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.load_state_dict(json.loads(json.dumps(state)))
+            sampler.set_epoch(3)
+        ranks = [list(sampler) for sampler in samplers]
+        assert [len(sampler) for sampler in samplers] == [len(ids) for ids in ranks]
+        last = number == len(stays) - 1
+        trained = [ids if last else ids[:steps] for ids in ranks]
+        seen += joined(trained)
+        for sampler in samplers:
+            sampler.advance(sum(map(len, trained)))
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert sorted(seen) == list(range(length))
+    assert state["samples_trained"] == length
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_cursor_counts_trained_samples_not_prefetched_ones(workers: int) -> None:
+    length, world_size, local, steps = 600, 2, 8, 5
+    # With two workers, four batches of each are fetched ahead: 64 ids beyond the ones trained.
+    options = {"num_workers": workers, "multiprocessing_context": "fork", "prefetch_factor": 4} if workers else {}
+    sampler = ElasticSampler(Numbers(length), world_size, rank=1, seed=5)
+    loader = DataLoader(Numbers(length), batch_size=local, sampler=sampler, **options)
+    trained: list[int] = []
+    for step, batch in enumerate(loader):
+        trained += batch.tolist()
+        sampler.advance(local * world_size)
+        assert len(loader) == -(-length // world_size // local)
+        if step + 1 == steps:
+            break
+    state = sampler.state_dict()
+    assert state["samples_trained"] == steps * local * world_size
+    whole = list(ElasticSampler(Numbers(length), world_size, rank=1, seed=5))
+    assert trained == whole[: steps * local]
+
+    resumed = ElasticSampler(Numbers(length), world_size, rank=1, seed=5)
+    resumed.load_state_dict(state)
+    rest = [
+        number for batch in DataLoader(Numbers(length), local, sampler=resumed, **options) for number in batch.tolist()
+    ]
+    assert rest == whole[steps * local :]
+    assert list(sampler) == rest
+
+
+def test_without_advance_it_repeats_as_distributed_sampler_does() -> None:
+    ours = ElasticSampler(Numbers(100), 4, 1)
+    theirs: DistributedSampler[int] = DistributedSampler(Numbers(100), 4, 1)
+    assert len(ours) == len(theirs) == 25
+    assert list(ours) == list(ours)
+    first = list(ours)
+    ours.set_epoch(1)
+    theirs.set_epoch(1)
+    assert list(ours) != first
+    ours.set_epoch(0)
+    assert list(ours) == first
+    unshuffled = ElasticSampler(Numbers(100), 4, 1, shuffle=False)
+    assert list(unshuffled) == list(DistributedSampler(Numbers(100), 4, 1, shuffle=False))
+    assert all(type(number) is int for number in first)
+
+
+def test_set_epoch_keeps_the_position_in_the_same_epoch_only() -> None:
+    sampler = ElasticSampler(Numbers(100), 2, 0)
+    sampler.set_epoch(4)
+    sampler.advance(30)
+    sampler.set_epoch(4)
+    assert sampler.samples_trained == 30
+    assert len(list(sampler)) == 35
+    sampler.set_epoch(5)
+    assert sampler.samples_trained == 0
+    assert len(sampler) == 50
+
+
+def test_an_epoch_trained_to_its_end_has_nothing_left() -> None:
+    sampler = ElasticSampler(Numbers(10), 2, 0)
+    for _ in range(3):
+        sampler.advance(4)
+    assert sampler.samples_trained == 10
+    assert list(sampler) == []
+    assert len(sampler) == 0
+
+
+@pytest.mark.parametrize(("length", "options"), [(11, {}), (10, {"seed": 1}), (10, {"shuffle": False})])
+def test_a_position_in_another_order_is_refused(length: int, options: dict[str, int]) -> None:
+    state = ElasticSampler(Numbers(10), 2, 0).state_dict()
+    with pytest.raises(ValueError, match="another order"):
+        ElasticSampler(Numbers(length), 2, 0, **options).load_state_dict(state)
+
+
+def test_misuse_is_refused() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match="rank must be"):
+            ElasticSampler(Numbers(10), 2, rank)
+    with pytest.raises(ValueError, match="cannot become fewer"):
+        ElasticSampler(Numbers(10), 2, 0).advance(-1)
+    with pytest.raises(ValueError, match="process group"):
+        ElasticSampler(Numbers(10))
+
+
+def _ids_of_this_rank(rank: int, world_size: int) -> tuple[int, int, list[int]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        sampler = ElasticSampler(Numbers(101))
+        return sampler.rank, sampler.num_replicas, list(sampler)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_and_world_size_come_from_the_process_group() -> None:
+    results = run_processes(_ids_of_this_rank, 2)
+    assert [(rank, world_size) for rank, world_size, _ in results] == [(0, 2), (1, 2)]
+    assert [ids for _, _, ids in results] == ranks_of(101, 2)
+
+
+@pytest.mark.parametrize("length", [10**9, 10**12])
+def test_a_loop_and_an_iterator_hold_less_than_a_megabyte(length: int) -> None:
+    tracemalloc.start()
+    order, ids = GlobalOrder(length, 0), iter(ElasticSampler(range(length), 4, 1))
+    for step in range(2 * BLOCK // 64):
+        order.ids(0, step * 64, (step + 1) * 64)
+    loop = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    held = tracemalloc.get_traced_memory()[0]
+    for _ in range(BLOCK):
+        next(ids)
+    iterator = tracemalloc.get_traced_memory()[1] - held
+    tracemalloc.stop()
+    assert loop < 1_000_000
+    assert iterator < 1_000_000
+
+
+def test_ids_index_tensors() -> None:
+    ids = GlobalOrder(100, 0).ids(0, 0, 10)
+    assert torch.arange(100)[torch.from_numpy(ids)].tolist() == ids.tolist()
+
+
+def test_the_documented_lines_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/sampler.md", "exec"), {})

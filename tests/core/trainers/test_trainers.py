@@ -1,0 +1,387 @@
+"""One step, against its textbook definition, and what a training decides on the way; in this process, without files."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_core.data.splits import InMemory, Splits
+from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import Stopped, StopRequest
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.faults import FaultScript
+from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
+from ddp_core.model.optimizers import build_optimizer
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.sampler import GlobalOrder
+from ddp_core.spec.experiment import Component, Evaluation, Experiment
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
+from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.state import TrainState
+
+CPU = torch.device("cpu")
+FEATURES, CLASSES = 12, 5
+
+
+def samples(count: int, seed: int = 0) -> InMemory:
+    generator = torch.Generator().manual_seed(seed)
+    return InMemory(
+        torch.randn(count, FEATURES, generator=generator), torch.randint(0, CLASSES, (count,), generator=generator)
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def batch_norm_and_dropout() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, CLASSES), nn.Dropout(0.1)
+    )
+
+
+def experiment(**fields: Any) -> Experiment:
+    parts = {"model": Component(name="here"), "data": Component(name="here"), "global_batch_size": 16, "micro_batch": 4}
+    return Experiment.model_validate({"name": "mine", "reduction": "plain"} | parts | fields)
+
+
+@contextlib.contextmanager
+def trainer_of(
+    record: Experiment,
+    build: Callable[[], nn.Module] = mlp,
+    layout: Layout | None = None,
+    *,
+    train: InMemory | None = None,
+    test: InMemory | None = None,
+    faults: tuple[str, ...] = (),
+    stop: StopRequest | None = None,
+    **options: Any,
+) -> Iterator[Trainer]:
+    torch.manual_seed(record.seed)
+    job = Job(
+        experiment=record,
+        layout=layout or Layout(),
+        options=Options(reduction=record.reduction, **options),
+        model=build(),
+        loss=cross_entropy,
+        hits=class_hits,
+        splits=Splits(samples(64) if train is None else train, test, CLASSES, None, ""),
+        collectives=Collectives(World(), CPU),
+        device=CPU,
+        console=Console(),
+        metrics=MetricsWriter(None),
+        stop=stop or StopRequest(),
+        faults=FaultScript(faults),
+    )
+    trainer = build_trainer(job)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def finished(
+    record: Experiment, build: Callable[[], nn.Module] = mlp, layout: Layout | None = None, **details: Any
+) -> Trainer:
+    with trainer_of(record, build, layout, **details) as trainer:
+        trainer.train()
+    return trainer
+
+
+def digests(trainer: Trainer) -> tuple[str, str]:
+    return weights_digest(trainer.model.state_dict()), optimizer_digest(trainer.state.optimizer)
+
+
+def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
+    """The loop of every tutorial: one batch, one mean, one backward, one step, one tensor after the other."""
+    torch.manual_seed(record.seed)
+    model = build()
+    optimizer = build_optimizer(record.optimizer.model_copy(update={"implementation": "loop"}), model)
+    order, size = GlobalOrder(len(data), record.seed), record.global_batch_size
+    steps = math.ceil(len(data) / size) if record.last_batch == "keep" else len(data) // size
+    for epoch in range(record.epochs):
+        for step in range(steps):
+            inputs, targets = data.__getitems__(order.ids(epoch, step * size, min(len(data), (step + 1) * size)))
+            optimizer.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+            if record.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), record.clip_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = record.learning_rate(epoch * steps + step, steps)
+            optimizer.step()
+    return model
+
+
+def assert_close(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-5) -> None:
+    for (name, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.allclose(mine, other, rtol=tolerance, atol=tolerance), name
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}},
+    "adamw": {"optimizer": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95)}},
+    "adam, one loop": {"optimizer": {"name": "adam", "lr": 0.01, "implementation": "loop"}},
+    "sgd, foreach": {"optimizer": {"lr": 0.1, "momentum": 0.9, "implementation": "foreach"}},
+    "clipped": {"optimizer": {"lr": 0.5}, "clip_norm": 0.05},
+    "cosine": {"optimizer": {"lr": 0.5}, "schedule": {"name": "cosine", "warmup_steps": 3}},
+    "linear scaling": {"optimizer": {"lr": 0.1, "reference_batch": 8}},
+    "ragged end": {"last_batch": "keep", "global_batch_size": 24},
+}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "reduction"), [(None, "plain"), (8, "plain"), (3, "plain"), (8, "exact"), (3, "exact")]
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_the_textbooks(recipe: str, micro_batch: int | None, reduction: str) -> None:
+    fields: dict[str, Any] = {"global_batch_size": 24 if micro_batch == 3 else 16, "epochs": 3, **RECIPES[recipe]}
+    record = experiment(micro_batch=micro_batch, reduction=reduction, **fields)
+    assert_close(finished(record).model, textbook(record, samples(64)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("last_batch", ["drop", "keep"])
+def test_threads_end_with_the_bits_of_one_process(count: int, last_batch: str) -> None:
+    record = experiment(reduction="exact", epochs=2, last_batch=last_batch, **RECIPES["adamw"])
+    # 69 = 4 * 16 + 5: the last batch holds a whole micro-batch and one of a single sample, so a replica stays idle.
+    details: dict[str, Any] = {"train": samples(70)}
+    alone = finished(record, batch_norm_and_dropout, **details)
+    together = finished(record, batch_norm_and_dropout, Layout(kind="dp", nproc_per_node=count), **details)
+    assert digests(together) == digests(alone)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
+    record = experiment(epochs=2)
+    together = finished(record, layout=Layout(kind="dp", nproc_per_node=count))
+    assert_close(together.model, finished(record).model)
+
+
+def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: dropout that knows who computes."""
+    from ddp_core.trainers import keyed_random
+
+    record, dp = experiment(reduction="exact"), Layout(kind="dp", nproc_per_node=2)
+    expected = digests(finished(record, batch_norm_and_dropout))
+    assert digests(finished(record, batch_norm_and_dropout, dp)) == expected
+    made: list[Any] = []
+
+    class ByReplica(keyed_random.KeyedRandom):
+        def __init__(self, seed: int) -> None:
+            made.append(self)
+            super().__init__(seed + len(made))
+
+    monkeypatch.setattr("ddp_core.trainers.data_parallel.KeyedRandom", ByReplica)
+    assert digests(finished(record, batch_norm_and_dropout, dp)) != expected
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+def test_batch_norm_has_its_momentum_back_afterwards(layout: Layout) -> None:
+    trainer = finished(experiment(reduction="exact"), batch_norm_and_dropout, layout)
+    (norm,) = [module for module in trainer.model.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert norm.momentum == 0.1
+    assert norm.num_batches_tracked == trainer.total_steps
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+@pytest.mark.parametrize("reduction", ["plain", "exact"])
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(layout: Layout, reduction: str) -> None:
+    data = samples(64)
+    record = experiment(reduction=reduction, epochs=2)
+    ids = GlobalOrder(64, 0).ids(0, 32, 48)
+    data.inputs[ids[13]] = math.nan
+    with trainer_of(record, layout=layout, train=data) as trainer:
+        with pytest.raises(UserError) as raised:
+            trainer.train()
+        assert raised.value.exit_code == ExitCode.NUMERICS
+        message = str(raised.value)
+        assert "nan at step 3" in message
+        assert ("replica 1" if layout.kind == "dp" else "rank 0") in message
+        assert all(str(number) in message for number in ids[12:16])
+        assert trainer.state.step == 2
+        weights = weights_digest(trainer.model.state_dict())
+    good = finished(experiment(reduction=reduction, max_steps=2), layout=layout)
+    assert weights == weights_digest(good.model.state_dict())
+
+
+def test_a_bad_step_can_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    data = samples(64)
+    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.inf
+    trainer = finished(experiment(epochs=1), train=data, on_nan="skip")
+    assert trainer.state.step == 4
+    assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    assert "step skipped" in capsys.readouterr().out
+    assert trainer.state.last_epoch_loss is not None
+    assert math.isfinite(trainer.state.last_epoch_loss)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=3)], ids=lambda layout: layout.kind)
+def test_mixed_precision_learns_and_has_one_digest(precision: str, layout: Layout) -> None:
+    fields: dict[str, Any] = {"epochs": 3, "reduction": "exact", **RECIPES["sgd"]}
+    trainer = finished(experiment(precision=precision, **fields), layout=layout)
+    alone = finished(experiment(precision=precision, **fields))
+    assert digests(trainer) == digests(alone)
+    full = finished(experiment(**fields))
+    assert digests(full) != digests(alone), "autocast was not on"
+    assert_close(alone.model, full.model, tolerance=0.05)
+    scaler = trainer.state.scaler
+    assert (scaler is not None) == (precision == "fp16")
+    assert all(value.dtype == torch.float32 for value in trainer.model.state_dict().values())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+def test_the_scaler_backs_off_when_a_gradient_overflows(layout: Layout) -> None:
+    record = experiment(precision="fp16", reduction="exact", optimizer={"lr": 1e-3}, epochs=1)
+    data = samples(64)
+    data.inputs.mul_(2000)
+    with trainer_of(record, layout=layout, train=data) as trainer:
+        assert trainer.state.scaler is not None
+        before = trainer.state.scaler.get_scale()
+        trainer.train()
+        assert trainer.state.scaler.get_scale() < before
+        assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 10, 101])
+def test_evaluation_counts_every_sample_once(count: int) -> None:
+    test, model = samples(count, seed=3), mlp()
+
+    def forward(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        outputs = model(inputs)
+        return outputs, targets, cross_entropy(outputs, targets)
+
+    def result(**settings: Any) -> dict[str, float]:
+        collectives = Collectives(World(), CPU)
+        return evaluate(model, forward, class_hits, test, Evaluation(**settings), collectives)
+
+    found = result(samples_per_batch=4)
+    assert model.training
+    outputs = model(test.inputs)
+    expected = functional.cross_entropy(outputs.double(), test.targets).item()
+    assert found["test_loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["test_accuracy"] == (outputs.argmax(1) == test.targets).sum().item() / count
+    assert result(samples_per_batch=4, where="rank0") == found
+
+
+def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
+    trainer = finished(experiment(epochs=2), test=samples(30, seed=9))
+    assert trainer.state.evaluation.keys() == {"test_loss", "test_accuracy"}
+    assert trainer.state.best == trainer.state.evaluation["test_accuracy"] or trainer.state.best is not None
+    frozen = finished(experiment(epochs=1, optimizer={"lr": 1e-30}), train=samples(64))
+    data = samples(64)
+    expected = functional.cross_entropy(frozen.model(data.inputs), data.targets).item()
+    assert frozen.state.last_epoch_loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_may_end_inside_an_epoch() -> None:
+    trainer = finished(experiment(epochs=5, max_steps=6), test=samples(30, seed=9))
+    assert trainer.state.step == trainer.total_steps == 6
+    assert trainer.state.evaluation
+    expected = finished(experiment(epochs=1), test=samples(30, seed=9))
+    assert trainer.steps_per_epoch == expected.steps_per_epoch == 4
+
+
+def test_a_request_to_stop_is_met_at_the_next_step() -> None:
+    stop = StopRequest()
+    with trainer_of(experiment(), stop=stop) as trainer:
+        update = trainer.update_weights
+
+        def ask_in_step_two(batch: Any) -> None:
+            if batch.step == 1:
+                stop.reason = "SIGTERM"
+            update(batch)
+
+        trainer.update_weights = ask_in_step_two  # type: ignore[method-assign]
+        with pytest.raises(Stopped) as raised:
+            trainer.train()
+    assert raised.value.step == 3
+    assert raised.value.exit_code == ExitCode.STOPPED
+    assert "SIGTERM" in str(raised.value)
+
+
+def test_a_time_limit_is_a_request_to_stop() -> None:
+    with (
+        trainer_of(experiment(), stop=StopRequest(max_seconds=0)) as trainer,
+        pytest.raises(Stopped, match="time limit"),
+    ):
+        trainer.train()
+
+
+def test_a_state_taken_in_the_middle_goes_on_to_the_same_bits() -> None:
+    record = experiment(
+        reduction="exact",
+        epochs=3,
+        precision="fp16",
+        **RECIPES["adamw"],
+        schedule={"name": "cosine", "warmup_steps": 2},
+    )
+    expected = finished(record, batch_norm_and_dropout)
+    for taken_at in (1, 4, 7):
+        saved: dict[str, Any] = {}
+        with trainer_of(record, batch_norm_and_dropout, faults=(f"raise@{taken_at}",)) as trainer:
+            with pytest.raises(RuntimeError, match="scripted"):
+                trainer.train()
+            saved = {
+                name: torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, part)
+                for name, part in trainer.state.state_dict().items()
+            }
+        with trainer_of(record, lambda: batch_norm_and_dropout(), Layout(kind="dp", nproc_per_node=3)) as trainer:
+            trainer.state.load_state_dict(saved)
+            trainer.train()
+        assert digests(trainer) == digests(expected)
+        assert trainer.state.last_epoch_loss == expected.state.last_epoch_loss
+
+
+def test_the_state_holds_tensors_and_plain_types_only() -> None:
+    model = batch_norm_and_dropout()
+    state = TrainState(
+        model, build_optimizer(experiment(**RECIPES["adamw"]).optimizer, model), torch.amp.GradScaler("cpu")
+    ).state_dict()
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                assert isinstance(key, str | int)
+                check(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                check(inner)
+        else:
+            assert value is None or isinstance(value, bool | int | float | str | Tensor), type(value)
+
+    check(state)
+
+
+def test_every_rank_sees_its_own_share_of_every_step() -> None:
+    record = experiment(last_batch="keep", epochs=2)
+    for count in (1, 2, 3, 4):
+        with trainer_of(record, layout=Layout(kind="dp", nproc_per_node=count), train=samples(70)) as trainer:
+            batches = trainer.batches
+            assert batches.steps_per_epoch == 5
+            for epoch in range(2):
+                steps = range(epoch * 5, epoch * 5 + 5)
+                ids = [np.concatenate([batches.ids(step, part) for part in batches.mine(step)]) for step in steps]
+                assert sorted(np.concatenate(ids).tolist()) == list(range(70))
+                assert [len(step) for step in ids] == [16, 16, 16, 16, 6]
+                owners = [[batches.owner(step, part.index) for part in batches.mine(step)] for step in steps]
+                assert all(step == sorted(step) for step in owners)
+
+
+def test_a_loss_of_another_shape_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="as many numbers"):
+        mean_squared_error(torch.zeros(4, 3), torch.zeros(4))

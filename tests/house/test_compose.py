@@ -1,0 +1,143 @@
+"""compose.yaml keeps its promises: read as text here, so that no engine is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = {
+    "single-gpu": ("single", "cuda", "1"),
+    "dp-2gpu": ("dp", "cuda", "2"),
+    "dp-4gpu": ("dp", "cuda", "4"),
+    "ddp-2gpu": ("ddp", "cuda", "2"),
+    "ddp-4gpu": ("ddp", "cuda", "4"),
+    "single-cpu": ("single", "cpu", "1"),
+    "dp-cpu": ("dp", "cpu", "${NPROC_PER_NODE:-2}"),
+    "ddp-cpu": ("ddp", "cpu", "${NPROC_PER_NODE:-2}"),
+}
+DIFFERING = {"environment", "profiles", "deploy", "depends_on"}
+
+
+def read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
+    return content
+
+
+SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
+IDENTITIES: dict[str, dict[str, Any]] = read("compose.user.yaml")["services"]
+each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
+
+
+def test_each_layout_is_three_values() -> None:
+    for name, expected in LAYOUTS.items():
+        values = SERVICES[name]["environment"]
+        assert (values["LAYOUT"], values["DEVICE"], str(values["NPROC_PER_NODE"])) == expected
+
+
+def test_layouts_share_everything_else() -> None:
+    common = [{key: value for key, value in SERVICES[name].items() if key not in DIFFERING} for name in LAYOUTS]
+    assert all(part == common[0] for part in common)
+
+
+@each_service
+def test_service_is_confined(service: dict[str, Any]) -> None:
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "/tmp" in str(service["tmpfs"])
+    assert not {"cap_add", "privileged", "pid", "ipc", "network_mode", "user"} & set(service)
+    assert service["extends"] == {"file": "compose.user.yaml", "service": "${DDP_IDENTITY:-detected}"}
+
+
+@each_service
+def test_command_is_said_here(service: dict[str, Any]) -> None:
+    # Another entrypoint, as `detected` has it, makes the engine forget the image's own command.
+    assert service["command"]
+
+
+def test_known_identity_never_has_a_capability() -> None:
+    assert set(IDENTITIES["known"]) == {"user", "init"}
+
+
+def test_detected_identity_has_what_it_gives_up_at_once() -> None:
+    assert set(IDENTITIES["detected"]["cap_add"]) == {"SETUID", "SETGID", "SETPCAP"}
+    assert IDENTITIES["detected"]["entrypoint"] == ["run-as-owner"]
+
+
+@each_service
+def test_no_engine_socket_and_no_created_directories(service: dict[str, Any]) -> None:
+    for volume in service.get("volumes", []):
+        assert "docker.sock" not in str(volume)
+        assert volume.get("read_only") or volume["bind"]["create_host_path"] is False
+
+
+@each_service
+def test_ports_are_published_on_loopback_only(service: dict[str, Any]) -> None:
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_only_tools_reach_the_outside() -> None:
+    networks = read("compose.yaml")["networks"]
+    assert networks["private"] == {"internal": True}
+    assert {name for name, service in SERVICES.items() if service["networks"] != ["private"]} == {
+        "fetch",
+        "report",
+        "tensorboard",
+    }
+    assert "ports" not in SERVICES["rendezvous"]
+
+
+def test_training_services_have_room_time_and_health() -> None:
+    for name in [*LAYOUTS, "node"]:
+        assert SERVICES[name]["shm_size"] == "1gb"
+        assert SERVICES[name]["stop_grace_period"] == "60s"
+        assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+
+
+def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
+    assert [name for name, service in SERVICES.items() if "profiles" not in service] == ["ddp-cpu"]
+
+
+def test_override_changes_the_device_of_every_gpu_service_and_nothing_else() -> None:
+    text = (ROOT / "compose.cpu.yaml").read_text()
+    override = yaml.safe_load(text.replace("!reset", ""))["services"]
+    gpu_services = {name for name, (_, device, _) in LAYOUTS.items() if device == "cuda"}
+    assert set(override) == gpu_services
+    expected = {"environment": {"DEVICE": "cpu"}, "deploy": None, "depends_on": None}
+    assert all(service == expected for service in override.values())
+    assert len(re.findall(r"!reset null", text)) == 2 * len(gpu_services)
+
+
+def test_dockerfile_copies_dependencies_before_source_and_ends_unprivileged() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    runtime = text[text.index(" AS runtime") : text.index(" AS test")]
+    assert runtime.index("COPY --from=deps") < runtime.index("COPY ddp_core")
+    assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] == "ddp"
+    assert re.findall(r"^USER (\S+)", runtime, re.MULTILINE) == ["ddp"]
+    assert "nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:" in text
+    assert "# syntax" not in text
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")
+@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")], ids=["plain", "on-cpu"])
+@pytest.mark.parametrize("identity", ["known", "detected"])
+def test_compose_accepts_every_service(files: tuple[str, ...], identity: str) -> None:
+    if subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("the docker command has no Compose plugin")
+    chosen = [word for name in files for word in ("-f", name)]
+    environment = {**os.environ, "DDP_IDENTITY": identity, "DDP_UID": "1234", "DDP_GID": "1235"}
+    command = ["docker", "compose", *chosen, "--profile", "*", "config", "--format", "json", "--no-path-resolution"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert set(services) == set(SERVICES)
+    assert {service["user"] for service in services.values()} == {"1234:1235" if identity == "known" else "0:0"}
+    assert ("deploy" in services["ddp-4gpu"]) == (len(files) == 1)

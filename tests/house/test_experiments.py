@@ -1,0 +1,235 @@
+"""Experiment files: the ones that come with the package, users' own, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.run.experiment_file import (
+    INSTALLED,
+    build,
+    complete_options,
+    list_experiments,
+    load_experiment,
+    resolve,
+    resolve_hits,
+)
+from ddp_core.spec.cut import BatchCut
+from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.spec.layout import Layout
+
+NAMES = [
+    "cifar10_resnet18",
+    "counter_buffer",
+    "digits",
+    "fashion_mnist",
+    "linear_regression",
+    "resnet18_synthetic",
+    "toy_mlp",
+]
+HEAD = "from ddp_core.spec.experiment import Component, Experiment\n"
+PLAIN = (
+    'experiment = Experiment(name="mine", model=Component(name="{model}"), data=Component(name="toy_data"), '
+    'loss="{loss}", global_batch_size=8, micro_batch=4)\n'
+)
+
+
+def mine(folder: Path, text: str = "", model: str = "two_layer", loss: str = "mean_squared_error") -> Path:
+    path = folder / "mine.py"
+    path.write_text(HEAD + text + PLAIN.format(model=model, loss=loss))
+    return path
+
+
+def refusal(path: Path | str) -> str:
+    """The one line with which loading fails."""
+    with pytest.raises(UserError) as failure:
+        load_experiment(str(path))
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert "\n" not in str(failure.value)
+    return str(failure.value)
+
+
+def test_all_are_listed_with_their_questions() -> None:
+    listed = list_experiments([INSTALLED])
+    assert [entry.name for entry in listed] == NAMES
+    assert all(entry.question.endswith("?") for entry in listed)
+
+
+def test_listing_runs_no_file_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text('"""Is it run?"""\nraise SystemExit(9)\nexperiment = 1\n')
+    script = (
+        "import sys; from pathlib import Path; from ddp_core.run.experiment_file import list_experiments\n"
+        f"print(list_experiments([Path({str(tmp_path)!r})])[0].question)\n"
+        "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=INSTALLED.parent, capture_output=True, text=True, timeout=20, check=True
+    )
+    assert done.stdout.splitlines() == ["Is it run?", "[]"]
+
+
+def test_listing_skips_what_is_no_experiment_and_notes_what_is_broken(tmp_path: Path) -> None:
+    mine(tmp_path)
+    (tmp_path / "other.py").write_text("x = 1\n")
+    (tmp_path / "broken.py").write_text("a = 1\nexperiment = (\n")
+    (tmp_path / "typed.py").write_text('"""\n    Does it work?\n\nMore.\n"""\nexperiment: object = 1\n')
+    (tmp_path / "folder").mkdir()
+    mine(tmp_path / "folder").rename(tmp_path / "folder" / "hidden.py")
+    listed = {entry.name: entry.question for entry in list_experiments([tmp_path])}
+    assert listed == {
+        "broken": "(cannot be read: SyntaxError in line 2)",
+        "mine": "(no question: add a docstring)",
+        "typed": "Does it work?",
+    }
+
+
+def test_the_first_folder_wins(tmp_path: Path) -> None:
+    (tmp_path / "digits.py").write_text('"""Mine?"""\n' + HEAD + PLAIN.format(model="two_layer", loss="cross_entropy"))
+    assert load_experiment("digits", [tmp_path, INSTALLED]).experiment.name == "mine"
+    assert {entry.name: entry.question for entry in list_experiments([tmp_path, INSTALLED])}["digits"] == "Mine?"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_loads_and_names_functions_that_exist(name: str) -> None:
+    loaded = load_experiment(name, [INSTALLED])
+    experiment = loaded.experiment
+    assert experiment.name == name
+    assert loaded.question == loaded.source.splitlines()[0].strip('"')
+    assert Experiment.from_json(experiment.to_json()) == experiment
+    for component, kind in ((experiment.model, "model"), (experiment.data, "data")):
+        function = resolve(loaded, kind, component.name)  # type: ignore[arg-type]
+        completed = complete_options(component, function)
+        assert completed.options.items() >= component.options.items()
+        assert "root" not in completed.options
+    resolve(loaded, "loss", experiment.loss)
+    for shares in (1, 2, 4):
+        layout = Layout(kind="ddp", nproc_per_node=shares) if shares > 1 else Layout()
+        assert BatchCut.of(experiment, layout).micro_batches >= shares
+    if name != "resnet18_synthetic":
+        BatchCut.of(experiment, Layout(kind="ddp", nnodes=3))
+
+
+def test_accuracy_belongs_to_the_loss_or_to_the_file(tmp_path: Path) -> None:
+    assert resolve_hits(load_experiment("digits", [INSTALLED])) is not None
+    assert resolve_hits(load_experiment("linear_regression", [INSTALLED])) is None
+    own = load_experiment(str(mine(tmp_path, "def hits(outputs, targets):\n    return 5\n\n\n")))
+    counter = resolve_hits(own)
+    assert counter is not None
+    assert counter(1, 2) == 5
+
+
+def test_a_file_of_the_users_own_brings_its_own_functions(tmp_path: Path) -> None:
+    (tmp_path / "beside_mine.py").write_text("WIDTH = 3\n")
+    path = mine(
+        tmp_path,
+        "from dataclasses import dataclass\n\nimport torch\nfrom beside_mine import WIDTH\n\n\n"
+        "@dataclass\nclass Size:\n    width: int = WIDTH\n\n\n"
+        "def net(width: int = 4, depth: int = 1):\n    return torch.nn.Linear(10, width)\n\n\n"
+        "def squares(outputs, targets):\n    return (outputs - targets).square().sum()\n\n\n",
+        model="net",
+        loss="squares",
+    )
+    loaded = load_experiment(str(path))
+    assert loaded.path == path
+    net = resolve(loaded, "model", loaded.experiment.model.name)
+    assert net is loaded.namespace["net"]
+    assert resolve(loaded, "loss", "squares") is loaded.namespace["squares"]
+    completed = complete_options(loaded.experiment.model, net)
+    assert completed.options == {"width": 4, "depth": 1}
+    experiment = loaded.experiment.model_copy(update={"model": completed}).with_settings(["model.width=6"])
+    assert build(net, experiment.model.options).out_features == 6
+    size = loaded.namespace["Size"]()
+    assert pickle.loads(pickle.dumps(size)) == size
+
+
+def test_unknown_names_and_missing_files_get_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "did you mean digits?" in refusal("digit")
+    assert "does not exist" in refusal(tmp_path / "nothing.py")
+    monkeypatch.chdir(tmp_path)
+    mine(tmp_path)
+    assert "did you mean ./mine.py?" in refusal("./mine") or "did you mean mine.py?" in refusal("./mine")
+    assert "unknown experiment" in refusal("../mine")
+    assert "unknown experiment" in refusal("")
+
+
+def test_a_folder_experiments_here_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    mine(tmp_path / "experiments")
+    assert load_experiment("mine").experiment.name == "mine"
+    assert load_experiment("digits").experiment.name == "digits"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a = 1\nb = 1 / 0\n", "mine.py:2: ZeroDivisionError: division by zero"),
+        ("def f():\n    raise ValueError('two\\nlines')\n\n\nf()\n", "mine.py:2: ValueError: two lines"),
+        ("import no_such_module_here\n", "mine.py:1: ModuleNotFoundError: No module named 'no_such_module_here'"),
+        ("a = 1\nb = (\n", "mine.py:2: SyntaxError: '(' was never closed"),
+        ("raise SystemExit(3)\n", "mine.py:1: SystemExit: 3"),
+        ("import json\njson.loads('{')\n", "mine.py:2: JSONDecodeError: Expecting property name"),
+        (HEAD + "experiment = Experiment(name='x')\n", "mine.py:2: Experiment: model: Field required; data: Field"),
+        ("x = 1\n", "mine.py defines no `experiment`"),
+        ("experiment = {'name': 'x'}\n", "mine.py has an `experiment` that is a dict"),
+    ],
+)
+def test_wrong_files_are_explained_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert expected in refusal(path)
+
+
+def test_files_that_are_no_text_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read: UnicodeDecodeError" in refusal(path)
+
+
+def test_unknown_functions_get_the_nearest(tmp_path: Path) -> None:
+    loaded = load_experiment(str(mine(tmp_path)))
+    with pytest.raises(UserError, match=r"model\.name is smal_cnn.*did you mean small_cnn"):
+        resolve(loaded, "model", "smal_cnn")
+    with pytest.raises(UserError, match=r"data\.name is digit.*did you mean digits"):
+        resolve(loaded, "data", "digit")
+    with pytest.raises(UserError, match=r"loss is crossentropy.*did you mean cross_entropy"):
+        resolve(loaded, "loss", "crossentropy")
+
+
+def test_torchs_averaging_losses_are_refused(tmp_path: Path) -> None:
+    path = mine(tmp_path, "from torch.nn.functional import cross_entropy\n\n", loss="cross_entropy")
+    with pytest.raises(UserError, match="averages"):
+        resolve(load_experiment(str(path)), "loss", "cross_entropy")
+
+
+def test_options_are_checked_against_the_function(tmp_path: Path) -> None:
+    def model(width: int = 3, *, root: Path = Path("data"), shape: tuple[int, int] = (1, 2), kind: object = int) -> str:
+        return f"{width} {root} {shape}"
+
+    def needs(width: int) -> int:
+        return 12 // width
+
+    assert build(model, {"width": 5}, {"root": Path("elsewhere"), "other": 1}) == "5 elsewhere (1, 2)"
+    assert complete_options(Component(name="model"), model).options == {"width": 3, "shape": [1, 2]}
+    with pytest.raises(UserError, match="model has no option widht; did you mean width"):
+        build(model, {"widht": 1})
+    with pytest.raises(UserError, match="no option root"):
+        build(model, {"root": "x"}, {"root": Path("y")})
+    with pytest.raises(UserError, match="needs the option width"):
+        build(needs, {})
+    with pytest.raises(UserError, match="takes none"):
+        build(lambda: 1, {"a": 1})
+    assert build(lambda **options: options, {"a": 1}) == {"a": 1}
+
+
+def test_what_a_builder_raises_is_placed_in_its_file(tmp_path: Path) -> None:
+    text = "import json\n\n\ndef net():\n    return json.loads('{')\n\n\n"
+    loaded = load_experiment(str(mine(tmp_path, text, model="net")))
+    with pytest.raises(UserError, match=r"mine\.py:6: net raised JSONDecodeError: Expecting") as failure:
+        build(resolve(loaded, "model", "net"), {})
+    assert failure.value.exit_code == ExitCode.BAD_INPUT

@@ -1,0 +1,199 @@
+"""The house: who may import whom, read from the sources; and that asking for help does not wait for torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# From the ground up. A room imports from rooms on lower floors only: two on one floor do not know each other.
+# A name without a dot inside is a module or a whole package; the part of a package that is named here is a room of its own.
+FLOORS = [
+    ["ddp_core.errors", "ddp_core.determinism"],
+    ["ddp_core.faults", "ddp_core.sampler", "ddp_core.reduction"],
+    ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
+    ["ddp_core.model", "ddp_core.observe"],
+    ["ddp_core.trainers"],
+    ["ddp_core.run"],
+    ["ddp_core.launch", "ddp_core.commands"],
+    ["ddp_core.cli"],
+]
+# The laboratory stands on all of these, and has floors of its own.
+LAB_FLOORS = [
+    ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.report.values"],
+    ["ddp_lab.claims.measuring", "ddp_lab.report.reading"],
+    ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts"],
+    ["ddp_lab.report"],
+]
+FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
+# `python -m` enters here: the door of a room that has its floor above.
+DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources(*folders: str) -> dict[str, Path]:
+    return {module_name(file): file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))}
+
+
+CORE, LAB = sources("ddp_core"), sources("ddp_lab")
+EVERYTHING = CORE | LAB | sources("experiments", "benchmarks")
+
+
+def imports(file: Path, only_at_import: bool = False) -> set[str]:
+    """Every module that the file imports, by full name; those for type checkers alone are left out."""
+    found: set[str] = set()
+    for node in _statements(ast.parse(file.read_text()), only_at_import):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module_name(file).split(".")
+                above = package[: len(package) - node.level + (file.name == "__init__.py")]
+                base = ".".join([*above, *([base] if base else [])])
+            found |= {full if (full := f"{base}.{alias.name}") in EVERYTHING else base for alias in node.names}
+    return found
+
+
+def _statements(node: ast.AST, only_at_import: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from (part for other in child.orelse for part in _statements(other, only_at_import))
+        elif not (only_at_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            yield child
+            yield from _statements(child, only_at_import)
+
+
+def room_of(module: str) -> str:
+    """The longest name of a room that the module's begins with."""
+    names = [".".join(module.split(".")[:length]) for length in range(module.count(".") + 1, 0, -1)]
+    return next((DOORS.get(name, name) for name in names if name in FLOOR_OF or name in DOORS), module)
+
+
+def test_every_module_is_in_a_room() -> None:
+    rooms = {module: room_of(module) for module in CORE | LAB}
+    assert [module for module, room in rooms.items() if room not in FLOOR_OF] == [], "give the room a floor above"
+    assert FLOOR_OF.keys() - set(rooms.values()) == set(), "a room is gone; take it out of the floors above"
+    assert len(FLOORS) <= 8
+
+
+@pytest.mark.parametrize("house", [CORE, LAB], ids=["ddp_core", "ddp_lab"])
+def test_a_room_imports_from_lower_floors_only(house: dict[str, Path]) -> None:
+    found = [(module, other) for module, file in house.items() for other in imports(file) if other in house]
+    wrong = [
+        f"{module} (floor {FLOOR_OF[here] + 1}) imports {other} (floor {FLOOR_OF[there] + 1})"
+        for module, other in found
+        if (here := room_of(module)) != (there := room_of(other)) and FLOOR_OF[there] >= FLOOR_OF[here]
+    ]
+    assert wrong == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    silent = [
+        str(file.relative_to(ROOT))
+        for file in (CORE | LAB).values()
+        if file.name == "__init__.py" and not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+    assert silent == []
+
+
+def test_there_are_no_cycles_at_import() -> None:
+    graph = {name: imports(file, only_at_import=True) & EVERYTHING.keys() for name, file in EVERYTHING.items()}
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
+    for module, file in CORE.items():
+        tops = {name.partition(".")[0] for name in imports(file)}
+        assert not tops & {
+            "docker",
+            "ddp_lab",
+            "experiments",
+            "benchmarks",
+            "tests",
+            "matplotlib",
+            "jinja2",
+            "pytest",
+        }, module
+
+
+def test_the_core_names_no_experiment() -> None:
+    builders = {"digits", "fashion_mnist"}  # data sets of the same name
+    names = {file.stem for file in (ROOT / "experiments").glob("*.py")} - builders
+    assert names
+    for module, file in CORE.items():
+        text = file.read_text()
+        assert not [name for name in names if f'"{name}"' in text], module
+
+
+def test_only_the_host_side_of_the_cluster_knows_docker() -> None:
+    host_side = ("ddp_lab.cluster.", "ddp_lab.chaos.")  # starts and judges it; breaks it
+    users = {name for name, file in EVERYTHING.items() if any(to.split(".")[0] == "docker" for to in imports(file))}
+    assert all(name.startswith(host_side) for name in users), users
+
+
+def test_experiments_know_no_hardware() -> None:
+    allowed = {"ddp_core.spec.experiment", "ddp_core.data.splits", "ddp_core.data.augment", "ddp_core.errors"}
+    for file in sorted((ROOT / "experiments").glob("*.py")):
+        known = {name for name in imports(file) if name.startswith("ddp_core")}
+        assert known <= allowed, f"{file.name} imports {known - allowed}"
+
+
+def test_reports_and_claims_read_run_directories_never_live_objects() -> None:
+    live = [*FLOORS[4], *FLOORS[6], "ddp_core.run.run", "ddp_core.run.record"]
+    allowed = "ddp_lab.claims.measuring.stepping"  # times the trainers themselves
+    for module in (name for name in LAB if name.startswith(("ddp_lab.report", "ddp_lab.claims")) and name != allowed):
+        used = [name for name in imports(LAB[module]) if name.startswith("ddp_core.") and name.startswith(tuple(live))]
+        assert used == [], module
+
+
+@pytest.mark.parametrize(
+    "module", ["ddp_core.cli", "ddp_core.spec.experiment", "ddp_core.spec.layout", "ddp_core.distributed.world"]
+)
+def test_floor_zero_and_the_command_import_no_torch(module: str) -> None:
+    assert python("-c", f"import sys, {module}; print('torch' in sys.modules)")[0] == "False\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"], ["train", "--help"]], ids=" ".join)
+def test_help_and_list_answer_without_torch_in_half_a_second(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom ddp_core.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('heavy:', {'torch', 'numpy', 'sklearn'} & set(sys.modules))"
+    )
+    output, seconds = python("-c", code, *words)
+    assert output.endswith("heavy: set()\n")
+    # Processor time: a busy machine makes everything wait.
+    assert seconds < 0.5
+
+
+def python(*words: str) -> tuple[str, float]:
+    """Standard output of a Python process, and the processor time that it took."""
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    after = os.times()
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    return done.stdout, seconds

@@ -1,0 +1,246 @@
+"""The cluster's logic without a cluster, and a small real one of local processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.errors import UserError
+from ddp_lab.cluster import __main__ as command
+from ddp_lab.cluster.cluster import Cluster, Spec, Write
+from ddp_lab.cluster.gpus import check_service
+from ddp_lab.cluster.local import LocalBackend
+from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
+from ddp_lab.cluster.verdict import NodeResult, judge
+
+
+def of(*codes: int) -> list[NodeResult]:
+    return [NodeResult(f"node-{number}", code) for number, code in enumerate(codes, 1)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((0, 0), 0),
+        ((0, 3), 3),
+        ((3, 0), 3),
+        ((6, 2), 2),
+        ((6, 5), 5),
+        ((6, 4), 4),
+        ((75, 75), 75),
+        ((0, 75), 75),
+        ((75, 6), 6),
+        ((137, 6), 6),
+        ((-9, 0), 6),
+        ((143, 0), 6),
+        ((1, 6), 1),
+        ((6, 6), 6),
+    ],
+)
+def test_verdict_is_success_only_of_all_and_else_the_most_telling(codes: tuple[int, ...], expected: int) -> None:
+    assert judge(of(*codes)).exit_code == expected
+
+
+def test_no_node_is_no_success() -> None:
+    assert judge([]).exit_code == 6
+
+
+def test_out_of_memory_is_named_and_beats_its_consequence() -> None:
+    verdict = judge([NodeResult("node-1", 6), NodeResult("node-2", 137, out_of_memory=True)])
+    assert verdict.exit_code == 4
+    assert "node-2 ran out of memory" in verdict.lines[1]
+
+
+def test_a_survived_out_of_memory_kill_is_success() -> None:
+    assert judge([NodeResult("node-1", 0, out_of_memory=True)]).exit_code == 0
+
+
+class Scripted:
+    """A backend whose nodes end as a script says: name -> (poll at which it ends, exit code)."""
+
+    name = "scripted"
+
+    def __init__(self, script: dict[str, tuple[int, int]], code_when_terminated: int = 75) -> None:
+        self.script, self.code_when_terminated = script, code_when_terminated
+        self.polls, self.terminated, self.stopped = 0, 0, 0
+
+    def start(self, spec: Spec) -> None: ...
+
+    def nodes(self) -> list[str]:
+        return list(self.script)
+
+    def follow(self, write: Write) -> None: ...
+
+    def results(self) -> dict[str, NodeResult]:
+        self.polls += 1
+        return {name: NodeResult(name, code) for name, (poll, code) in self.script.items() if self.polls >= poll}
+
+    def terminate(self) -> None:
+        self.terminated += 1
+        self.script = {
+            name: (poll, code) if self.polls >= poll else (self.polls + 1, self.code_when_terminated)
+            for name, (poll, code) in self.script.items()
+        }
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+def test_waits_for_the_slowest_node() -> None:
+    backend = Scripted({"node-1": (1, 0), "node-2": (20, 0)})
+    with Cluster(Spec("digits", nnodes=2), backend, poll=0.001) as cluster:
+        assert [result.exit_code for result in cluster.wait()] == [0, 0]
+    assert (backend.polls, backend.terminated, backend.stopped) == (20, 0, 1)
+
+
+def test_asks_the_others_to_leave_once_patience_with_a_failure_is_over() -> None:
+    backend = Scripted({"node-1": (1, 5), "node-2": (10**9, 0)})
+    with Cluster(Spec("digits", nnodes=2), backend, poll=0.001) as cluster:
+        results = cluster.wait(patience=0.05)
+    assert backend.terminated == 1
+    assert cluster.judge(results).exit_code == 5
+
+
+def test_ends_what_does_not_obey() -> None:
+    class Deaf(Scripted):
+        def terminate(self) -> None:
+            self.terminated += 1
+
+    backend = Deaf({"node-1": (10**9, 0)})
+    with Cluster(Spec("digits"), backend, poll=0.001) as cluster:
+        results = cluster.wait(patience=0.02, deadline=0.02)
+    assert backend.terminated == 1
+    assert cluster.judge(results).exit_code == 6
+
+
+def test_stops_on_the_way_out_of_an_error() -> None:
+    backend = Scripted({"node-1": (1, 0)})
+    with pytest.raises(KeyboardInterrupt), Cluster(Spec("digits"), backend):
+        raise KeyboardInterrupt
+    assert backend.stopped == 1
+
+
+def test_options_of_the_baseline_are_those_that_say_what_is_trained() -> None:
+    options = ["--set", "epochs=2", "--max-restarts", "0", "--set=seed=1", "--reduction", "plain"]
+    expected = ("--set", "epochs=2", "--set=seed=1", "--reduction", "plain")
+    assert settings_of(options, ["--set", "--reduction"]) == expected
+
+
+def write_run(output: Path, name: str, **fields: Any) -> Path:
+    record = {
+        "format": "ddp-run/1",
+        "status": "completed",
+        "experiment_sha256": "right",
+        "layout": {"kind": "single", "device": "cpu"},
+        "started_at": name,
+        "launch_id": None,
+    }
+    directory = output / "digits" / name
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps(record | fields))
+    return directory
+
+
+def test_baseline_is_the_newest_completed_single_cpu_run_of_the_same_experiment(tmp_path: Path) -> None:
+    assert find_baseline(tmp_path, "right") is None
+    write_run(tmp_path, "1")
+    expected = write_run(tmp_path, "2")
+    write_run(tmp_path, "3", status="failed")
+    write_run(tmp_path, "4", experiment_sha256="other")
+    write_run(tmp_path, "5", layout={"kind": "ddp", "device": "cpu"})
+    write_run(tmp_path, "6", layout={"kind": "single", "device": "cuda"})
+    assert find_baseline(tmp_path, "right") == expected
+
+
+def test_a_launch_finds_its_own_run(tmp_path: Path) -> None:
+    write_run(tmp_path, "1", launch_id="a")
+    expected = write_run(tmp_path, "2", launch_id="b")
+    assert find_launched(tmp_path, "b") == expected
+    assert find_launched(tmp_path, "c") is None
+
+
+def test_forced_backend_without_an_engine_is_a_resource_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
+    with pytest.raises(UserError) as raised:
+        command.choose_backend("docker")
+    assert raised.value.exit_code == 4
+
+
+def test_auto_takes_local_processes_without_an_engine_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
+    assert command.choose_backend("auto").name == "local processes"
+    assert capsys.readouterr().out.startswith("cluster: local processes (")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["up", "--nodes", "0"], "0 x 2"), (["up", "--experiment", "digitz"], "digits")]
+)
+def test_mistakes_are_one_line_and_exit_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_lab.cluster.gpus.engine_version", lambda: "26")
+    with pytest.raises(UserError, match=r"4 CUDA devices, .* has 0; .*compose.cpu.yaml up ddp-4gpu.*SERVICE=ddp-cpu"):
+        check_service("ddp-4gpu", found=0)
+    with pytest.raises(UserError, match=r"has 2;.*SERVICE=dp-2gpu"):
+        check_service("dp-4gpu", found=2)
+    check_service("ddp-4gpu", found=4)
+    check_service("ddp-cpu", found=0)
+    with pytest.raises(UserError, match="no layout ddp-3gpu"):
+        check_service("ddp-3gpu", found=3)
+
+
+@pytest.mark.timeout(110)
+def test_two_local_nodes_train_after_their_baseline_and_are_compared(tmp_path: Path) -> None:
+    options = ["--output", str(tmp_path), "--set", "epochs=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_lab.cluster", "up", "--backend", "local", "--nproc", "1", *options],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "single | " in done.stdout
+    assert "cluster: node-1 exited with 0" in done.stdout
+    assert "cluster: node-2 exited with 0" in done.stdout
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("*/*/run.json")]
+    assert sorted(record["layout"]["label"] for record in records) == ["ddp-2x1-cpu", "single-cpu"]
+    assert len({record["weights_sha256"] for record in records}) == 1
+    assert "ddp-2x1-cpu" in done.stdout.rpartition("cluster: node-2")[2]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.slow
+def test_local_nodes_save_when_asked_to_leave(tmp_path: Path) -> None:
+    spec = Spec("digits", "ddp", 1, 2, ("--set", "epochs=10000"), output=tmp_path)
+    training = threading.Event()
+
+    def watch(node: str, line: str) -> None:
+        if "epoch" in line:
+            training.set()
+
+    backend = LocalBackend()
+    with Cluster(spec, backend) as cluster:
+        cluster.start()
+        cluster.logs(watch)
+        assert training.wait(timeout=40)
+        backend.terminate()
+        assert cluster.judge(cluster.wait(patience=15, deadline=30)).exit_code == 75
+    (record,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(record.read_text())["status"] == "stopped"

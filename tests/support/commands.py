@@ -1,0 +1,233 @@
+"""`ddp` as tests start it: quickly, in a fork of a server that has torch loaded; or as a user does."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ddp_core.run.directory import RunDirectory, find_runs
+from tests.support.processes import run_processes
+
+ROOT = Path(__file__).parents[2]
+MARK = "DDP_TEST_MARK"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: exit code and what it said."""
+
+    code: int
+    output: str
+    errors: str
+
+
+class Forked:
+    """A `ddp` that runs in a fork of the server."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess, scratch: Path, words: Sequence[str]) -> None:
+        self._process, self._scratch, self._words = process, scratch, words
+        assert process.pid is not None
+        self.pid = process.pid
+        """Also the number of its process group."""
+
+    def end(self, timeout: float = 60) -> Ended:
+        """Wait for it. Raises AssertionError after `timeout` seconds."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        output, errors = self.said()
+        assert code is not None, f"ddp {' '.join(self._words)} still runs after {timeout} s:\n{output}\n{errors}"
+        return Ended(code, output, errors)
+
+    def said(self) -> tuple[str, str]:
+        """What it has written so far, to standard output and to standard error."""
+        output, errors = ((self._scratch / name).read_text() for name in ("output", "errors"))
+        return output, errors
+
+    @property
+    def lives(self) -> bool:
+        """Whether it still runs."""
+        return self._process.is_alive()
+
+
+@contextlib.contextmanager
+def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[Forked]:
+    """`ddp WORDS` in a fork of the server: the command itself, but torch is there already.
+
+    Raises AssertionError where a process is left when it has ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp-test-") as scratch, _marked(env) as settings:
+        for name in ("output", "errors"):
+            (Path(scratch) / name).touch()
+        plain = [str(word) for word in words]
+        child = _CONTEXT.Process(target=_enter, args=(plain, settings, scratch))
+        child.start()
+        try:
+            yield Forked(child, Path(scratch), plain)
+        finally:
+            if child.is_alive():
+                child.kill()
+            child.join()
+
+
+def ddp(*words: object, timeout: float = 60, env: Mapping[str, str] | None = None) -> Ended:
+    """How `ddp WORDS` ends, in a fork of the server. Raises AssertionError after `timeout` seconds."""
+    with forked(*words, env=env) as started:
+        return started.end(timeout)
+
+
+def command(
+    *words: str | Path,
+    timeout: float = 60,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "ddp_core"),
+) -> Ended:
+    """`python -m ddp_core WORDS`, or another `program`, as a user starts it. Raises as `ddp` does."""
+    with running(*words, env=env, program=program) as process:
+        output, errors = process.communicate(timeout=timeout)
+        return Ended(process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def running(
+    *words: str | Path, env: Mapping[str, str] | None = None, program: Sequence[str] = ("-m", "ddp_core")
+) -> Iterator[subprocess.Popen[str]]:
+    """The same while it runs; what is left of it at the end is killed.
+
+    Raises AssertionError where a process of an ended command is left.
+    """
+    with _marked(env) as settings:
+        process = subprocess.Popen(
+            [sys.executable, *program, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=settings,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+def trained(output: Path) -> tuple[RunDirectory, dict[str, Any]]:
+    """The one run below `output`."""
+    (run,) = find_runs(output)
+    return run
+
+
+def train(output: Path, *words: str | Path, ranks: int = 0, timeout: float = 60) -> dict[str, Any]:
+    """The record of a training that ends well: in one process, or with `ranks` workers as of a launcher outside."""
+    full = ["train", *map(str, words), "--device", "cpu", "--output", str(output)]
+    if ranks:
+        codes = run_processes(_work, ranks, [*full, "--layout", "ddp"], timeout=timeout)
+        assert codes == [0] * ranks
+    else:
+        ended = ddp(*full, timeout=timeout)
+        assert ended.code == 0, ended.errors
+    return trained(output)[1]
+
+
+def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.01)
+
+
+def _work(rank: int, world_size: int, words: list[str]) -> int:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    _discard_output()
+    from ddp_core.cli import main
+
+    return main(words)
+
+
+def _discard_output() -> None:
+    with open(os.devnull, "w") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 1)
+
+
+def _enter(words: list[str], settings: dict[str, str], scratch: str) -> None:
+    gc.freeze()
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(settings)
+    os.chdir(ROOT)
+    for number, name in ((1, "output"), (2, "errors")):
+        descriptor = os.open(Path(scratch) / name, os.O_WRONLY)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    # A child of the server would start its own children from a server, too; a command does it the platform's way.
+    multiprocessing.set_start_method(None, force=True)
+    # multiprocessing's children ignore what a terminal sends; a command does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from ddp_core.cli import main
+
+    code = main(words)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
+    """An environment without a launcher's variables and with a mark, by which every descendant is found in the end."""
+    mark = uuid.uuid4().hex
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark} | dict(env or {})
+    failed = True
+    try:
+        yield settings
+        failed = False
+    finally:
+        left = _left(mark)
+        described = [f"{process.pid}: {_words(process)}" for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert failed or not described, f"processes left: {described}"
+
+
+def _left(mark: str, patience: float = 10.0) -> list[psutil.Process]:
+    """The processes with the mark that do not leave within `patience` seconds.
+
+    A killed one takes a moment; torch's loader processes look for a killed parent every five seconds.
+    """
+    deadline = time.monotonic() + patience
+    while (found := list(_with(mark))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _with(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                yield process
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "gone"

@@ -1,0 +1,32 @@
+"""Do AdamW, clipping, a cosine schedule, BatchNorm and dropout keep their bits on every layout?
+
+Each global batch of 60 is cut into ten micro-batches of 6, which 3 ranks cannot share evenly.
+"""
+
+from torch import nn
+
+from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
+
+
+def model(width: int = 24) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(width, 10),
+    )
+
+
+experiment = Experiment(
+    name="adamw_mlp",
+    model=Component(name="model"),
+    data=Component(name="digits", options={"augment": True}),
+    optimizer=Optimizer(name="adamw", lr=0.01, weight_decay=0.05),
+    schedule=Schedule(name="cosine", warmup_steps=3),
+    clip_norm=0.5,
+    global_batch_size=60,
+    micro_batch=6,
+    epochs=2,
+)

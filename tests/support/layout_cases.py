@@ -1,0 +1,83 @@
+"""The trainings that every layout repeats, and what a worker process does to run them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.observe.ledger import committed_steps
+from tests.support.commands import LAUNCHER_VARIABLES, trained
+from tests.support.processes import free_port, run_processes
+
+ADAMW_MLP = str(Path(__file__).parent / "experiment_files" / "adamw_mlp.py")
+
+# Digits has 1,438 training samples or a few less: 2 * 704 and a rest that is less than one micro-batch of 64.
+EXACT: dict[str, list[str]] = {
+    "digits": ["digits", "--set", "max_steps=5"],
+    "AdamW, clipping, cosine": [ADAMW_MLP, "--set", "max_steps=8"],
+    "bf16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=bf16"],
+    "fp16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=fp16"],
+    "ragged end": [
+        *(ADAMW_MLP, "--set", "last_batch=keep", "--set", "epochs=2"),
+        *("--set", "global_batch_size=704", "--set", "micro_batch=64"),
+    ],
+}
+
+
+def digests(
+    cases: dict[str, list[str]], output: Path, kind: str, count: int, keyed_by_rank: bool = False
+) -> dict[str, tuple[str, str]]:
+    """Digests of weights and of the optimizer's state, by case, on `count` ranks or replicas."""
+    ranks = count if kind == "ddp" else 1
+    words = ["--layout", kind, "--nproc-per-node", str(count), "--device", "cpu"]
+    plan = [
+        ([*case, *words, "--output", str(output / str(number))], free_port())
+        for number, case in enumerate(cases.values())
+    ]
+    run_processes(_run_all, ranks, plan, kind == "ddp", keyed_by_rank, timeout=100)
+    records = [trained(output / str(number))[1] for number in range(len(cases))]
+    return {
+        name: (record["weights_sha256"], record["optimizer_sha256"])
+        for name, record in zip(cases, records, strict=True)
+    }
+
+
+def ids_by_step(output: Path) -> dict[int, tuple[int, list[int]]]:
+    """Epoch and sample ids of every step in the order of the global batch, by the ledger."""
+    directory, _ = trained(output)
+    return committed_steps(directory.path)
+
+
+def _run_all(
+    rank: int, world_size: int, plan: list[tuple[list[str], int]], launched: bool, keyed_by_rank: bool
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if not launched:
+        for name in LAUNCHER_VARIABLES:
+            os.environ.pop(name, None)
+    if rank or world_size == 1:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    from ddp_core.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        if keyed_by_rank:
+            patch.setattr("ddp_core.trainers.trainer.MicroBatchSeed", _seed_keyed_by(rank))
+        for words, port in plan:
+            os.environ["MASTER_PORT"] = str(port)
+            code = main(["train", *words])
+            assert code == 0, f"ddp train {' '.join(words)} ended with {code}"
+
+
+def _seed_keyed_by(rank: int) -> type[MicroBatchSeed]:
+    class KeyedByRank(MicroBatchSeed):
+        """The mistake: a stream of random numbers per rank."""
+
+        def __init__(self, seed: int, *details: Any) -> None:
+            super().__init__(seed + 1 + rank, *details)
+
+    return KeyedByRank
