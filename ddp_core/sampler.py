@@ -17,8 +17,8 @@ seed, epoch), so neighbouring seeds and epochs have nothing in common. Up to 2**
 method is used, the "prefix cipher": hash every position to 64 bits and rank the hashes. It costs one small sort per
 epoch, and it leaves no trace of the network's structure where the halves would be only a few bits wide.
 
-Statistics (tests/core/test_sampler_statistics.py, `python -m benchmarks.sampler`): chi-square of id against position, of
-neighbours in the order at several distances, and of equal positions in neighbouring epochs and seeds, shows no
+Statistics (tests/core/test_sampler_statistics.py, `python -m benchmarks.sampler`): chi-square of id against position,
+of neighbours in the order at several distances, and of equal positions in neighbouring epochs and seeds, shows no
 departure from uniform. With fewer rounds it does: five fail at 2**15 samples, four at every length
 tried; six pass, and eight are a margin. All short permutations come equally often. This is a shuffle, not a cipher:
 keep no secret with it.

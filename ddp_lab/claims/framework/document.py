@@ -16,8 +16,8 @@ one of them; `--full` takes longer and is surer. A verdict (confirmed, refuted, 
 follows from the measurements by the rule stated with the claim; the same rule runs on a laptop and on a node with eight
 GPUs.
 
-"Beyond noise" always means the one test of `ddp_lab/claims/framework/statistics.py`: two ways of doing the same work are
-timed in interleaved rounds, and the 99 % bootstrap interval of the median ratio leaves out 1.
+"Beyond noise" always means the one test of `ddp_lab/claims/framework/statistics.py`: two ways of doing the same work
+are timed in interleaved rounds, and the 99 % bootstrap interval of the median ratio leaves out 1.
 
 This page is generated: `python -m ddp_lab.claims --document`.
 """

@@ -16,7 +16,7 @@ from ddp_core.observe.lost_peers import peers_lost
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_SIGNING_SECONDS", 0.3)
+    monkeypatch.setattr(lost_peers, "_SIGNING_SECONDS", 0.3)
     (tmp_path / "heartbeats").mkdir()
     # Signs are rationed, so that the paused rank 0 may well have the youngest of three old ones.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
