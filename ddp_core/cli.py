@@ -160,7 +160,7 @@ def _train(options: argparse.Namespace, words: list[str]) -> int:
     from ddp_core.distributed.world import World
     from ddp_core.launch.launch import Meeting, launch
     from ddp_core.run.prepare import choose_layout, load_with_settings
-    from ddp_core.run.request import Order
+    from ddp_core.run.request import Request
     from ddp_core.spec.options import Options
 
     loaded = load_with_settings(options.experiment, options.settings, Path(options.record) if options.record else None)
@@ -209,8 +209,8 @@ def _train(options: argparse.Namespace, words: list[str]) -> int:
         }
     )
     command = shlex.join(["ddp", *words])
-    order = Order(loaded, layout, run_options, options.resume, command)
-    return launch(order, Meeting(low, high, options.rdzv_endpoint, options.rdzv_id), words, main)
+    request = Request(loaded, layout, run_options, options.resume, command)
+    return launch(request, Meeting(low, high, options.rdzv_endpoint, options.rdzv_id), words, main)
 
 
 def _default_reduction(experiment: Experiment, layout: Layout) -> str:

@@ -56,14 +56,14 @@ def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None
     from ddp_core.commands.memory import estimate_memory
     from ddp_core.data.loader import Loader
     from ddp_core.run.prepare import load_with_settings
-    from ddp_core.run.request import build_work
+    from ddp_core.run.request import build_parts
 
     loaded = load_with_settings(name, settings)
-    experiment, work = loaded.experiment, build_work(loaded, data_dir)
+    experiment, parts = loaded.experiment, build_parts(loaded, data_dir)
     samples = experiment.micro_batch or experiment.global_batch_size
-    ids = np.arange(min(samples, _WATCHED_SAMPLES, len(work.splits.train)), dtype=np.int64)
-    inputs, targets = Loader(work.splits.train).fetch(0, ids)
-    estimate = estimate_memory(work.model, work.loss, experiment.optimizer, inputs, targets, samples)
+    ids = np.arange(min(samples, _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
+    inputs, targets = Loader(parts.splits.train).fetch(0, ids)
+    estimate = estimate_memory(parts.model, parts.loss, experiment.optimizer, inputs, targets, samples)
     print(f"memory  {experiment.name}, one replica, micro-batches of {samples} samples, float32 (estimated):")
     for part, size in [*estimate.table(), ("peak", estimate.peak)]:
         print(f"  {part:16} {_bytes(size)}")

@@ -1,6 +1,6 @@
 """From sample ids to tensors: one micro-batch at a time, in line or ahead of time in worker processes.
 
-The order is the caller's: requests go in, steps come out in the same order, whatever the number of workers. What a
+The order is the caller's: step ids go in, steps come out in the same order, whatever the number of workers. What a
 sample looks like depends on (seed, epoch, id) alone.
 """
 
@@ -27,7 +27,7 @@ from ddp_core.errors import ExitCode, UserError
 
 Ids = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
-Request = tuple[int, Sequence[Ids]]
+StepIds = tuple[int, Sequence[Ids]]
 """An epoch, and the ids of each micro-batch of one step."""
 
 _PREFETCHED = 2
@@ -68,15 +68,15 @@ class Loader:
             inputs = self.augmentation.apply(inputs, sample_uniforms(self.seed, epoch, ids, self.augmentation.draws))
         return inputs, targets
 
-    def stream(self, requests: Iterable[Request]) -> Generator[list[Batch], None, None]:
-        """The micro-batches of each requested step, in the order of the requests.
+    def stream(self, wanted: Iterable[StepIds]) -> Generator[list[Batch], None, None]:
+        """The micro-batches of each wanted step, in the order in which they are wanted.
 
-        With workers, requests are taken a few steps ahead. Closing the iterator, or ending it, ends the workers.
+        With workers, a few steps are taken ahead. Closing the iterator, or ending it, ends the workers.
         """
         if self.workers == 0:
-            yield from map(self._pinned, map(self._step, requests))
+            yield from map(self._pinned, map(self._step, wanted))
             return
-        rest = iter(requests)
+        rest = iter(wanted)
         first = next(rest, None)
         if first is None:
             return
@@ -102,12 +102,12 @@ class Loader:
         finally:
             ahead._shutdown_workers()  # type: ignore[attr-defined]
 
-    def _require_shared_memory(self, request: Request) -> None:
+    def _require_shared_memory(self, step_ids: StepIds) -> None:
         """Raises UserError (4) where /dev/shm cannot hold what the workers prepare ahead: torch would crash or hang."""
         place = Path("/dev/shm")
         if not place.exists():
             return
-        epoch, micro_batches = request
+        epoch, micro_batches = step_ids
         pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in self.fetch(epoch, micro_batches[0])]
         needed = sum(pages) * len(micro_batches) * (_PREFETCHED * self.workers + 1) + _SEMAPHORES
         free = shutil.disk_usage(place).free
@@ -118,8 +118,8 @@ class Loader:
                 ExitCode.RESOURCES,
             )
 
-    def _step(self, request: Request) -> list[Batch]:
-        epoch, micro_batches = request
+    def _step(self, step_ids: StepIds) -> list[Batch]:
+        epoch, micro_batches = step_ids
         return [self.fetch(epoch, ids) for ids in micro_batches]
 
     def _pinned(self, step: list[Batch]) -> list[Batch]:
@@ -145,14 +145,14 @@ class Loader:
 
 
 class _Steps(TorchDataset[list[Batch] | UserError]):
-    """The loader as a data set whose index is a request: so torch's DataLoader hands work to its processes."""
+    """The loader as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
-    def __getitem__(self, request: Request) -> list[Batch] | UserError:
+    def __getitem__(self, step_ids: StepIds) -> list[Batch] | UserError:
         try:
-            return self.loader._step(request)
+            return self.loader._step(step_ids)
         except UserError as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
 

@@ -1,4 +1,4 @@
-"""Start an order: in this process, as a worker of a launcher outside, with torchrun's agent, or with mp.spawn."""
+"""Start a request: in this process, as a worker of a launcher outside, with torchrun's agent, or with mp.spawn."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.launch.worker import first_telling, read_reports, work, write_launcher
+from ddp_core.launch.worker import first_telling, read_reports, run_worker, write_launcher
 from ddp_core.run.directory import find_launch
-from ddp_core.run.prepare import check_order
-from ddp_core.run.request import Order
+from ddp_core.run.prepare import check_request
+from ddp_core.run.request import Request
 
 if TYPE_CHECKING:
     from ddp_core.launch.agent import Elastic
@@ -47,55 +47,55 @@ class Meeting:
     launch_id: str | None = None
 
 
-def launch(order: Order, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
-    """Carry out the order; returns the exit code. Workers are started by `entry`, the command's
+def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
+    """Carry out the request; returns the exit code. Workers are started by `entry`, the command's
     own main, with `arguments`, the command's words.
 
-    Raises UserError before any process is started where the order cannot be carried out.
+    Raises UserError before any process is started where the request cannot be carried out.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = World.from_environment()
     if World.is_set():
-        _check_world(order, world)
-        return work(order, world)
-    check_order(order)
-    if order.layout.kind != "ddp":
-        return work(order, world)
-    if order.options.launcher == "spawn":
-        return _spawn(order, arguments, entry)
+        _check_world(request, world)
+        return run_worker(request, world)
+    check_request(request)
+    if request.layout.kind != "ddp":
+        return run_worker(request, world)
+    if request.options.launcher == "spawn":
+        return _spawn(request, arguments, entry)
     from ddp_core.launch.agent import Elastic
 
     launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
     settings = Elastic(
         meeting.min_nodes,
         meeting.max_nodes,
-        order.layout.nproc_per_node,
+        request.layout.nproc_per_node,
         meeting.endpoint,
         launch_id,
-        order.options.max_restarts,
-        order.options.timeout,
-        order.options.stop_signal,
+        request.options.max_restarts,
+        request.options.timeout,
+        request.options.stop_signal,
     )
     try:
-        with _nursery(order, entry) as nursery:
-            code = _supervise(order, settings, arguments, nursery)
+        with _nursery(request, entry) as nursery:
+            code = _supervise(request, settings, arguments, nursery)
     except UserError as error:
-        _close_record(order, launch_id, error.exit_code)
+        _close_record(request, launch_id, error.exit_code)
         raise
     if code:
-        _close_record(order, launch_id, code)
+        _close_record(request, launch_id, code)
     return code
 
 
-def _nursery(order: Order, entry: Entry) -> contextlib.AbstractContextManager[Nursery | None]:
+def _nursery(request: Request, entry: Entry) -> contextlib.AbstractContextManager[Nursery | None]:
     """On CPU alone: this process may have asked the CUDA driver what is there."""
-    if order.layout.device == "cpu" and sys.platform == "linux":
+    if request.layout.device == "cpu" and sys.platform == "linux":
         return Nursery(entry)
     return contextlib.nullcontext()
 
 
-def _supervise(order: Order, settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
+def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
     """Start the agent again, a few times, when what it cannot survive is lost: the rendezvous.
 
     The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
@@ -108,7 +108,7 @@ def _supervise(order: Order, settings: Elastic, arguments: Sequence[str], nurser
         try:
             return run_elastic(settings, arguments, nursery)
         except RendezvousLost as lost:
-            if _is_completed(order, settings.launch_id):
+            if _is_completed(request, settings.launch_id):
                 return ExitCode.DONE
             print(f"ddp: {lost}; trying again in {pause:.0f} s", file=sys.stderr, flush=True)
             time.sleep(pause)
@@ -120,35 +120,35 @@ def _supervise(order: Order, settings: Elastic, arguments: Sequence[str], nurser
         ) from None
 
 
-def _check_world(order: Order, world: World) -> None:
-    if order.layout.kind != "ddp" and world.world_size > 1:
+def _check_world(request: Request, world: World) -> None:
+    if request.layout.kind != "ddp" and world.world_size > 1:
         raise UserError(
-            f"a launcher started {world.world_size} processes, but layout {order.layout.kind} is one process; "
+            f"a launcher started {world.world_size} processes, but layout {request.layout.kind} is one process; "
             "use --layout ddp"
         )
 
 
-def _is_completed(order: Order, launch_id: str) -> bool:
-    directory = find_launch(Path(order.options.output), order.loaded.experiment, launch_id)
+def _is_completed(request: Request, launch_id: str) -> bool:
+    directory = find_launch(Path(request.options.output), request.loaded.experiment, launch_id)
     return directory is not None and directory.read()["status"] == "completed"
 
 
-def _close_record(order: Order, launch_id: str, code: int) -> None:
+def _close_record(request: Request, launch_id: str, code: int) -> None:
     """Rank 0 may have died without a word: say so in its place."""
-    directory = find_launch(Path(order.options.output), order.loaded.experiment, launch_id)
+    directory = find_launch(Path(request.options.output), request.loaded.experiment, launch_id)
     if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
         # Where the disk is full, what ended the launch has been said, and is its exit code.
         with contextlib.suppress(UserError):
             directory.update(status="failed", exit_code=int(code), message="the workers were lost")
 
 
-def _spawn(order: Order, arguments: Sequence[str], entry: Entry) -> int:
+def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     """mp.spawn: this machine alone, no restarts."""
-    if order.layout.nnodes > 1:
+    if request.layout.nnodes > 1:
         raise UserError(
             "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
         )
-    count = order.layout.nproc_per_node
+    count = request.layout.nproc_per_node
     with TemporaryDirectory(prefix="ddp-") as scratch:
         write_launcher(Path(scratch))
         logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
@@ -167,7 +167,7 @@ def _spawn(order: Order, arguments: Sequence[str], entry: Entry) -> int:
                 if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, number)
 
-        early = order.options.stop_signal
+        early = request.options.stop_signal
         heard = [signal.SIGTERM, signal.SIGINT, *([signal_named(early)] if early else [])]
         before = {number: signal.signal(number, pass_on) for number in heard}
         try:

@@ -16,7 +16,7 @@ from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError, is_full, no_room
 from ddp_core.launch.nursery import die_with_parent
 from ddp_core.observe.lost_peers import is_peer_loss, reason_of
-from ddp_core.run.request import Order
+from ddp_core.run.request import Request
 from ddp_core.run.run import run
 
 _LAUNCHER = "launcher.pid"
@@ -45,19 +45,19 @@ class Report:
         )
 
 
-def work(order: Order, world: World) -> int:
+def run_worker(request: Request, world: World) -> int:
     """Run one worker to its end; returns the exit code and leaves a report with the launcher, or says it."""
     if world.report_dir is not None:
         _die_with_launcher(world.report_dir)
     try:
-        run(order, world)
+        run(request, world)
     except UserError as error:
         return _report(world, error.exit_code, str(error))
     except Exception as error:
         if is_peer_loss(error):
             return _report(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
         if is_full(error):
-            full = no_room(Path(order.options.output), error)
+            full = no_room(Path(request.options.output), error)
             return _report(world, full.exit_code, f"{world.place}: {full}")
         return _report(
             world, ExitCode.BAD_INPUT, f"{world.place}: {type(error).__name__}: {error}", traceback.format_exc()

@@ -1,4 +1,4 @@
-"""From a command's words to an order: experiment with its settings, layout, options, all checked before a process is
+"""From a command's words to a request: experiment with its settings, layout, options, all checked before a process is
 started.
 """
 
@@ -16,7 +16,7 @@ from ddp_core.faults import Fault
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.directory import RunDirectory, require_experiment
 from ddp_core.run.experiment_file import LoadedExperiment, complete_options, load_experiment, resolve
-from ddp_core.run.request import Order, build_splits, check_promise
+from ddp_core.run.request import Request, build_splits, check_promise
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
@@ -73,23 +73,23 @@ def choose_layout(kind: str, device: str, nnodes: int, nproc_per_node: int | Non
     return layout
 
 
-def check_order(order: Order) -> None:
+def check_request(request: Request) -> None:
     """Everything that can be known to fail without starting a process. Raises UserError."""
-    experiment = order.loaded.experiment
-    if order.options.profile:
-        parse_window(order.options.profile)
-    for fault in order.options.faults:
+    experiment = request.loaded.experiment
+    if request.options.profile:
+        parse_window(request.options.profile)
+    for fault in request.options.faults:
         Fault.parse(fault)
-    BatchCut.of(experiment, order.layout)
-    check_promise(order)
-    if order.resume not in ("auto", "never") and not (Path(order.resume) / "run.json").exists():
+    BatchCut.of(experiment, request.layout)
+    check_promise(request)
+    if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
         raise UserError(
-            f"--resume {order.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
+            f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
         )
-    if order.resume not in ("auto", "never"):
-        require_experiment(RunDirectory(Path(order.resume)), experiment)
-    build_splits(order.loaded, Path(order.options.data_dir))
-    _check_output(Path(order.options.output))
+    if request.resume not in ("auto", "never"):
+        require_experiment(RunDirectory(Path(request.resume)), experiment)
+    build_splits(request.loaded, Path(request.options.data_dir))
+    _check_output(Path(request.options.output))
 
 
 def _check_output(output: Path) -> None:

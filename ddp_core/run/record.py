@@ -25,7 +25,7 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import Usage, of_all
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.run.environment import describe_environment
-from ddp_core.run.request import Order
+from ddp_core.run.request import Request
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.state import TrainState
 
@@ -36,9 +36,9 @@ class RunRecord:
     """Keeps run.json while a run goes on; rank 0 alone writes, and only as long as no later rank 0 has taken over."""
 
     def __init__(
-        self, order: Order, world: World, directory: RunDirectory, data_digest: str, device: torch.device
+        self, request: Request, world: World, directory: RunDirectory, data_digest: str, device: torch.device
     ) -> None:
-        self.order, self.world, self.directory = order, world, directory
+        self.request, self.world, self.directory = request, world, directory
         self.launch_id = world.launch_id
         self.fingerprint = fingerprint(device)
         self.data_digest = data_digest
@@ -54,7 +54,7 @@ class RunRecord:
     def start(self) -> None:
         """Write or take over run.json; from now on no earlier rank 0 can write here."""
         self.fence = Fence.take(self.directory.path)
-        order, loaded = self.order, self.order.loaded
+        request, loaded = self.request, self.request.loaded
         before: dict[str, Any] = {}
         if (self.directory.path / "run.json").exists():
             before = self.directory.read()
@@ -63,7 +63,7 @@ class RunRecord:
             (self.directory.path / "experiment.py").write_text(loaded.source)
         self.attempt = len(before.get("attempts", []))
         attempt = {
-            "layout": order.layout.model_dump(),
+            "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
         }
@@ -74,10 +74,10 @@ class RunRecord:
                 "experiment_sha256": loaded.experiment.digest(),
                 "experiment_file": str(loaded.path),
                 "question": loaded.question,
-                "layout": order.layout.model_dump()
-                | {"label": order.layout.label, "description": order.layout.description},
-                "options": order.options.model_dump(),
-                "command": order.command,
+                "layout": request.layout.model_dump()
+                | {"label": request.layout.label, "description": request.layout.description},
+                "options": request.options.model_dump(),
+                "command": request.command,
                 "launch_id": self.launch_id,
                 "status": "running",
                 "exit_code": None,
@@ -185,7 +185,7 @@ class RunRecord:
         numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
         trainer.job.metrics.hyper_parameters(
             trainer.experiment.to_json()
-            | {"layout": self.order.layout.label, "reduction": self.order.options.reduction},
+            | {"layout": self.request.layout.label, "reduction": self.request.options.reduction},
             numbers,
         )
         trainer.job.console.end_progress()

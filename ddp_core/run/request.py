@@ -19,7 +19,7 @@ from ddp_core.spec.options import Options
 
 
 @dataclass(frozen=True)
-class Order:
+class Request:
     """The experiment with its file, layout, options, how to resume, and the command that started it."""
 
     loaded: LoadedExperiment
@@ -31,7 +31,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Work:
+class Parts:
     """What is built from an experiment."""
 
     model: nn.Module
@@ -40,7 +40,7 @@ class Work:
     splits: Splits
 
 
-def build_work(loaded: LoadedExperiment, data_dir: Path) -> Work:
+def build_parts(loaded: LoadedExperiment, data_dir: Path) -> Parts:
     """Data, model with its initial weights (from the experiment's seed), and loss. Raises UserError."""
     experiment = loaded.experiment
     splits = build_splits(loaded, data_dir)
@@ -53,7 +53,7 @@ def build_work(loaded: LoadedExperiment, data_dir: Path) -> Work:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    return Work(model, resolve(loaded, "loss", experiment.loss), resolve_hits(loaded), splits)
+    return Parts(model, resolve(loaded, "loss", experiment.loss), resolve_hits(loaded), splits)
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
@@ -86,26 +86,26 @@ def promise_broken_by(experiment: Experiment, layout: Layout) -> str | None:
     if experiment.ddp.communication_hook != "none":
         return f"the {experiment.ddp.communication_hook} communication hook rounds what each rank sends"
     if layout.kind == "dp" and layout.device == "cuda":
-        return "nn.DataParallel adds its replicas' gradients inside autograd, in an order of its own"
+        return "nn.DataParallel adds its replicas' gradients inside autograd, in an request of its own"
     return None
 
 
-def check_promise(order: Order) -> None:
+def check_promise(request: Request) -> None:
     """Raises UserError, with the reason, where the reduction that is asked for cannot be had."""
-    experiment, exact = order.loaded.experiment, order.options.reduction == "exact"
-    reason = promise_broken_by(experiment, order.layout)
+    experiment, exact = request.loaded.experiment, request.options.reduction == "exact"
+    reason = promise_broken_by(experiment, request.layout)
     if exact and reason:
         raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
-    if exact or order.layout.kind != "ddp":
+    if exact or request.layout.kind != "ddp":
         return
-    if experiment.sync_batch_norm and order.layout.device == "cpu":
+    if experiment.sync_batch_norm and request.layout.device == "cpu":
         raise UserError("sync_batch_norm needs CUDA devices; use --set sync_batch_norm=false")
-    if experiment.ddp.communication_hook == "bf16" and order.layout.device == "cpu":
+    if experiment.ddp.communication_hook == "bf16" and request.layout.device == "cpu":
         raise UserError(
             "ddp.communication_hook=bf16 needs CUDA with NCCL; use --set ddp.communication_hook=fp16, or none"
         )
     if experiment.ddp.static_graph:
-        count = BatchCut.of(experiment, order.layout).accumulation_steps
+        count = BatchCut.of(experiment, request.layout).accumulation_steps
         if count > 1:
             # https://github.com/pytorch/pytorch/pull/187732
             raise UserError(

@@ -23,54 +23,54 @@ from ddp_core.run.environment import describe_code
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.run.lock import RunLock
 from ddp_core.run.record import RunRecord
-from ddp_core.run.request import Order, build_work, check_promise
+from ddp_core.run.request import Request, build_parts, check_promise
 from ddp_core.trainers import Job, Trainer, build_trainer
 
 Value = TypeVar("Value")
 
 
-def run(order: Order, world: World) -> RunDirectory:
-    """Carry the order out as one worker of `world`; rank 0 keeps the run directory.
+def run(request: Request, world: World) -> RunDirectory:
+    """Carry the request out as one worker of `world`; rank 0 keeps the run directory.
 
     Raises Stopped after a request, UserError for what the user can mend, and whatever the model raised.
     """
-    options, experiment = order.options, order.loaded.experiment
+    options, experiment = request.options, request.loaded.experiment
     make_deterministic()
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(options.stop_signal, options.max_seconds))
-        device = local_device(world, order.layout.device)
+        device = local_device(world, request.layout.device)
         if device.type == "cpu":
             keep_freed_memory()
-        wraps = order.layout.kind == "ddp"
+        wraps = request.layout.kind == "ddp"
         collectives = stack.enter_context(process_group(world, device, options.timeout, options.backend, wraps))
         console = Console(world.rank, world.world_size)
         stack.callback(console.close)
-        check_promise(order)
-        _require_same(order, collectives)
-        work = build_work(order.loaded, Path(options.data_dir))
-        collectives.require_same(data=work.splits.digest)
-        directory = _choose_directory(order, world, collectives)
-        record = RunRecord(order, world, directory, work.splits.digest, device)
+        check_promise(request)
+        _require_same(request, collectives)
+        parts = build_parts(request.loaded, Path(options.data_dir))
+        collectives.require_same(data=parts.splits.digest)
+        directory = _choose_directory(request, world, collectives)
+        record = RunRecord(request, world, directory, parts.splits.digest, device)
         if world.is_first:
             stack.enter_context(_hold(directory, record.launch_id))
             record.start()
             clear_heartbeats(directory.path)
             console.log_to(directory.log)
         attempt = collectives.broadcast(record.attempt)
-        metrics = stack.enter_context(_metrics(order, world, directory, record.fence))
+        metrics = stack.enter_context(_metrics(request, world, directory, record.fence))
         job = Job(
             experiment,
-            order.layout,
+            request.layout,
             options,
-            work.model,
-            work.loss,
-            work.splits,
+            parts.model,
+            parts.loss,
+            parts.splits,
             collectives,
             device,
             console,
             metrics,
             stop,
-            work.hits,
+            parts.hits,
             FaultScript(options.faults, world.rank, directory.path),
             heartbeat=Heartbeat(directory.path, world, record.usage),
         )
@@ -78,7 +78,7 @@ def run(order: Order, world: World) -> RunDirectory:
             trainer = stack.enter_context(_trainer(job))
         record.state = trainer.state
         with record.outcome():
-            _announce(order, directory, trainer)
+            _announce(request, directory, trainer)
             _resume(trainer, directory, record)
             if options.ledger:
                 job.ledger = Ledger(directory.path, attempt, world.rank, trainer.state.step)
@@ -90,31 +90,31 @@ def run(order: Order, world: World) -> RunDirectory:
     return directory
 
 
-def _require_same(order: Order, collectives: Collectives) -> None:
+def _require_same(request: Request, collectives: Collectives) -> None:
     code = describe_code()
     facts = {
-        "experiment": order.loaded.experiment.digest(),
+        "experiment": request.loaded.experiment.digest(),
         "code version": f"{code['version']} {code['commit']}",
-        "layout": order.layout.label,
-        "reduction": order.options.reduction,
+        "layout": request.layout.label,
+        "reduction": request.options.reduction,
     }
     collectives.require_same(**facts)
 
 
-def _choose_directory(order: Order, world: World, collectives: Collectives) -> RunDirectory:
+def _choose_directory(request: Request, world: World, collectives: Collectives) -> RunDirectory:
     """The run's directory, chosen by rank 0: a resumed one or a fresh one."""
 
     def choose() -> str:
-        output, experiment = Path(order.options.output), order.loaded.experiment
+        output, experiment = Path(request.options.output), request.loaded.experiment
         found: RunDirectory | None = None
-        if order.resume not in ("auto", "never"):
-            found = RunDirectory(Path(order.resume))
+        if request.resume not in ("auto", "never"):
+            found = RunDirectory(Path(request.resume))
             require_experiment(found, experiment)
         elif world.launch_id is not None:
             found = find_launch(output, experiment, world.launch_id)
-        if found is None and (order.resume == "auto" or world.restart_count > 0):
+        if found is None and (request.resume == "auto" or world.restart_count > 0):
             found = find_resumable(output, experiment)
-        return str((found or RunDirectory.create(output, experiment, order.layout)).path)
+        return str((found or RunDirectory.create(output, experiment, request.layout)).path)
 
     return RunDirectory(Path(_decided_by_first(collectives, choose)))
 
@@ -151,8 +151,8 @@ def _hold(directory: RunDirectory, launch_id: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _metrics(order: Order, world: World, directory: RunDirectory, fence: Fence | None) -> Iterator[MetricsWriter]:
-    board = directory.path / "tensorboard" if order.options.tensorboard and world.is_first else None
+def _metrics(request: Request, world: World, directory: RunDirectory, fence: Fence | None) -> Iterator[MetricsWriter]:
+    board = directory.path / "tensorboard" if request.options.tensorboard and world.is_first else None
     may_write = fence.check if fence is not None else lambda: None
     with MetricsWriter(directory.metrics if world.is_first else None, board, may_write) as metrics:
         yield metrics
@@ -199,10 +199,10 @@ def _profiler(trainer: Trainer, directory: RunDirectory) -> Iterator[None]:
         trainer.job.console.say(f"trace of all ranks: {merged} (open it in ui.perfetto.dev or chrome://tracing)")
 
 
-def _announce(order: Order, directory: RunDirectory, trainer: Trainer) -> None:
+def _announce(request: Request, directory: RunDirectory, trainer: Trainer) -> None:
     say = trainer.job.console.say
     say(
-        f"{trainer.experiment.name} on {order.layout.description}, reduction {order.options.reduction}, "
+        f"{trainer.experiment.name} on {request.layout.description}, reduction {request.options.reduction}, "
         f"{trainer.total_steps} steps ({trainer.steps_per_epoch} per epoch)"
     )
     say(trainer.cut.describe())

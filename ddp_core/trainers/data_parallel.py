@@ -126,12 +126,12 @@ class _Replica:
         take_gradients(self.parameters)
         if trainer.exact:
             self.statistics.begin()
-        seed, losses = trainer.backward_seed(share.samples), []
+        weight, losses = trainer.loss_weight(share.samples), []
         for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
             with self.random.micro_batch(share.step, part.index):
                 loss = trainer.forward(self.module, inputs, targets)
             losses.append((part.index, loss.detach()))
-            loss.backward(seed)
+            loss.backward(weight)
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
@@ -159,14 +159,14 @@ class CudaDataParallelTrainer(Trainer):
         self.signals.begin()
         for parameter in self.model.parameters():
             parameter.grad = None
-        seed = self.backward_seed(batch.samples)
+        weight = self.loss_weight(batch.samples)
         for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
             self.seed_micro_batch(batch.step, batch.micro_batches[members[0]].index)
             pairs = [batch.tensors[member] for member in members]
             inputs, targets = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
             loss = self.forward(self.module, inputs, targets)
             self.signals.put_loss(batch.micro_batches[members[0]].index, loss.detach())
-            loss.backward(seed)
+            loss.backward(weight)
         self.meet_others()
 
 

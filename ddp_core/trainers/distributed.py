@@ -54,7 +54,7 @@ class DistributedTrainer(Trainer):
         self.signals.begin()
         self.reduction.begin(self.cut.count(batch.samples))
         # DDP's own all-reduce divides by the number of ranks, the exact reduction does not.
-        seed = self.backward_seed(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
+        weight = self.loss_weight(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
@@ -63,7 +63,7 @@ class DistributedTrainer(Trainer):
                 self.clock.lap("forward")
                 if part is batch.micro_batches[-1]:
                     self.meet_others()
-                loss.backward(seed)
+                loss.backward(weight)
                 self.clock.lap_backward()
         if not batch.micro_batches:
             self._join_empty_handed()

@@ -25,14 +25,14 @@ class SingleTrainer(Trainer):
         """Forward and backward of each micro-batch; the reduction adds up."""
         self.signals.begin()
         self.reduction.begin(self.cut.count(batch.samples))
-        seed = self.backward_seed(batch.samples)
+        weight = self.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.forward(self.model, inputs, targets)
                 self.signals.put_loss(part.index, loss.detach())
                 self.clock.lap("forward")
-                loss.backward(seed)
+                loss.backward(weight)
                 self.clock.lap_backward()
         self.meet_others()
         self.reduction.finish()

@@ -99,7 +99,7 @@ class Trainer(ABC):
         self.own_seconds = 0.0
         """What this process itself spent on the last step, data included, before it waited for others."""
         self._step_began = time.perf_counter()
-        self._seeds: dict[int, Tensor] = {}
+        self._loss_weights: dict[int, Tensor] = {}
         # On CUDA reading a value makes the host wait for the device.
         self._read_every = 1 if job.device.type == "cpu" or job.options.on_nan == "skip" else job.options.log_every
 
@@ -163,14 +163,15 @@ class Trainer(ABC):
             outputs = module(inputs)
         return self.job.loss(outputs.float(), targets)
 
-    def backward_seed(self, samples: int, copies: int = 1) -> Tensor:
-        """What backward starts from: the weight of a sample in the mean over the global batch, the same for all of its
-        micro-batches. `copies` undoes a division by the number of ranks.
+    def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
+        """What backward starts from: the weight of one sample in the mean over a global batch of `samples`.
+
+        `copies` undoes a division by the number of ranks.
         """
-        if samples not in self._seeds:
-            self._seeds[samples] = torch.tensor(copies / samples, device=self.device)
-        seed = self._seeds[samples]
-        return seed if self.state.scaler is None else self.state.scaler.scale(seed)
+        if samples not in self._loss_weights:
+            self._loss_weights[samples] = torch.tensor(copies / samples, device=self.device)
+        weight = self._loss_weights[samples]
+        return weight if self.state.scaler is None else self.state.scaler.scale(weight)
 
     def update_weights(self, batch: StepBatch) -> None:
         """Clip, set the rate, step."""

@@ -15,7 +15,7 @@ from ddp_core.distributed.world import World
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.run.prepare import load_with_settings
-from ddp_core.run.request import build_work
+from ddp_core.run.request import build_parts
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, Trainer, build_trainer
@@ -48,17 +48,17 @@ class Stepper:
         device = torch.device(layout.device, world.local_rank) if layout.device == "cuda" else torch.device("cpu")
         if device.type == "cpu":
             keep_freed_memory()
-        work = build_work(loaded, Path("data"))
+        parts = build_parts(loaded, Path("data"))
         collectives = Collectives(world if layout.kind == "ddp" else World(), device)
         self.trainer: Trainer = build_trainer(
             Job(
                 experiment=loaded.experiment,
                 layout=layout,
                 options=Options(reduction="plain"),
-                model=work.model,
-                loss=work.loss,
-                hits=work.hits,
-                splits=work.splits,
+                model=parts.model,
+                loss=parts.loss,
+                hits=parts.hits,
+                splits=parts.splits,
                 collectives=collectives,
                 device=device,
                 console=Console(rank=1),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.distributed.world import World
+from ddp_core.observe import lost_peers
 from ddp_core.observe.lost_peers import peers_lost
 
 
