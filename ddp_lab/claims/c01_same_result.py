@@ -1,9 +1,9 @@
 """Whether data-parallel training learns what single-process training does.
 
-It does because the mean of the ranks' mean gradients is the gradient of the whole batch. The line's two numbers come
-out at w = 2 and b = 3, up to about 0.1 / sqrt(10,000) = 0.001 from the noise in the points and a little more from the
-noise of the last steps; the loss cannot fall below the variance of the noise, 0.01. With W workers of 32 samples a step
-sees 32 W points and there are W times fewer steps; the rate, W times larger, makes up for it.
+It does, because the mean of the ranks' mean gradients is the gradient of the whole batch. w and b end near 2 and 3: the
+noise in the points moves them by about 0.1 / sqrt(10,000) = 0.001, the noise of the last steps by a little more. The
+loss cannot fall below the variance of the noise, 0.01. With W workers of 32 samples each, a step sees 32 W points, and
+there are W times fewer steps; a learning rate that is W times larger makes up for that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ W, B, TOLERANCE, LOSS = 2.0, 3.0, 0.02, 0.0115
 
 
 def measure(setting: Setting) -> Measurements:
-    """Weights and loss on each layout."""
+    """Train on each layout; returns the weights and the loss of each run."""
     layouts = [("single", 1), ("dp", 2), ("ddp", 2), *setting.choose([], [("dp", 4), ("ddp", 4)])]
     runs = []
     for kind, count in layouts:
@@ -59,7 +59,7 @@ def measure(setting: Setting) -> Measurements:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     figures, misses = [], []
     for run in measurements["runs"]:
         figures += [Figure(f"{name}, {run['layout']}", run[name]) for name in ("w", "b", "loss")]

@@ -1,11 +1,11 @@
-"""How much faster N workers are.
+"""How much faster N workers are than one.
 
-The work of an epoch is cut into N parts, but each step pays for one all-reduce of all gradients, and for the slowest of
-N workers. With much work per step (a convolutional network) that is little, with hardly any (the source's own linear
-model: two numbers, a fraction of a millisecond) it is nearly everything. Source 001 prints a "theoretical speed-up"
-that is t / (t / N), which is N whatever was measured; its own times, 2.15 s and 1.22 s, give 1.76 for two GPUs. Weak
-scaling keeps the batch of each worker (as the source does), strong scaling keeps the global batch and so cuts the work
-finer.
+The work of an epoch is cut into N parts, but each step also pays for one all-reduce of all gradients, and waits for the
+slowest of the N workers. Where a step has much work (a convolutional network), that costs little. Where it has hardly
+any (the source's own linear model: two numbers, a fraction of a millisecond), that is nearly all of the time. Source
+001 prints a "theoretical speed-up" that is t / (t / N), which is N whatever was measured; its own times, 2.15 s and
+1.22 s, give 1.76 for two GPUs. Weak scaling keeps the batch of each worker, as the source does. Strong scaling keeps
+the global batch, so each worker has less work per step.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ claim = Claim(
     claim="DDP training on N GPUs should be about N times as fast as on one.",
     original="使用 N 个 GPU 的 DDP 训练速度应该比单卡训练快约 N 倍",
     sources=("001",),
-    method="Samples per second of training steps (forward, backward, all-reduce, SGD), one process against DDP on the "
-    "first n of the same processes, in interleaved rounds. ResNet-18 at 32x32, and the source's linear model for whole "
-    "epochs of 10,000 points with its DataLoader; weak scaling (the batch of each worker kept, as in the source) and "
-    "strong scaling (the global batch kept); as a control, n processes that do not communicate. One thread per process "
-    "on CPU; n beyond the cores is measured for the toy, and named so. Besides, "
-    "whole runs of digits on single, dp and ddp with 1 to 8 workers, weak and strong, with the digest of each.",
+    method="Samples per second of training steps (forward, backward, all-reduce, SGD): one process against DDP on the "
+    "first n of the same processes, in interleaved rounds. Two models: ResNet-18 at 32x32, and the toy, which is the "
+    "source's linear model, for whole epochs of 10,000 points with its DataLoader. Weak scaling keeps the batch of "
+    "each worker, as in the source; strong scaling keeps the global batch; as a control, n processes that do not "
+    "communicate. On CPU each process has one thread; the toy is also measured with more processes than cores, and its "
+    "figures say so. Besides, whole runs of digits on single, dp and ddp with 1 to 8 workers, weak and strong, with "
+    "the digest of each.",
     rule="On ResNet-18, weak scaling, at the largest n with a core or CUDA device each: confirmed when the interval of "
     "the speed-up lies at or above 0.85 n, refuted when it lies below, inconclusive when 0.85 n is inside. Not "
     "measurable with fewer than two, or where n processes that do not communicate are not 0.85 n times as fast either: "
@@ -51,7 +52,7 @@ POINTS = 10_000
 
 
 def measure(setting: Setting) -> Measurements:
-    """Seconds per round of each way, and the samples that it trains in them."""
+    """For each way to train: the seconds of each round, and the samples that a round trains."""
     largest = min(setting.devices, 8)
     within = [count for count in (2, 4, 8) if count <= largest]
     device = setting.device_type(max(within, default=1))
@@ -71,7 +72,7 @@ def measure(setting: Setting) -> Measurements:
 
 
 def resnet_ways(rank: int, world_size: int, device: str, counts: list[int], batch: int, rounds: int) -> dict[str, Any]:
-    """Steps on one process, and on the first n ranks with the batch of each, or the batch of all, kept."""
+    """Time steps of ResNet-18 on one process, and on the first n ranks: weak, strong, and without communication."""
     place = own_device(rank, device)
     images = torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(rank)).to(place)
     labels = torch.arange(batch).remainder(10).to(place)
@@ -101,7 +102,7 @@ def resnet_ways(rank: int, world_size: int, device: str, counts: list[int], batc
 
 
 def toy_ways(rank: int, world_size: int, device: str, counts: list[int], rounds: int) -> dict[str, Any]:
-    """Epochs of the source's training: 32 points per worker, or (strong) 32 points in all."""
+    """Time epochs of the source's training: 32 points per worker (weak), or 32 points in all (strong)."""
     place = own_device(rank, device)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(POINTS, 1, generator=generator)
@@ -141,7 +142,7 @@ def _way(
     build: Callable[[], nn.Module],
     work: Callable[[nn.Module, torch.optim.Optimizer], None],
 ) -> Callable[[], None]:
-    """What this rank does where the first `count` ranks work: its share, or nothing."""
+    """What this rank does when the first `count` ranks train: its share of the work, or nothing."""
     if rank >= count:
         return lambda: None
     model = build()
@@ -151,7 +152,7 @@ def _way(
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     speeds = {name: _speed_ups(found) for name, found in measurements["models"].items()}
     unit = "CUDA devices" if measurements["device"] == "cuda" else "cores"
     figures = [

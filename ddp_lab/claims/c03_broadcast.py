@@ -1,11 +1,11 @@
 """What DDP copies from rank 0, and when.
 
 Construction broadcasts rank 0's parameters, and its buffers too unless `broadcast_buffers=False`: whatever the ranks
-started with, they go on from rank 0's. After that parameters are never sent again: they stay equal because every rank
-applies the same mean gradient to the same values. A rank that changes a parameter on its own stays different, and
-nobody notices. Buffers (BatchNorm's running mean, a counter) have no gradient that could keep them equal, so DDP copies
-rank 0's before each forward; what the other ranks wrote into theirs is lost. Source 000 says "parameters and buffers
-... before every forward"; of parameters that is not so.
+started with, all go on with rank 0's values. After that, parameters are never sent again. They stay equal because every
+rank applies the same mean gradient to the same values. If one rank changes a parameter on its own, it stays different,
+and nothing reports it. Buffers (BatchNorm's running mean, a counter) have no gradient that could keep them equal, so
+DDP copies rank 0's buffers before each forward; what the other ranks wrote into theirs is lost. Source 000 says
+"parameters and buffers ... before every forward"; for parameters that is not so.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ claim = Claim(
     "（DistributedDataParallel类的\\_\\_init\\_\\_及forward方法中）\n"
     "广播权重(Broadcast):训练开始时,Rank 0 节点的模型权重被广播到所有其他节点,确保初始状态一致。",
     sources=("000", "004"),
-    method="Every rank starts with other weights and another counter `cnt`, and changes its counter by another amount "
-    "after each forward. Looked at: the parameters after construction, the counter on entry to each forward, with "
-    "broadcast_buffers on and off; and whether a parameter that one rank changes is mended by the next forward.",
+    method="Every rank starts with different weights and a different counter `cnt`, and adds a different amount to its "
+    "counter after each forward. Looked at: the parameters after construction, the counter on entry to each forward, "
+    "with broadcast_buffers on and off; and whether the next forward mends a parameter that one rank has changed.",
     rule="Confirmed when parameters are equal on all ranks after construction, and on entry to each forward the "
     "counters are equal with broadcast_buffers on and different with it off. Otherwise refuted.",
     seconds=(3, 5),
@@ -95,7 +95,7 @@ def _observe(rank: int, broadcast_buffers: bool) -> dict[str, Any]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = list(measurements["by_ranks"].values())
     weights = all(_same(case[switch], "weights") for case in cases for switch in ("on", "off"))
     on = all(_same(case["on"], "counters") for case in cases)

@@ -1,10 +1,10 @@
 """Whether communication hides behind backward.
 
-Backward finds the last layers' gradients first. As soon as a bucket of them is complete, DDP starts its all-reduce, and
-the next layers are computed meanwhile; only what is still under way when backward ends is waited for. How much that
-saves depends on who does the work: a GPU's links move bytes while its cores compute, whereas over gloo on CPU the same
-cores also copy and add the bytes, so what is hidden is the waiting, not the work. Source 000 calls it "updating
-parameters during backward", which is not so: the optimizer steps after all gradients are there.
+Backward finds the last layers' gradients first. As soon as a bucket of them is complete, DDP starts its all-reduce,
+while backward computes the layers before. When backward ends, the step waits only for what is still under way. How much
+that saves depends on what does the work. A GPU's links move bytes while its cores compute. With gloo on CPU, the cores
+that compute also copy and add the bytes, so what is hidden is the waiting, not the work. Source 000 calls this
+"updating parameters during backward", which is not so: the optimizer steps after all gradients are there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Switch:
 
 
 def hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Send a bucket now, or keep it."""
+    """Send a full bucket now, or keep it for the end of backward."""
     buffer = bucket.buffer()
     buffer.div_(dist.get_world_size())
     if switch.way == "overlapped":
@@ -89,9 +89,9 @@ def time_ways(rank: int, world_size: int, device: str, batch: int, steps: int, r
         keep_freed_memory()
     images, labels = torch.randn(batch, 3, 32, 32, device=place), torch.zeros(batch, dtype=torch.long, device=place)
     loss, switch = nn.CrossEntropyLoss(), Switch()
-    # Gradients as views of the buckets: an all-reduce of the buckets after backward is one of the gradients.
+    # The gradients are views of the buckets, so an all-reduce of the buckets after backward is one of the gradients.
     module = DistributedDataParallel(resnet18(small_input=True).to(place), gradient_as_bucket_view=True)
-    # torch looks at the hook's annotations, and does not know postponed ones.
+    # torch checks the annotations of a hook, and refuses the strings that this file's future import makes of them.
     module.register_comm_hook(switch, lambda switch, bucket: hook(switch, bucket))
 
     def run(way: str) -> None:
@@ -111,7 +111,7 @@ def time_ways(rank: int, world_size: int, device: str, batch: int, steps: int, r
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     if measurements["ranks"] < 2:
         return missing("two cores or two CUDA devices that can work at the same time")
     seconds, steps = measurements["seconds"], measurements["steps"]

@@ -2,8 +2,9 @@
 
 Each all-reduce costs a fixed time (a round of messages, some bookkeeping) and a time per byte. Sent one by one, the
 many small tensors of a network (biases, batch-norm weights) pay the fixed time each; in buckets they share it. With one
-bucket for everything nothing could be sent before backward ends. 25 MB is DDP's compromise; the curve is flat around
-it, and how much it is worth depends on how many small tensors there are and how much time the layers take meanwhile.
+bucket for everything nothing could be sent before backward ends. 25 MB is DDP's compromise, and the curve is flat
+around it. How much buckets gain depends on how many small tensors there are, and on how long the layers compute
+meanwhile.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ claim = Claim(
     "这种批量处理大幅降低了通信开销。",
     sources=("004",),
     method="Step time of DDP with bucket_cap_mb 0.1 to 100, against a bucket_cap_mb of one byte, so that DDP sends "
-    "each gradient on its own as soon as it is there; the same by hand, one all-reduce per parameter's hook; in "
-    "interleaved rounds, on ResNet-18 at 32x32 (62 tensors, 45 MB) and a deep, narrow network (200 tensors, 0.4 MB).",
+    "each gradient on its own as soon as it is there. The same is also done by hand, with one all-reduce in each "
+    "parameter's hook. In interleaved rounds, on ResNet-18 at 32x32 (62 tensors, 45 MB) and a deep, narrow network "
+    "(200 tensors, 0.4 MB).",
     rule="Judged on both networks, the fastest bucket size against DDP's one by one: confirmed when buckets are faster "
     "beyond noise on at least one and slower beyond noise on none; refuted when they are slower beyond noise on one; "
     "else inconclusive. Not measurable with fewer than two cores or CUDA devices.",
@@ -76,7 +78,7 @@ def time_ways(
     ways: dict[str, Callable[[], None]] = {}
     modules = {}
     for name, size in [(ONE_BY_ONE, ONE_BYTE), *((f"{size:g} MB", size) for size in sizes)]:
-        # Buffers have nothing to do with buckets.
+        # Buffers travel apart from the buckets, so their broadcast would only add time.
         module = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=size, broadcast_buffers=False)
         modules[name], ways[name] = module, _steps(module, inputs, steps)
     ways[BY_HAND] = _steps(OneByOne(copy.deepcopy(model)), inputs, steps)
@@ -87,7 +89,7 @@ def time_ways(
 
 
 def _messages(module: DistributedDataParallel) -> int:
-    """How many buckets DDP really makes; it settles on them after the first step."""
+    """How many buckets DDP really makes; it rebuilds them after the first step."""
     facts = module._get_ddp_logging_data()
     sizes = facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]
     return len(str(sizes).split(","))
@@ -115,12 +117,12 @@ class OneByOne(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._send)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The model's own."""
+        """The model's own forward."""
         outputs: Tensor = self.model(inputs)
         return outputs
 
     def wait(self) -> None:
-        """Until every gradient is the mean over the ranks."""
+        """Wait until every gradient is the mean over the ranks."""
         for work in self._under_way:
             work.wait()
         self._under_way.clear()
@@ -134,7 +136,7 @@ class OneByOne(nn.Module):
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     if measurements["ranks"] < 2:
         return missing("two cores or two CUDA devices that can work at the same time")
     figures, series, said, outcomes = [], [], [], []

@@ -1,10 +1,10 @@
 """Whether nn.DataParallel is slower than DistributedDataParallel.
 
-DP drives all replicas from one Python process: before every forward it copies the weights to each of them, its threads
-take turns at the interpreter's lock for everything that is not inside a kernel, and gradients are summed on one device
-after backward. DDP has a process per device and sends gradients during backward. For models of many small operations
-the lock is what counts; for large ones the copies and the sum. It is not a law: over slow links an all-reduce can cost
-more than DP's copies through shared memory (with two GPUs without NVLink, DDP has been published as the slower one, 131
+DP drives all replicas from one Python process. Before every forward it copies the weights to each replica; its threads
+take turns at the interpreter's lock for everything that is not inside a kernel; after backward it sums the gradients on
+one device. DDP has a process per device and sends gradients during backward. For models of many small operations the
+lock costs most, for large models the copies and the sum. DP need not be the slower one: over slow links an all-reduce
+can cost more than DP's copies through shared memory (on two GPUs without NVLink, DDP has been published as slower, 131
 s against 111 s), and on CPU DP's replicas share memory while DDP's ranks talk over sockets.
 """
 
@@ -33,8 +33,8 @@ claim = Claim(
     sources=("002", "003"),
     method="This project's own trainers, same experiment, same global batch, plain reduction, stepped in interleaved "
     "rounds in the same processes: DP in rank 0 while the others wait, DDP on all. The digits CNN (many small "
-    "operations) and ResNet-18 at 32x32. On CPU, DP is nn.DataParallel's moves over threads of one thread each; "
-    "there, how long these threads wait is measured as well, by their own processor time.",
+    "operations) and ResNet-18 at 32x32. On CPU, DP makes the moves of nn.DataParallel with one thread per replica; "
+    "there, the processor time of these threads also tells how long they wait.",
     rule="Confirmed when DP's step takes longer beyond noise on both experiments; refuted when it is shorter beyond "
     "noise on one; else inconclusive. Not measurable with fewer than two cores or CUDA devices.",
     seconds=(60, 120),
@@ -59,7 +59,7 @@ def measure(setting: Setting) -> Measurements:
 
 
 def time_layouts(rank: int, world_size: int, device: str, name: str, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Time both layouts' steps; DP's only rank 0 makes."""
+    """Time the steps of both layouts; only rank 0 makes DP's steps."""
     ddp = Stepper(name, Layout.model_validate({"kind": "ddp", "device": device, "nproc_per_node": world_size}))
     dp = None
     if rank == 0:
@@ -74,9 +74,10 @@ def time_layouts(rank: int, world_size: int, device: str, name: str, steps: int,
 
 
 def waiting_shares(rank: int, world_size: int, name: str, count: int, steps: int) -> dict[str, float]:
-    """Share of their time in which DP's threads do not run: alone, and `count` of them under one interpreter's lock.
+    """The share of time in which DP's threads do not run, with one replica and with `count` replicas.
 
-    Wall time against the thread's own processor time, in forward and backward of the replicas.
+    It compares the wall time of the replicas' forward and backward with the processor time of their threads, which
+    share one interpreter's lock.
     """
     shares = {}
     for replicas in (1, count):
@@ -93,7 +94,7 @@ def waiting_shares(rank: int, world_size: int, name: str, count: int, steps: int
 
 
 class Clock:
-    """A function that keeps count of the wall time and of the thread's processor time spent in it, in seconds."""
+    """A function that adds up the wall time and the thread's processor time spent in it, in seconds."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -109,7 +110,7 @@ class Clock:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     if measurements["replicas"] < 2:
         return missing("two cores or two CUDA devices that can work at the same time")
     figures, said, ratios = [], [], []

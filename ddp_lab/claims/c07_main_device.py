@@ -54,13 +54,13 @@ def measure(setting: Setting) -> Measurements:
 
 
 def observe_dp(rank: int, world_size: int, count: int, steps: int) -> dict[str, list[float]]:
-    """All devices, as the one process of DP loads them."""
+    """Memory and kernel time of every device under DP, whose one process uses them all."""
     layout = Layout.model_validate({"kind": "dp", "device": "cuda", "nproc_per_node": count})
     return _observe(layout, steps, list(range(count)))
 
 
 def observe_ddp(rank: int, world_size: int, steps: int) -> dict[str, float]:
-    """This rank's device."""
+    """Memory and kernel time of this rank's device under DDP."""
     layout = Layout.model_validate({"kind": "ddp", "device": "cuda", "nproc_per_node": world_size})
     found = _observe(layout, steps, [rank])
     return {name: values[0] for name, values in found.items()}
@@ -89,7 +89,7 @@ def _observe(layout: Layout, steps: int, devices: list[int]) -> dict[str, list[f
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     layouts = measurements.get("layouts")
     if layouts is None:
         found = measurements["cuda_devices"]

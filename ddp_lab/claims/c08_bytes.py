@@ -35,7 +35,7 @@ claim = Claim(
     sources=("003",),
     method="Bytes per step of the digits CNN. DDP: payload bytes that the kernel counted on each rank's connections, "
     "against the theory, 2 (W - 1) / W N per rank. DP: bytes of the tensors that scatter, replicate and reduce copy or "
-    "add, seen as they run (nn.DataParallel's moves over replicas on CPU; the sizes are the same on CUDA).",
+    "add, counted while they run (on CPU, with nn.DataParallel's moves over replicas; the sizes are the same on CUDA).",
     rule="Confirmed when at every number of devices DP moves the weights in each step and DDP's bytes are those "
     "of gradients and buffers in theory within 5 % (so no weights), and at the largest over 5 % more bytes "
     "pass DP's main device than DDP's busiest rank. Otherwise refuted. The totals over all devices are reported.",
@@ -46,7 +46,7 @@ STEPS = 10
 
 
 def measure(setting: Setting) -> Measurements:
-    """Bytes per step, by number of devices; more than cores will do: bytes do not depend on speed."""
+    """Bytes per step, by number of devices. They may be more than the cores: bytes do not depend on speed."""
     measured: dict[str, Any] = {"countable": can_count(), "by_devices": {}}
     for count in setting.choose((2, 4), (2, 3, 4, 8)) if can_count() else ():
         setting.say(f"counting on {count} devices")
@@ -75,7 +75,7 @@ def count_ddp(rank: int, world_size: int) -> dict[str, float]:
 
 
 def count_dp(rank: int, world_size: int, count: int) -> dict[str, float]:
-    """What one process copies between its replicas, per step and move."""
+    """What one process copies between its replicas, in bytes per step, by kind of move."""
     layout = Layout.model_validate({"kind": "dp", "nproc_per_node": count})
     with Stepper("digits", layout, [f"global_batch_size={16 * count}"]) as stepper:
         trainer = stepper.trainer
@@ -125,7 +125,7 @@ def _size(tensors: Any) -> int:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     if not measurements["countable"]:
         return missing("Linux, whose kernel counts the bytes of each connection")
     figures, misses, said = [], [], []

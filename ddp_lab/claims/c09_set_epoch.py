@@ -1,10 +1,10 @@
 """What `set_epoch` is for.
 
-DistributedSampler shuffles with a generator seeded by seed + epoch. Nobody tells it the epoch but the training loop; a
-loop that forgets keeps epoch 0, so each epoch has the same order and each rank the same part of the data. That makes
-the shuffle weaker (the same samples always meet in a batch), but source 004 goes too far when it says the model then
-sees only part of the data: all ranks together see every sample in every epoch, because the ranks' gradients are
-averaged. And with `shuffle=False`, as in its own code, `set_epoch` changes nothing at all.
+DistributedSampler shuffles with a generator seeded by seed + epoch, and only the training loop can tell it the epoch.
+If the loop forgets, the sampler stays at epoch 0: each epoch has the same order, and each rank the same part of the
+data. That makes the shuffle weaker (the same samples always meet in a batch). But source 004 goes too far when it says
+that the model then sees only part of the data: all ranks together see every sample in every epoch, and their gradients
+are averaged. With `shuffle=False`, as in source 004's own code, `set_epoch` changes nothing at all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _epochs(set_epoch: bool, shuffle: bool) -> list[list[int]]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     ids, samples = measurements["ids"], measurements["samples"]
     equal = all(_distinct(rank) == 1 for rank in ids["without"])
     different = all(_distinct(rank) == len(rank) for rank in ids["with"])
@@ -116,7 +116,10 @@ def _distinct(epochs: list[list[int]]) -> int:
 
 
 def _shares_seen(ranks: list[list[list[int]]], samples: int) -> dict[str, Any]:
-    """Percent of the data: that all ranks see in their poorest epoch, and that rank 0 has seen up to each."""
+    """Percentages of the data: `job` is what all ranks together see in the epoch where they see least.
+
+    `rank` is what rank 0 has seen by the end of each epoch.
+    """
     together = [len({number for epoch in moment for number in epoch}) for moment in zip(*ranks, strict=True)]
     so_far: set[int] = set()
     growing = []

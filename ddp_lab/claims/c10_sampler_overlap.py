@@ -2,9 +2,9 @@
 
 DistributedSampler gives rank r the positions r, r + W, r + 2W, ... of the shuffled data, which never overlap, as long
 as W divides the length. Where it does not, all ranks must still take equally many steps, so the sampler repeats the
-first samples of the epoch until it comes out even (`drop_last=True` leaves some out instead). In training that weighs a
-few samples twice and hardly matters; in validation it counts them twice, and the result is wrong. None of the sources
-says so. The sampler of this project pads nothing: its ranks' lengths may differ by one.
+first samples of the epoch until W divides the number (`drop_last=True` leaves some samples out instead). In training a
+few samples then weigh twice, which hardly matters; in validation they are counted twice, and the result is wrong. None
+of the sources says so. The sampler of this project pads nothing: its ranks' lengths may differ by one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _load(sampler: Sampler[int], length: int) -> list[int]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = measurements["cases"]
     torchs, ours = ([case for case in cases if case["sampler"] == name] for name in ("torch", "elastic"))
     bad = [case for case in torchs if case["repeated"]]

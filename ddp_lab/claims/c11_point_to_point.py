@@ -1,10 +1,11 @@
 """What a collective saves over sending to each node in turn.
 
-A loop of sends leaves the work to one rank: it pushes the whole message through its own link once per receiver, so the
-time is a line in their number. In a tree the receivers pass the message on: after k rounds 2^k ranks have it, so W
-ranks need log2 W rounds. In a ring of pieces (how large all-reduces work) each link carries the message about once or
-twice, whatever W is. All that presumes links and processors that work at the same time. Processes that share two cores
-do every copy with the same two cores, and a copy per receiver is then a line in their number again, tree or not.
+In a loop of sends one rank does all the work: it pushes the whole message through its own link once per receiver, so
+the time grows linearly with the receivers. In a tree the receivers pass the message on: after k rounds 2^k ranks have
+it, so W ranks need log2 W rounds. A ring passes the message on in pieces, as large all-reduces do: each link carries
+the message about once or twice, whatever W is. All this needs links and processors that work at the same time.
+Processes that share two cores make every copy with the same two cores; the time of a copy per receiver then grows
+linearly again, with a tree as without one.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def time_ways(rank: int, world_size: int, device: str, sizes: tuple[float, ...],
 
 
 def _sent(action: Callable[[], Any]) -> int:
-    """Bytes that this rank sends in it, up to a few for the meetings before and after."""
+    """Bytes that this rank sends during `action`, and a few more for the all-reduces before and after it."""
     dist.all_reduce(torch.zeros(1))
     before, _ = bytes_moved()
     action()
@@ -108,7 +109,7 @@ def _way(way: str, rank: int, count: int, group: Any, message: torch.Tensor) -> 
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     figures, series = [], []
     for size, ways in measurements["sizes"].items():
         slopes = {way: _slopes(by_count) for way, by_count in ways.items()}

@@ -1,11 +1,12 @@
-"""What `backward` leaves in `.grad`, and what makes k micro-batches worth one large batch.
+"""What `backward` leaves in `.grad`, and what makes k micro-batches equal to one large batch.
 
 `backward` adds to `.grad`, so gradients of sums add up by themselves: k micro-batches with a summed loss give the large
-batch's gradient. A loss that averages has divided by the micro-batch's size, so each of the k must be divided by k
-again, or the gradient is k times too large, which works like a k times larger learning rate and is easily overlooked.
-Under DDP each backward also averages over the ranks; `no_sync()` puts that off to the last one. Without it the result
-is the same (the mean of what has been averaged already is itself), only k all-reduces are paid for instead of one.
-BatchNorm is the exception: it normalises over the micro-batch, so its network computes another function.
+batch's gradient. A loss that averages divides by the size of its micro-batch only, so each of the k losses must also be
+divided by k. Otherwise the gradient is k times too large, which works like a k times larger learning rate and is easily
+overlooked. Under DDP each backward also averages over the ranks; `no_sync()` puts that off to the last backward.
+Without `no_sync()` the result is the same (to average what is averaged already changes nothing), but k all-reduces are
+paid for instead of one. BatchNorm is the exception: it normalises over the micro-batch, so a network with it computes
+another function.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def observe(rank: int, world_size: int) -> list[dict[str, Any]]:
             weight = 1 / MICRO_BATCHES if loss == "mean" and rescaled else 1.0
             alone = _gradient(_network(), inputs, targets, loss, MICRO_BATCHES, weight)
             cases.append({"where": "one process", "loss": loss, "rescaled": rescaled} | _compare(alone, whole))
-            # DDP averages over ranks: right for a mean of means, to be undone for a sum.
+            # DDP averages over the ranks: right for a loss that averages, but to be undone for one that sums.
             undo = world_size if loss == "sum" else 1
             for no_sync in (True, False):
                 module = DistributedDataParallel(_network())
@@ -114,7 +115,7 @@ def _compare(ours: Tensor, whole: Tensor) -> dict[str, float]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     count, cases = measurements["micro_batches"], measurements["cases"]
     right = [case for case in cases if case["rescaled"] and case["where"] != "BatchNorm"]
     wrong = [case for case in cases if not case["rescaled"]]

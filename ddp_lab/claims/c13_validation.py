@@ -1,9 +1,10 @@
-"""Who validates.
+"""Which ranks should validate.
 
-Rank 0 alone has to see all held-out samples while the others wait; dealt out over the ranks, each sees its share, and
-sums of loss and count are added up. That is the same mean, but for rounding, as long as every sample is counted once.
-DistributedSampler, which the sources deal out with, fills up by repeating samples where the number of ranks does not
-divide theirs: those count twice, and the loss is another one. `ddp_core.trainers.evaluation` deals out fixed batches.
+If rank 0 validates alone, it has to see all held-out samples while the others wait. If the samples are dealt out,
+each rank sees its share, and the sums of loss and count are added up. That gives the same mean, but for rounding, as
+long as every sample is counted once. The sources deal out with DistributedSampler, which repeats samples where the
+number of ranks does not divide the number of samples: those count twice, and the loss comes out different. This
+project's `ddp_core.trainers.evaluation` deals out fixed batches.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SAMPLES_PER_BATCH = 64
 def measure(setting: Setting) -> Measurements:
     """Losses by size and way, seconds by way and round, for each number of ranks."""
     counts = sorted({2, setting.choose(2, max(2, min(4, setting.cores)))})
-    # Ranks of run_ranks compute on CPU: one core each.
+    # The ranks compute on CPU, so each of them needs a core.
     cases = [
         {"ranks": count} | run_ranks(observe, count, setting.choose(2048, 8192), setting.choose(11, 21))[0]
         for count in counts
@@ -63,7 +64,7 @@ def measure(setting: Setting) -> Measurements:
 
 
 def observe(rank: int, world_size: int, timed_samples: int, rounds: int) -> dict[str, Any]:
-    """Losses and times of one number of ranks."""
+    """Losses and times with this number of ranks."""
     torch.manual_seed(0)
     model = small_cnn(width=24).eval()
     collectives = Collectives(World.from_environment(), torch.device("cpu"))
@@ -105,7 +106,7 @@ def _with_distributed_sampler(model: nn.Module, data: InMemory) -> float:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = measurements["cases"]
     worst, padded = 0.0, 0.0
     for case in cases:

@@ -1,9 +1,10 @@
 """Who writes a checkpoint, and what a killed run still has.
 
-All ranks hold the same weights, so one file from one rank is enough. Several that write one path at once may leave a
-file that mixes them, or that cannot be read: shown here with ranks whose weights differ. A run resumes from the newest
-checkpoint that is whole; since the order of the data, the augmentation and the dropout follow from the position,
-nothing else has to be remembered, and the weights at the end are those of a run that nobody killed, bit by bit.
+All ranks hold the same weights, so one file from one rank is enough. If several ranks write to one path at once, the
+file may mix what they wrote, or be unreadable; this is shown here with ranks whose weights differ. A run resumes from
+the newest checkpoint that is whole. The order of the data, the augmentation and the dropout follow from the position
+(epoch and step), so nothing else has to be remembered, and the run ends with the weights of a run that nobody killed,
+bit by bit.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _OPTIONS = ("--checkpoint-every", str(CHECKPOINT_EVERY))
 
 
 def measure(setting: Setting) -> Measurements:
-    """Digests of the undisturbed and the resumed runs; what became of files that all ranks wrote."""
+    """Digests of the undisturbed and the resumed runs, and how many files were damaged that all ranks wrote."""
     device = setting.device_type(2)
     whole = train(setting, "C14", "digits", settings=SETTINGS, options=_OPTIONS, device=device)
     generator = random.Random(14)
@@ -65,9 +66,12 @@ def measure(setting: Setting) -> Measurements:
 
 
 def _killed_and_resumed(setting: Setting, layout: str, steps: list[int], device: str) -> dict[str, Any]:
-    """One run killed after two steps. A single process is resumed by hand, the ranks of ddp by their launcher."""
+    """One run that is killed at two steps.
+
+    A single process is resumed from here with --resume; the ranks of ddp are started again by their launcher.
+    """
     count = 2 if layout == "ddp" else 1
-    # Another rank each time; of one rank, the same.
+    # The second kill hits the other rank, where there are two.
     faults = [word for number, step in enumerate(steps) for word in ("--fault", f"kill@{step}:{number % count}")]
     options = (*_OPTIONS, *faults)
     run = train(setting, "C14", "digits", layout, count, SETTINGS, options, device, must_succeed=False)
@@ -88,7 +92,7 @@ def _killed_and_resumed(setting: Setting, layout: str, steps: list[int], device:
 
 
 def save_together(rank: int, world_size: int, rounds: int) -> dict[str, int]:
-    """All ranks save to one path, each its own number repeated; how the file looks to a reader afterwards."""
+    """All ranks save their rank's number to one path at once; counts the files that are damaged afterwards."""
     place = [tempfile.mkdtemp(prefix="ddp-claim-") if rank == 0 else ""]
     dist.broadcast_object_list(place)
     path = Path(place[0]) / "weights.pt"
@@ -118,7 +122,7 @@ def _look(path: Path) -> str:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases, shared = measurements["cases"], measurements["shared_path"]
     same = [case for case in cases if case["weights_sha256"] == measurements["undisturbed"]]
     damaged = shared["unreadable"] + shared["mixed"]

@@ -1,10 +1,10 @@
-"""Whether it matters who starts the processes.
+"""Whether it matters which launcher starts the processes.
 
 A launcher starts processes and tells each its rank, the number of ranks and where to meet. torchrun does so in
 environment variables and starts failed workers again; torch.distributed.launch is its deprecated predecessor, which
-also passes --local-rank as a word; mp.spawn passes the rank as an argument, and the program sets the variables itself.
-The training does not know the difference. What differs is the rest: restarts, several nodes, and how errors are
-reported.
+also passes --local-rank as an argument; mp.spawn passes the rank to a function, and the program sets the variables
+itself. The training is the same in each case. The launchers differ in the rest: restarts, several nodes, and how errors
+are reported.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _start(setting: Setting, name: str, count: int, device: str) -> dict[str, An
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = measurements["cases"]
     figures = [
         Figure(f"weights after {case['launcher']}, {case['ranks']} ranks", (case["weights_sha256"] or "none")[:12])

@@ -2,8 +2,9 @@
 
 With a fixed number of epochs a k times larger batch takes k times fewer steps. With the same rate the weights then move
 k times less far; with k times the rate they move about as far in total, as long as the gradient changes little over k
-small steps (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677, section 2.1). Early in training it does
-change, so the rate is warmed up; and for large k the rule ends. Here the number of steps matters most: data are few.
+small steps (Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677, section 2.1). Early in training the
+gradient does change, so the rate is warmed up; for large k the rule no longer holds. Here the data set is small, so the
+number of steps matters most.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _test(model: torch.nn.Module, splits: Any) -> dict[str, float]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = measurements["cases"]
     factors = sorted({case["factor"] for case in cases})
     accuracy = {way: [_over_seeds(cases, k, way, "test_accuracy") for k in factors] for way in (True, False)}

@@ -1,13 +1,14 @@
-"""What not waiting costs.
+"""What it costs not to wait for slow workers.
 
-With synchronous updates each step is as slow as the slowest worker. With asynchronous ones a worker sends its
-gradient to a server, which applies it at once, and goes on with the weights it gets back; meanwhile others have
-changed them, so every gradient was computed at weights that are some updates old. That staleness is simulated on one
-process, as the exact definition (the gradient of step t is taken at the weights of step t - s), and occurs for real
-in a parameter server: one process that holds the weights and workers over the same process group, one of which is
-slow. Source of the idea: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD); of the
-effect of staleness: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv:1604.00981. Plain SGD: staleness
-acts like momentum (Mitliagkas et al., "Asynchrony begets momentum", arXiv:1605.09774), and would add to it.
+With synchronous updates each step is as slow as the slowest worker. With asynchronous ones a worker sends its gradient
+to a server, which applies it at once, and goes on with the weights it gets back; meanwhile others have changed them, so
+every gradient was computed at weights that are some updates old (its staleness). Staleness is measured in two ways. One
+process simulates it by the exact definition: the gradient of step t is taken at the weights of step t - s. And it
+occurs for real in a parameter server: one process holds the weights, and workers over the same process group, one of
+them slow, send it gradients. Source of the idea: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012
+(Downpour SGD); of the effect of staleness: Chen et al., "Revisiting Distributed Synchronous SGD", arXiv:1604.00981. The
+optimizer is plain SGD, because staleness acts like momentum (Mitliagkas et al., "Asynchrony begets momentum",
+arXiv:1605.09774), and would add to it.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def measure(setting: Setting) -> Measurements:
 
 
 def delayed(rank: int, world_size: int, cases: list[dict[str, Any]], epochs: int, width: int) -> list[dict[str, Any]]:
-    """This rank's share of the cases, trained: the ranks only share them out."""
+    """This rank's share of the cases, trained. Each case is trained by one rank alone."""
     return [case | {"losses": _train_delayed(epochs=epochs, width=width, **case)} for case in cases[rank::world_size]]
 
 
 def _train_delayed(staleness: int, seed: int, epochs: int, width: int) -> list[float]:
-    """SGD in which the gradient applied to the weights of step t was taken at those of step t - s."""
+    """SGD in which the gradient applied to the weights of step t was taken at the weights of step t - s."""
     source, model = _Source(seed, BATCH), _network(seed, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     current = _weights(model)
@@ -108,10 +109,11 @@ def serve_and_work(
 
 
 def _serve(model: nn.Module, size: int, world_size: int, asynchronous: bool, updates: int) -> dict[str, Any]:
-    """Messages from workers are [gradient, loss, version it was taken at, seconds waited, seconds in all]; to workers
-    [weights, version], version -1 for the end.
+    """Hold the weights and answer each gradient with new weights, until `updates` gradients were used.
 
-    A synchronous step averages the workers' gradients; an asynchronous one applies each with its share of the rate.
+    A worker sends [gradient, loss, version of the weights it was taken at, seconds waited, seconds in all]. It gets
+    [weights, version]; version -1 is the end. A synchronous step averages the workers' gradients; an asynchronous one
+    applies each gradient with its share of the rate.
     """
     workers = world_size - 1
     weights, version = _weights(model), 0
@@ -210,7 +212,7 @@ def _set(model: nn.Module, weights: Tensor, gradient: Tensor | None = None) -> N
 
 
 def jitter(losses: list[float]) -> float:
-    """Variance of the loss about a straight line, over the last half of the steps; DIVERGED where it ran away."""
+    """Variance of the loss about a straight line, over the last half of the steps; DIVERGED if the loss diverged."""
     if max(losses) >= DIVERGED:
         return DIVERGED
     window = np.asarray(losses[len(losses) // 2 :])
@@ -224,7 +226,7 @@ def _end(losses: list[float]) -> float:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     delays = measurements["delayed"]
     found = {
         staleness: [jitter(case["losses"]) for case in delays if case["staleness"] == staleness]

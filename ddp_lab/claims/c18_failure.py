@@ -1,8 +1,8 @@
 """What the death of one process means for the others.
 
-Under DDP every rank waits for every other in each step's all-reduce: when one is gone, the sum cannot be had, and all
-fail with it. What separate processes do bring is that somebody is left to notice: an elastic launcher that ends what
-remains and starts all of them again from the latest checkpoint. So the job recovers; the processes do not survive.
+Under DDP every rank waits for every other in each step's all-reduce. When one is gone, the sum cannot be completed, and
+all ranks fail. What separate processes do bring is an elastic launcher, which outlives the failure: it ends the ranks
+that remain and starts all of them again from the latest checkpoint. So the run recovers; the processes do not survive.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _outcome(run: TrainedRun) -> dict[str, Any]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     alone, elastic = measurements["without_restart"], measurements["with_restart"]
     recovered = [run for run in elastic if run["status"] == "completed" and run["exit_code"] == 0]
     same = [run for run in recovered if run["weights_sha256"] == measurements["undisturbed"]]

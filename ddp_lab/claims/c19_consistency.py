@@ -1,10 +1,10 @@
 """Where differences between layouts come from.
 
 Floating-point addition is not associative: a gradient summed over two ranks, or by nn.DataParallel on its first device,
-is added in another order than on one device and differs in its last bits; training carries that on and lets it grow.
-Nothing else need differ. When the order is fixed for all layouts (exact reduction) and the micro-batches are the same,
-the weights are identical, to the last bit. BatchNorm's running statistics are another matter under plain DDP: each rank
-keeps its own, and rank 0's count.
+is added in another order than on one device and differs in its last bits; training lets that difference grow. Nothing
+else need differ. When the order is fixed for all layouts (exact reduction) and the micro-batches are the same, the
+weights are identical, to the last bit. BatchNorm's running statistics are another matter under plain DDP: each rank
+computes its own, and those of rank 0 count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _differences(run: TrainedRun, reference: TrainedRun) -> dict[str, float]:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     runs = measurements["runs"]
     figures, other = [], {}
     for reduction in ("plain", "exact"):

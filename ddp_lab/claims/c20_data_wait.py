@@ -1,9 +1,10 @@
 """How long does the device wait for data whose samples cost as much as training on them, and do loader workers help?
 
 Each sample is unpacked (zlib) and resized when it is fetched, as stored images are. Without workers the training
-process does that itself, between steps; with workers, processes of their own do it for steps to come while this one
-trains. That hides the wait where they have cores to run on: on two cores one worker and the training process fill them,
-and more workers only take turns. This file is both the claim and the experiment that it trains.
+process does that itself, between steps. With workers, other processes prepare the samples of later steps while the
+training process trains. That hides the wait where the workers have cores to run on: on two cores, one worker and the
+training process fill them, and more workers only take turns. This file is both the claim and the experiment that it
+trains.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ experiment = Experiment(
 
 
 def measure(setting: Setting) -> Measurements:
-    """The wait share of each window, by workers."""
+    """The share of each window of steps that training waited for data, in percent, by number of workers."""
     shares: dict[str, list[float]] = {str(workers): [] for workers in WORKERS}
     steps = setting.choose(48, 200)
     for turn in range(setting.choose(1, 3)):
@@ -91,14 +92,14 @@ def measure(setting: Setting) -> Measurements:
                 settings=(f"max_steps={steps}",),
                 options=("--workers", str(workers), "--log-every", str(LOG_EVERY)),
             )
-            # The first windows still live on what was being prepared while torch started.
+            # The first windows still use samples that the workers prepared while training started.
             windows = {line["step"]: line["data_wait"] for line in run.metrics("step") if line["step"] > 3 * LOG_EVERY}
             shares[str(workers)] += [100 * windows[step] for step in sorted(windows) if step % LOG_EVERY == 0]
     return {"cores": setting.cores, "device": setting.device_type(1), "wait_percent": shares}
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cores, shares = measurements["cores"], measurements["wait_percent"]
     intervals = {workers: median_interval(values) for workers, values in shares.items()}
     figures = [

@@ -1,7 +1,8 @@
 """Source 003's program: ResNet-18 on random 224x224 images under nn.DataParallel and under DDP.
 
-The numbers are for GPUs: a batch of 256 such images needs more than 5 GB for its activations and, on CPU, minutes for a
-step. A CPU shows with a small batch that the program runs and learns; how fast GPUs are it cannot show.
+The source's numbers are for GPUs: a batch of 256 such images needs more than 5 GB for its activations and, on CPU,
+minutes for a step. With a small batch, a CPU can show that the program runs and learns; it cannot show how fast GPUs
+are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ claim = Claim(
     "optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=0.0001, nesterov=True\n)",
     sources=("003",),
     method="`ddp train resnet18_synthetic` on two devices under dp and ddp: images per second, first and last loss, "
-    "peak memory. With two CUDA devices at batch 256; on CPU at 224x224 with a smaller batch and few steps, which is "
-    "said.",
+    "peak memory. With two CUDA devices at batch 256; on CPU at 224x224 with a smaller batch, which the verdict names, "
+    "and few steps.",
     rule="Confirmed when both layouts complete with finite losses, naming the device and the batch where it is not 256 "
     "on CUDA. Refuted when one fails.",
     seconds=(25, 90),
@@ -34,7 +35,7 @@ ASKED_BATCH = 256
 
 
 def measure(setting: Setting) -> Measurements:
-    """What each layout's run says of itself."""
+    """What the run of each layout reports."""
     device = setting.device_type(2)
     if device == "cuda":
         batch, steps = ASKED_BATCH, setting.choose(30, 500)
@@ -65,7 +66,7 @@ def _run(setting: Setting, layout: str, device: str, settings: list[str]) -> dic
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases, figures, failed = measurements["cases"], [], []
     for layout, case in cases.items():
         losses = case.get("losses") or []

@@ -1,10 +1,9 @@
-"""When data parallelism is enough: as long as one device holds a whole replica with everything that training it
-takes.
+"""When data parallelism is enough: as long as one device holds a whole replica and all that its training needs.
 
 Data parallelism copies the model to every device, so it saves no memory for weights, gradients and optimizer state;
-only the batch is divided. Whether a replica fits can be told beforehand (`ddp_core.commands.memory`, printed by `ddp
-doctor EXPERIMENT`). The estimate is put to the test here: against what CUDA's allocator had at its peak, or, on CPU,
-against how far a fresh process grew. What it leaves out (workspaces of libraries, fragmentation) is the error.
+only the batch is divided. Whether a replica fits can be told beforehand (`ddp_core.commands.memory`; `ddp doctor
+EXPERIMENT` prints it). Here that estimate is compared with the peak of CUDA's allocator or, on CPU, with the growth of
+a fresh process. The error is what the estimate leaves out: workspaces of libraries, and fragmentation.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ FULL = (*QUICK, "resnet18 112x112 batch 32 sgd", "resnet18 224x224 batch 8 adam"
 
 
 def measure(setting: Setting) -> Measurements:
-    """Estimate and peak of each case, in bytes; no cases where the peak cannot be had."""
+    """Estimate and peak of each case, in bytes; no cases where the peak cannot be measured."""
     device = setting.device_type(1)
     if device == "cpu" and not PEAK_FILE.exists():
         return {"device": device, "cases": []}
-    # A fresh process each: what an earlier case freed would hide what a later one takes.
+    # A fresh process for each case: memory that an earlier case freed would hide what a later case takes.
     cases = [
         {"name": name} | run_ranks(observe, 1, name, device, device=device)[0] for name in setting.choose(QUICK, FULL)
     ]
@@ -65,7 +64,7 @@ def measure(setting: Setting) -> Measurements:
 def observe(rank: int, world_size: int, name: str, device: str) -> dict[str, Any]:
     """One case: the peak first, in a process that has done nothing; then the estimate."""
     if device == "cpu":
-        # What is freed goes back at once, so that the resident size is what is in use, not what malloc keeps for later.
+        # malloc then gives freed memory back at once, so that the resident size holds only what is in use.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)
     _train(*_case("small_cnn 32x32 batch 2 adam", device), steps=1)  # loads libraries
     gc.collect()
@@ -100,7 +99,7 @@ def _train(model: nn.Module, settings: Optimizer, inputs: Tensor, targets: Tenso
 
 
 def _reset(device: str) -> int:
-    """Forget the peak so far; bytes in use now."""
+    """Forget the peak so far; returns the bytes in use now."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -121,7 +120,7 @@ def _status(name: str) -> int:
 
 
 def judge(measurements: Measurements) -> Judgement:
-    """By the rule of the claim."""
+    """Apply the rule of the claim."""
     cases = measurements["cases"]
     if not cases:
         return Judgement("not measurable here", "needs a system that tells a process's peak memory (Linux, or CUDA)")

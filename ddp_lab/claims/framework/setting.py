@@ -29,14 +29,14 @@ class Setting:
 
     @classmethod
     def here(cls, quick: bool, output: Path, say: Callable[[str], None] = _say_nothing) -> Setting:
-        """What this machine has."""
+        """The setting that this machine gives."""
         import torch
 
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(quick, output, usable_cores(), devices, say)
 
     def choose(self, quick: Any, full: Any) -> Any:
-        """One value or the other."""
+        """`quick` for a quick measurement, `full` for a full one."""
         return quick if self.quick else full
 
     def device_type(self, count: int) -> str:
@@ -58,7 +58,7 @@ class Setting:
         return self.claims / "runs" / claim
 
     def describe(self) -> dict[str, Any]:
-        """For a claim's file."""
+        """What a claim's file says about the setting."""
         return {"quick": self.quick, "cores": self.cores, "cuda_devices": self.cuda_devices}
 
 

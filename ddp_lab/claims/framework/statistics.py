@@ -84,7 +84,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def _resamples(count: int) -> NDArray[np.int64]:
-    # A seed of its own: the same measurements always get the same interval, so judging again changes nothing.
+    # A fixed seed: the same measurements always get the same interval, so judging again changes nothing.
     generator: Any = np.random.default_rng(20_250_424)
     indices: NDArray[np.int64] = generator.integers(0, count, (RESAMPLES, count))
     return indices

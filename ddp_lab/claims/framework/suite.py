@@ -35,7 +35,7 @@ def known_claims(wanted: Sequence[str] = ()) -> list[KnownClaim]:
 
 
 def load(module_name: str) -> KnownClaim:
-    """One claim's file."""
+    """Import one claim's file."""
     module = importlib.import_module(f"ddp_lab.claims.{module_name}")
     assert module.claim.id == module_name[:3].upper(), module_name
     return KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip())
@@ -55,7 +55,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
     began, failed = time.monotonic(), []
     for number, known in enumerate(claims):
         spent, expected = time.monotonic() - began, sum(planned[:number])
-        # This machine against the one that the plan was made on.
+        # How slow this machine is, relative to the one on which the planned seconds were measured.
         pace = spent / expected if expected else 1.0
         left = duration(sum(planned[number:]) * pace)
         say(f"[{number + 1:2d}/{len(claims)}] {known.claim.id} {known.claim.title}; about {left} left")
@@ -113,14 +113,14 @@ def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str],
 
 
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
-    """A claim's file as far as it does not depend on where it was measured."""
+    """The part of a claim's file that follows from the claim and its judgement."""
     fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
     content: dict[str, Any] = plain({"format": FORMAT} | fixed | judgement.to_json())
     return content
 
 
 def plain(content: Any) -> Any:
-    """The same as it will be read again: JSON types only, numbers finite or None. Raises TypeError for others."""
+    """The content as it will be read back: JSON types only, numbers finite or None. Raises TypeError for others."""
     return json.loads(json.dumps(_finite(content)))
 
 
@@ -134,7 +134,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file at once. Raises UserError (4) where that cannot be done."""
+    """Replace a file in one move, never half. Raises UserError (4) where that cannot be done."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
             json.dump(content, file, indent=1, ensure_ascii=False)
@@ -146,14 +146,14 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def duration(seconds: float) -> str:
-    """For people: 12 s, 3 min 20 s."""
+    """Seconds as people write them: 12 s, 3 min 20 s."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
 def printer() -> Callable[[str], None]:
-    """Says a line at once."""
+    """A function that prints a text at once, as one line."""
 
     def say(text: str) -> None:
         print(re.sub(r"\s*\n\s*", " ", text), file=sys.stdout, flush=True)

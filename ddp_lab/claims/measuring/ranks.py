@@ -31,9 +31,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(rank, world_size, *arguments)` as `world_size` ranks; returns what each returned, by rank.
 
-    A module-level function; the process group is there when it starts (gloo, and nccl for `device` cuda) and ends
-    after it. One thread per rank on CPU. Results must be plain Python or numpy. Raises UserError, naming the rank,
-    where one fails or `timeout` seconds are over; leaves no process behind.
+    `function` must stand at module level. Its process group (gloo, and nccl for `device` cuda) is there when it starts,
+    and ends after it. One thread per rank on CPU. Results must be plain Python or numpy. Raises UserError, naming the
+    rank, where a rank fails or `timeout` seconds are over; leaves no process behind.
     """
     _CONTEXT.set_forkserver_preload(list(_PRELOAD))
     port, results = _free_port(), _CONTEXT.Queue()
@@ -80,7 +80,7 @@ def run_ranks(
 
 
 def own_device(rank: int, device: str) -> Any:
-    """The torch.device of a rank on one node: `cpu`, or the CUDA device of its number."""
+    """The torch.device of a rank on one node: `cpu`, or the CUDA device whose number is the rank."""
     import torch
 
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")

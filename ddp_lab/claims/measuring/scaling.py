@@ -1,8 +1,7 @@
-"""Weak and strong scaling of whole runs: `ddp train digits` on single, dp and ddp with 1 to 8 workers, and the digest
-that each layout ends with.
+"""Weak and strong scaling of whole runs: `ddp train digits` on single, dp and ddp with 1 to 8 workers.
 
-Strong scaling cuts the same global batch finer, weak scaling keeps the batch of each worker. In exact reduction all
-layouts of one global batch end with the same weights, however fast they were.
+Strong scaling cuts the same global batch finer, weak scaling keeps the batch of each worker. With exact reduction all
+layouts of one global batch end with the same weights, however fast they were; the digests show it.
 """
 
 from __future__ import annotations

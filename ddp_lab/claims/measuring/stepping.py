@@ -30,11 +30,11 @@ EXPERIMENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
 }
-"""Experiments by a short name: the file, and what is set to make steps short and a schedule without an end."""
+"""Experiments by a short name: the file, and the settings that make steps short and the schedule endless."""
 
 
 class Stepper:
-    """A trainer of one layout; `step` makes one optimizer step of it.
+    """A trainer of one layout; `step` makes its optimizer steps.
 
     `dp` and `single` live in this process alone; for `ddp` all ranks have to step together. Plain reduction, and every
     rank or replica takes its share of the global batch at once, as torch's own modules do.
@@ -69,7 +69,7 @@ class Stepper:
         self._stream = self.trainer.batches.starting_at(0, self.trainer.total_steps)
 
     def step(self, times: int = 1) -> None:
-        """Load, compute gradients, update; so many times."""
+        """Load a batch, compute the gradients and update the weights, `times` times."""
         trainer = self.trainer
         for _ in range(times):
             batch = next(self._stream)
@@ -80,7 +80,7 @@ class Stepper:
             trainer.state.step += 1
 
     def close(self) -> None:
-        """End its threads, and let go of the process group."""
+        """End the trainer's threads, and let go of the process group."""
         self._stream.close()
         self.trainer.close()
 

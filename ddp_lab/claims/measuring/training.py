@@ -51,9 +51,9 @@ def train(
 ) -> TrainedRun:
     """Run `ddp train` below the claim's own output directory.
 
-    `settings` are what `--set` takes, `options` further words. `device` is chosen by what is here when None. Raises
-    UserError with the command's last line where it fails (unless `must_succeed` is false), takes longer than `timeout`
-    seconds, or leaves no run directory.
+    `settings` are what `--set` takes, `options` further words of the command. Without a `device`, it is CUDA where each
+    process has a device of its own, else the CPU. Raises UserError with the command's last line where it fails (unless
+    `must_succeed` is false), takes longer than `timeout` seconds, or leaves no run directory.
     """
     output = setting.runs(claim)
     before = {directory.path for directory, _ in find_runs(output)}

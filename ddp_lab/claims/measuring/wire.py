@@ -1,7 +1,7 @@
 """Bytes on the wire, counted by the kernel for this process's own connections.
 
 Linux counts for each TCP connection what it sent and what was acknowledged (`struct tcp_info` in linux/tcp.h). A
-process may ask for its own sockets without any rights, and nobody else's traffic disturbs, as it would on an
+process may ask for its own sockets without any rights, and the traffic of others is not counted, as it would be in an
 interface's counters.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 _BYTES_RECEIVED = 128
 _BYTES_SENT = 200
-"""Offsets in tcp_info. tcpi_bytes_sent, since Linux 4.19, counts payload, what was sent again included."""
 _BYTES_SENT_AGAIN = 208
+"""Offsets in tcp_info. tcpi_bytes_sent, since Linux 4.19, counts payload bytes, including those sent again."""
 
 
 def can_count() -> bool:
