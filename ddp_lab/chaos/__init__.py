@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`ddp chaos`; nothing is imported before it is needed."""
+    """Run `ddp chaos`; its modules are imported only now."""
     from ddp_lab.chaos.__main__ import main as run
 
     return run(arguments)

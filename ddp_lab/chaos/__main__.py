@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
 
 
-def carry_out(drill: Drill, seed: int, wish: str, output: Path, data: Path, verbose: bool = False) -> int:
-    """The undisturbed run where there is none, then the drill, judged; returns the exit code."""
+def carry_out(drill: Drill, seed: int, wanted: str, output: Path, data: Path, verbose: bool = False) -> int:
+    """Train the undisturbed run where there is none, then carry out the drill and judge it; returns the exit code."""
     settings = tuple(word for setting in drill.settings for word in ("--set", setting))
     digest = planned_digest(drill.experiment, settings)
-    backend = choose_backend(wish)
+    backend = choose_backend(wanted)
     undisturbed = _undisturbed(drill, digest, backend, settings, output, data)
     cluster = _breakable(backend, drill)
     spec = Spec(drill.experiment, "ddp", drill.nodes, drill.nproc_per_node, drill.train_options(), output, data)
@@ -75,7 +75,7 @@ def carry_out(drill: Drill, seed: int, wish: str, output: Path, data: Path, verb
 
 
 def say(text: str) -> None:
-    """One line of the drill's own."""
+    """Print one line of the drill's own."""
     print(f"chaos: {text}", flush=True)
 
 
@@ -108,7 +108,7 @@ def _breakable(backend: Backend, drill: Drill) -> Breakable:
 
 
 def _publish(report: DrillReport, run: Path | None) -> None:
-    """Table to the terminal and the run's log, and drill.json beside it."""
+    """Write the table to the terminal and the run's log, and drill.json into the run directory."""
     text = table(report)
     print(f"\n{text}", flush=True)
     if run is None:

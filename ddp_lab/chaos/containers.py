@@ -23,10 +23,10 @@ _GRACE_SECONDS = 60
 
 
 class BreakableContainers(ContainerBackend):
-    """A cluster of containers, with what a drill does to it.
+    """A cluster of containers, with the faults of a drill.
 
-    A drill that fills the disk gets a small volume for /outputs, which a container without network copies to the
-    output directory; one that slows a link gets NET_ADMIN.
+    A drill that fills the disk gets a small volume for /outputs, which a container without network copies to the output
+    directory. A drill that slows a link gets the capability NET_ADMIN.
     """
 
     kinds = frozenset({"kill", "stop", "pause", "partition", "slow", "throttle", "disk-full", "oom", "down"})
@@ -43,14 +43,14 @@ class BreakableContainers(ContainerBackend):
         self._volume: Any = None
 
     def start(self, spec: Spec) -> None:
-        """The small volume first, where there is one."""
+        """Make the small volume first, where the drill needs one."""
         spec.output.mkdir(parents=True, exist_ok=True)
         if self._small:
             self._make_small_disk(spec)
         super().start(spec)
 
     def follow(self, write: Write) -> None:
-        """Every node and the rendezvous, also after they were started again."""
+        """Hand over the output of every node, and again after a node or the rendezvous was started again."""
         self._write = write
         super().follow(write)
 
@@ -62,13 +62,13 @@ class BreakableContainers(ContainerBackend):
         return self._client.containers.list(all=True, filters={"label": labels})[0]
 
     def is_running(self, name: str) -> bool:
-        """Whether it runs (a paused one does)."""
+        """Whether the container runs; a paused one does."""
         with contextlib.suppress(docker.errors.NotFound, IndexError):
             return bool(self._client.api.inspect_container(self.container(name).id)["State"]["Running"])
         return False
 
     def kill(self, name: str) -> float:
-        """SIGKILL to everything in it, as if the machine were gone; returns when it died, by the engine's word."""
+        """SIGKILL to everything in the container, as if the machine were gone; returns the engine's time of its end."""
         container = self.container(name)
         container.kill()
         container.reload()
@@ -76,19 +76,19 @@ class BreakableContainers(ContainerBackend):
         return datetime.fromisoformat(finished[:26].rstrip("Z") + "+00:00").timestamp()
 
     def stop_one(self, name: str) -> None:
-        """`docker stop`."""
+        """Stop the container as `docker stop` does."""
         self.container(name).stop(timeout=_GRACE_SECONDS)
 
     def pause(self, name: str) -> None:
-        """Freeze it."""
+        """Freeze the container."""
         self.container(name).pause()
 
     def resume(self, name: str) -> None:
-        """Wake it."""
+        """Let the frozen container run again."""
         self.container(name).unpause()
 
     def cut_off(self, name: str) -> None:
-        """Take it off its network."""
+        """Take the container off its network."""
         container = self.container(name)
         (network,) = self._client.networks.list(filters={"label": f"com.docker.compose.project={self._project}"})
         attached = self._client.api.inspect_container(container.id)["NetworkSettings"]["Networks"][network.name]
@@ -96,12 +96,12 @@ class BreakableContainers(ContainerBackend):
         network.disconnect(container)
 
     def reconnect(self, name: str) -> None:
-        """Bring it back to its network, under its old names."""
+        """Bring the container back to its network, under its old names."""
         network, aliases = self._cut_off.pop(name)
         network.connect(self.container(name), aliases=aliases)
 
     def slow_down(self, name: str, rate: int) -> None:
-        """Limit what it sends to `rate` kbit/s, with a token bucket (tbf) on its own interface."""
+        """Limit what the container sends to `rate` kbit/s, with a token bucket (tbf) on its own interface."""
         self._shape(name, str(rate))
 
     def speed_up(self, name: str) -> None:
@@ -109,44 +109,44 @@ class BreakableContainers(ContainerBackend):
         self._shape(name, "0")
 
     def _shape(self, name: str, rate: str) -> None:
-        # Root inside, whose one capability is NET_ADMIN; the training itself goes on without any.
+        # This command runs as root in the container, with NET_ADMIN as its one capability; the training runs without.
         done = self.container(name).exec_run(["python", f"{_INSIDE}/shape.py", "eth0", rate], user="0")
         if done.exit_code != 0:
             raise UserError(f"cannot shape the link of {name}: {_last(done.output)}", ExitCode.RESOURCES)
 
     def throttle(self, name: str, share: float) -> None:
-        """Give it `share` of one core."""
+        """Give the container `share` of one core."""
         self.container(name).update(cpu_period=100_000, cpu_quota=int(share * 100_000))
 
     def let_run(self, name: str) -> None:
-        """Give it all cores again."""
+        """Give the container all cores again."""
         self.container(name).update(cpu_period=100_000, cpu_quota=-1)
 
     def starve(self, name: str) -> None:
-        """Leave it little more memory than it uses, and use that up: the kernel kills its largest process."""
+        """Leave the container little spare memory, and use that up: the kernel then kills its largest process."""
         container = self.container(name)
         memory = container.stats(stream=False)["memory_stats"]
-        # The kernel gives up what it has cached of files before it kills anything.
+        # The kernel frees its cache of files before it kills anything, so that cache does not count as used.
         cached = sum(memory["stats"].get(name, 0) for name in ("active_file", "inactive_file"))
         limit = memory["usage"] - cached + 64 * 2**20
         container.update(mem_limit=limit, memswap_limit=limit)
         container.exec_run(["python", f"{_INSIDE}/hog.py"], detach=True)
 
     def feed(self, name: str) -> None:
-        """Take the limit away."""
+        """Give the container memory again, up to 16 GiB."""
         with contextlib.suppress(docker.errors.APIError):
             self.container(name).update(mem_limit=16 * 2**30, memswap_limit=16 * 2**30)
 
     def fill_disk(self) -> None:
-        """Leave not a byte of the small volume."""
+        """Fill the small volume to the last byte."""
         self._in_mirror("fill")
 
     def free_disk(self) -> None:
-        """Give them back."""
+        """Free the filled part of the small volume."""
         self._in_mirror("free")
 
     def start_again(self, name: str) -> None:
-        """Start what has ended, with the same command."""
+        """Start a container that has ended, with the same command."""
         container = self.container(name)
         since = time.time()
         container.start()
@@ -164,13 +164,13 @@ class BreakableContainers(ContainerBackend):
             self._listen(name, container, None)
 
     def exit_codes(self) -> dict[str, int]:
-        """Of the nodes that have ended."""
+        """The exit codes of the nodes that have ended."""
         with contextlib.suppress(docker.errors.NotFound):
             return {name: result.exit_code for name, result in self.results().items()}
         return {}
 
     def holds(self, name: str, host: str, pid: int) -> bool:
-        """Whether a process with this host name is in it."""
+        """Whether a process with this host name runs in the container."""
         return bool(self.container(name).id.startswith(host))
 
     def settle(self) -> None:
@@ -179,7 +179,7 @@ class BreakableContainers(ContainerBackend):
             self._in_mirror("copy")
 
     def stop(self) -> None:
-        """Project, copying container and volume."""
+        """Remove the project, the copying container and the small volume."""
         for name in list(self._cut_off):
             with contextlib.suppress(docker.errors.APIError):
                 self.reconnect(name)
@@ -196,7 +196,7 @@ class BreakableContainers(ContainerBackend):
             self._volume = None
 
     def left_behind(self) -> list[str]:
-        """Containers, networks and volumes that still are there; closes the connection."""
+        """Containers, networks and volumes that are still there; closes the connection to the engine."""
         label: dict[str, Any] = {"label": f"com.docker.compose.project={self._project}"}
         found = [str(container.name) for container in self._client.containers.list(all=True, filters=label)]
         found += [str(network.name) for network in self._client.networks.list(filters=label)]

@@ -21,17 +21,17 @@ EVERYTHING = "cluster"
 Kind = Literal["kill", "stop", "pause", "partition", "slow", "throttle", "disk-full", "oom", "down"]
 Range = int | float | tuple[float, float]
 
-# A dead node stays away long enough for the others to go on without it.
+# How long each fault lasts. A dead node stays away long enough for the others to go on without it.
 _SECONDS: dict[str, float] = {"kill": 10, "pause": 20, "partition": 25, "slow": 8, "throttle": 8}
 
 
 class FaultSpec(BaseModel):
     """One fault of a drill.
 
-    fault: what happens. node: to whom: `random` (by the seed), `rank-0` (whoever holds rank 0 then), `node-2`,
-    `rendezvous`; `down` and `disk-full` hit the whole cluster. at_step or at_seconds: when, a number or [low, high] for
-    a random one in between. seconds: how long it lasts, or how long a dead node stays away. rate: of a slow link, in
-    kbit/s. share: of one core, for a throttled node.
+    fault: what happens. node: which node it hits: `random` (chosen by the seed), `rank-0` (the one that holds rank 0
+    when the fault is due), `node-2`, or `rendezvous`; `down` and `disk-full` hit the whole cluster. at_step or
+    at_seconds: when, as a number, or as [low, high] for a random moment in between. seconds: how long it lasts, or how
+    long a dead node stays away. rate: of a slow link, in kbit/s. share: of one core, for a throttled node.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +60,7 @@ class FaultSpec(BaseModel):
 
     @property
     def duration(self) -> float:
-        """Seconds that it lasts, or that a dead one stays away."""
+        """Seconds that the fault lasts, or that a dead node stays away."""
         if self.seconds is not None:
             return self.seconds
         return 1 if self.node == RENDEZVOUS else _SECONDS.get(self.fault, 1)
@@ -75,7 +75,7 @@ class Drill(BaseModel):
     about: str = ""
     experiment: str = "digits"
     settings: tuple[str, ...] = ()
-    """As `--set`; the undisturbed run gets them, too."""
+    """What `--set` takes; the undisturbed run gets these settings, too."""
     nodes: Annotated[int, Field(ge=1)] = 3
     nproc_per_node: Annotated[int, Field(ge=1)] = 1
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
@@ -99,13 +99,13 @@ class Drill(BaseModel):
         )
 
     def has(self, kind: str) -> bool:
-        """Whether such a fault is in it."""
+        """Whether the drill has a fault of this kind."""
         return any(fault.fault == kind for fault in self.faults)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A fault with its dice thrown: `node` is a name, or `rank-0` which only the moment decides."""
+    """A fault with its random choices made: `node` is a name, or `rank-0`, which is looked up when the fault is due."""
 
     kind: str
     node: str
@@ -117,7 +117,7 @@ class Planned:
 
 
 def plan(drill: Drill, seed: int) -> list[Planned]:
-    """Throw the dice: the same seed gives the same nodes and times."""
+    """Make the random choices: the same seed gives the same nodes and times."""
     dice = random.Random(seed)
     planned = []
     for fault in drill.faults:

@@ -46,17 +46,20 @@ class Action:
 
     name: str
     begin: Callable[[], float | None]
-    """Returns when it struck, where that is known better than by when this was called."""
+    """Returns when the fault struck, or None where the moment of the call is the best that is known."""
     end: Callable[[], None]
     duration: float
     holds_back: frozenset[str] = frozenset()
-    """Nodes that nobody starts again before it is over."""
+    """Nodes that are not started again before the fault is over."""
     harmless: bool = False
-    """Whether the run is to go on without repeating a step."""
+    """Whether the run must go on without repeating a step."""
 
 
 def action(fault: Planned, node: str, cluster: Breakable) -> Action:
-    """What to do to `node` (a name, or the cluster). The runner starts again whatever has ended, once it may."""
+    """The action for a fault on `node` (a node's name, or the whole cluster).
+
+    The runner starts everything again that has ended, once the action no longer holds it back.
+    """
     victims = frozenset([node]) if node != EVERYTHING else frozenset([*cluster.nodes(), RENDEZVOUS])
     kind, name = fault.kind, f"{fault.kind} {node}"
 
@@ -64,7 +67,7 @@ def action(fault: Planned, node: str, cluster: Breakable) -> Action:
         """A dead node is started again by the runner."""
 
     def renew() -> None:
-        """A launch that has ended has closed its rendezvous for good; the runner starts a fresh one with the nodes."""
+        """End the rendezvous too: a launch that has ended has closed it for good. The runner starts a fresh one."""
         cluster.kill(RENDEZVOUS)
 
     def free_and_renew() -> None:

@@ -1,4 +1,4 @@
-"""Uses memory up, a little at a time and never much of it, for a moment. Runs inside a node whose limit is near."""
+"""Use up memory in small pieces, 96 MiB in all, for a moment. Runs inside a node that is near its memory limit."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ _PIECE = 4 * 2**20
 
 
 def main() -> int:
-    """Returns when the kernel has had reason to kill something larger."""
+    """Returns once the kernel has had reason to kill a larger process."""
     pieces = []
     for _ in range(_BYTES // _PIECE):
         pieces.append(bytearray(b"1") * _PIECE)

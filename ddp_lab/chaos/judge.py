@@ -27,11 +27,11 @@ class FaultReport:
     outcome: str = "not reached"
     """`recovered`, or in words what went wrong."""
     exit_codes: dict[str, int] = field(default_factory=dict)
-    """Of the nodes that ended over it."""
+    """The exit codes of the nodes that ended because of the fault."""
 
     @property
     def good(self) -> bool:
-        """Whether the run took it as it should."""
+        """Whether the run recovered as it should."""
         return self.outcome == "recovered"
 
 
@@ -56,13 +56,15 @@ class DrillReport:
     run: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As written, format ddp-drill/1."""
+        """The content of drill.json, format ddp-drill/1."""
         return {"format": FORMAT} | asdict(self) | {"exit_code": int(self.exit_code)}
 
 
 def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> None:
-    """Fill in digests, ledger, remarks and exit code: 0 only where the weights are the same and the ledger is whole,
-    every fault was taken, and nothing is left.
+    """Fill in digests, ledger, remarks and exit code.
+
+    The exit code is 0 only where the weights are the same, the ledger is whole, the run recovered from every fault, and
+    nothing is left behind.
     """
     report.undisturbed_digest = _digest(undisturbed)
     if run is None:
@@ -82,7 +84,7 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
 
 
 def read_ledger(run: Path) -> tuple[str, bool]:
-    """What the ledger shows, and whether it holds every step of the run, and in each epoch as many samples."""
+    """What the ledger shows, and whether it holds every step of the run and equally many samples in each epoch."""
     try:
         line = audit(run)
         steps = committed_steps(run)
@@ -115,7 +117,7 @@ def two_writers(run: Path) -> tuple[int, int] | None:
 
 
 def table(report: DrillReport) -> str:
-    """For the terminal and the log."""
+    """The report as text, for the terminal and the log."""
     rows = [("fault", "at step", "noticed after", "first new step after", "steps lost", "outcome")]
     rows += [
         (

@@ -23,7 +23,7 @@ _GRACE_SECONDS = 60
 
 
 class BreakableProcesses(LocalBackend):
-    """A cluster of local processes, with what a drill does to it."""
+    """A cluster of local processes, with the faults of a drill that need no engine."""
 
     kinds = frozenset({"kill", "stop", "pause", "down"})
 
@@ -33,7 +33,7 @@ class BreakableProcesses(LocalBackend):
         self._commands: dict[str, list[str]] = {}
 
     def start(self, spec: Spec) -> None:
-        """As every local cluster; the commands are kept, to start a node again."""
+        """Start as every local cluster does, and keep the commands, so that a node can be started again."""
         super().start(spec)
         for name, process in self._nodes.items():
             self._commands[name] = self._words(process)
@@ -47,37 +47,37 @@ class BreakableProcesses(LocalBackend):
         return [str(word) for word in process.args[3:]]
 
     def follow(self, write: Write) -> None:
-        """Every node, also after it was started again."""
+        """Hand over the output of every node, and again after it was started again."""
         self._write = write
         super().follow(write)
 
     def is_running(self, name: str) -> bool:
-        """Whether it runs (a paused one does)."""
+        """Whether the node's launcher runs; a paused one does."""
         return self._process(name).poll() is None
 
     def kill(self, name: str) -> float:
-        """SIGKILL to the node's launcher and all below it at once; returns when."""
+        """SIGKILL to the node's launcher and all processes below it; returns the time."""
         moment = time.time()
         self._signal_all(name, signal.SIGKILL)
         self._process(name).wait(timeout=10)
         return moment
 
     def stop_one(self, name: str) -> None:
-        """SIGTERM to the node's launcher, and wait."""
+        """SIGTERM to the node's launcher, and wait until it has ended."""
         self._process(name).send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process(name).wait(timeout=_GRACE_SECONDS)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP to all of the node."""
+        """SIGSTOP to all processes of the node."""
         self._signal_all(name, signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """SIGCONT to all of the node."""
+        """SIGCONT to all processes of the node."""
         self._signal_all(name, signal.SIGCONT)
 
     def start_again(self, name: str) -> None:
-        """Start what has ended, with the same command."""
+        """Start a node or the rendezvous that has ended, with the same command."""
         before = self._process(name)
         process = self._run(self._commands[name])
         if before.stdout is not None:
@@ -106,7 +106,7 @@ class BreakableProcesses(LocalBackend):
             self.start_again(name)
 
     def exit_codes(self) -> dict[str, int]:
-        """Of the nodes that have ended."""
+        """The exit codes of the nodes that have ended."""
         return {name: result.exit_code for name, result in self.results().items()}
 
     def holds(self, name: str, host: str, pid: int) -> bool:
@@ -114,28 +114,28 @@ class BreakableProcesses(LocalBackend):
         return pid in [process.pid for process in self._tree(name)]
 
     def settle(self) -> None:
-        """Nothing is copied here."""
+        """Nothing to do: local nodes write to the output directory themselves."""
 
     def left_behind(self) -> list[str]:
-        """Processes of this launch that still are there."""
+        """Processes of this launch that are still there."""
         return [f"process {process.pid}" for process in marked(str(self._launch_id))]
 
     def cut_off(self, name: str) -> None:
-        """Not here."""
+        """Cannot be done to local processes."""
         raise NotImplementedError
 
     reconnect = speed_up = let_run = starve = feed = cut_off
 
     def slow_down(self, name: str, rate: int) -> None:
-        """Not here."""
+        """Cannot be done to local processes."""
         raise NotImplementedError
 
     def throttle(self, name: str, share: float) -> None:
-        """Not here."""
+        """Cannot be done to local processes."""
         raise NotImplementedError
 
     def fill_disk(self) -> None:
-        """Not here."""
+        """Cannot be done to local processes."""
         raise NotImplementedError
 
     free_disk = fill_disk

@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 _POLL_SECONDS = 0.1
 _BACK_SECONDS = 1.0
 _START_LIMIT = 15
-# Ended so, a node would end so again.
+# A node that ended with one of these would end with it again.
 _MISTAKES = {ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.NUMERICS, 1}
 
 
@@ -26,7 +26,7 @@ class DrillFailed(Exception):
 
 
 class Runner:
-    """One drill on one cluster. `patience`: seconds that the run may take for one recovery, or between two faults."""
+    """One drill on one cluster. `patience`: seconds without a new step after which the drill gives the run up."""
 
     def __init__(
         self, drill: Drill, seed: int, cluster: Breakable, spec: Spec, say: Say, patience: float = 180
@@ -43,9 +43,9 @@ class Runner:
         self._paused: str | None = None
 
     def run(self, hear: Callable[[str, str], None] = lambda node, line: None) -> DrillReport:
-        """Start, break, mend, wait for the end; the report without its judgement. The caller stops the cluster.
+        """Start the cluster, carry out each fault and wait for the end; returns the report, not yet judged.
 
-        `hear` gets every line of every node. Raises UserError where the cluster cannot be started.
+        `hear` gets every line of every node. The caller stops the cluster. Raises UserError where it cannot be started.
         """
 
         def write(node: str, line: str) -> None:
@@ -127,13 +127,16 @@ class Runner:
             entry.steps_lost = 0
 
     def _may_end(self, deed: Action) -> bool:
-        """A full disk is freed when the run has ended over it, not before."""
+        """Whether the fault may end now: a full disk is freed only when the run has ended because of it."""
         if deed.name.startswith("disk-full"):
             return set(self.cluster.exit_codes()) == set(self.cluster.nodes())
         return True
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Look and tend until it holds. Raises DrillFailed when that takes too long or cannot come any more."""
+        """Watch the run, and start nodes again, until `condition` holds.
+
+        Raises DrillFailed where no step is made for too long, or the run is over and the condition can no longer come.
+        """
         last_step, moved = -1, time.monotonic()
         while True:
             self.progress.look()
@@ -149,7 +152,10 @@ class Runner:
             time.sleep(_POLL_SECONDS)
 
     def _tend(self) -> None:
-        """What a scheduler or a restart policy does: start again what has ended, unless it is done or mistaken."""
+        """Start nodes again that have ended, as a scheduler or a restart policy does, unless the run is complete.
+
+        Raises DrillFailed where a node ended in a way that a new start would repeat, or was started too often.
+        """
         if self.progress.completed:
             return
         codes = self.cluster.exit_codes()
@@ -198,7 +204,7 @@ class Runner:
         return set(self.cluster.exit_codes()) == set(self.cluster.nodes())
 
     def _name(self, fault: Planned) -> str:
-        """The node, `rank-0` looked up."""
+        """The name of the node that the fault hits; for `rank-0` it is looked up."""
         if fault.node != "rank-0":
             return fault.node
         found = self.progress.first_rank_host()

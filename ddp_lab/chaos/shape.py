@@ -1,6 +1,6 @@
 """`shape.py INTERFACE KBIT`: limit what this network namespace sends, as `tc qdisc … tbf` does; 0 undoes it.
 
-Spoken to the kernel directly (netlink, linux/pkt_sched.h), so that the image needs no `tc`. Needs CAP_NET_ADMIN.
+It talks to the kernel directly (netlink, linux/pkt_sched.h), so that the image needs no `tc`. Needs CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _ticks_per_second() -> float:
 
 
 def main(words: list[str]) -> int:
-    """0, or the kernel's errno, said."""
+    """Returns 0, or 1 where the kernel refuses; prints the kernel's reason."""
     interface, kbit = socket.if_nametoindex(words[0]), int(words[1])
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
         kernel.bind((0, 0))

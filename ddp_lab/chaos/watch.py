@@ -39,7 +39,7 @@ class Words:
         self._guard = threading.Lock()
 
     def hear(self, node: str, line: str) -> None:
-        """Keep a line."""
+        """Keep a line of a node."""
         with self._guard:
             self._said.append(Said(time.time(), node, line))
 
@@ -49,7 +49,7 @@ class Words:
             return [said for said in self._said if said.time > moment]
 
     def first_notice(self, moment: float, not_from: str | None = None) -> Said | None:
-        """The first sign after a moment that a node has noticed; the victim's own word does not count."""
+        """The first line after a moment that tells of the fault; lines of the victim (`not_from`) do not count."""
         return next((said for said in self.since(moment) if said.node != not_from and _NOTICE.search(said.line)), None)
 
 
@@ -61,11 +61,11 @@ class Progress:
         self.path: Path | None = None
         self._offset = 0
         self.records: list[dict[str, Any]] = []
-        """Every line of metrics.jsonl in the order written, those that were rolled back too."""
+        """Every line of metrics.jsonl in the order written, also the lines of steps that were rolled back."""
         self.record: dict[str, Any] = {}
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read what the run has written since the last look."""
         if self.path is None:
             self.path = find_launched(self._output, self._launch_id)
         if self.path is None:
@@ -98,13 +98,13 @@ class Progress:
 
     @property
     def nnodes(self) -> int:
-        """On how many nodes the newest attempt trains."""
+        """The number of nodes on which the newest attempt trains."""
         attempts = self.record.get("attempts") or [{}]
         return int(attempts[-1].get("layout", {}).get("nnodes", 0))
 
     @property
     def completed(self) -> bool:
-        """Whether it is done."""
+        """Whether the run is complete."""
         return bool(self.record.get("status") == "completed")
 
     @property
@@ -117,13 +117,13 @@ class Progress:
         return any(entry.get("kind") == "step" for entry in newest)
 
     def first_rank_host(self) -> tuple[str, int] | None:
-        """Host and process of rank 0, from its sign of life."""
+        """Host name and process id of rank 0, from its heartbeat."""
         beats = read_heartbeats(self.path) if self.path is not None else []
         return next(((str(beat["host"]), int(beat["pid"])) for beat in beats if beat["rank"] == 0), None)
 
 
 def parse_lines(text: bytes) -> list[dict[str, Any]]:
-    """The records in whole and half-written lines of metrics.jsonl, in the order written."""
+    """The records in lines of metrics.jsonl, in the order written; a half-written line is left out."""
     records = []
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -143,7 +143,7 @@ class Recovery:
 def recovery(records: list[dict[str, Any]], moment: float) -> Recovery | None:
     """The first step of the first attempt that was begun after `moment`; None as long as there is none.
 
-    `steps_lost`: made before, and taken back by that attempt.
+    `steps_lost` counts the steps that were made before and that this attempt has to make again.
     """
     made = 0
     for index, entry in enumerate(records):

@@ -1,4 +1,4 @@
-"""`python -m ddp_lab.cluster up …`: baseline, cluster, verdict, table. `check SERVICE`: are there GPUs for it?"""
+"""`python -m ddp_lab.cluster up …` trains baseline and cluster and compares them; `check SERVICE` looks for GPUs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import Verdict
 
-# What says which experiment it is and where its data are: the baseline gets these, too.
+# The options that say what is trained: the baseline gets them, too.
 _SHARED = ("--set", "--reduction")
 
 _printing = threading.Lock()
 
 
 def say(text: str) -> None:
-    """One line of the cluster's own, whole even while nodes write."""
+    """Print one line of the cluster's own, whole even while nodes write."""
     with _printing:
         print(f"cluster: {text}", flush=True)
 
@@ -66,7 +66,7 @@ def _as_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
-    """Baseline where there is none, the cluster, then both in one table; the cluster's exit code."""
+    """Train the baseline where there is none, then the cluster; set both in one table; the cluster's exit code."""
     if known.nodes < 1 or known.nproc < 1:
         raise UserError(f"a cluster has at least one node and one process per node, not {known.nodes} x {known.nproc}")
     digest = planned_digest(known.experiment, options)
@@ -105,17 +105,17 @@ def planned_digest(experiment: str, options: Sequence[str]) -> str:
     return load_with_settings(experiment, settings).experiment.digest()
 
 
-def choose_backend(wish: str) -> Backend:
-    """The backend, with its reason said, and its image built."""
+def choose_backend(wanted: str) -> Backend:
+    """The backend for `wanted` (auto, docker or local); says why it is this one, and builds its image."""
     reason = "asked for"
-    if wish != "local":
+    if wanted != "local":
         try:
             reason = f"Docker Engine {engine_version()} answers"
         except UserError as error:
-            if wish == "docker":
+            if wanted == "docker":
                 raise
-            wish, reason = "local", str(error)
-    if wish == "local":
+            wanted, reason = "local", str(error)
+    if wanted == "local":
         say(f"local processes ({reason})")
         return LocalBackend()
     say(f"containers ({reason}); building the image where it is not up to date")

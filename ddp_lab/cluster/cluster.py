@@ -29,7 +29,7 @@ class Spec:
     output: Path = Path("outputs")
     data: Path = Path("data")
     launch_id: str = field(default_factory=lambda: secrets.token_hex(6))
-    """Fresh for each launch, so that late members of an earlier one do not meet it; the run's record holds it."""
+    """New for each launch, so that late members of an earlier launch do not join it; the run's record holds it."""
 
 
 class Backend(Protocol):
@@ -38,7 +38,7 @@ class Backend(Protocol):
     name: str
 
     def start(self, spec: Spec) -> None:
-        """Start every node and, for more than one, their rendezvous. Raises UserError."""
+        """Start every node and, for the layout `ddp`, their rendezvous. Raises UserError."""
 
     def nodes(self) -> list[str]:
         """The names of all nodes that were started."""
@@ -50,14 +50,14 @@ class Backend(Protocol):
         """The nodes that have ended."""
 
     def terminate(self) -> None:
-        """Send SIGTERM to every node: save and leave."""
+        """Send SIGTERM to every node, which then saves and leaves."""
 
     def stop(self) -> None:
         """End whatever is still there, and leave nothing behind."""
 
 
 class Cluster:
-    """One launch: a context manager that stops everything on the way out."""
+    """One launch: a context manager that stops everything when it is left."""
 
     def __init__(self, spec: Spec, backend: Backend, *, poll: float = 0.2) -> None:
         self.spec = spec
@@ -114,5 +114,5 @@ class Cluster:
         return judge(results)
 
     def stop(self) -> None:
-        """End what is left of it."""
+        """End whatever of the launch is left."""
         self.backend.stop()

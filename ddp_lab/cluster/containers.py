@@ -47,7 +47,7 @@ def engine_version() -> str:
 
 
 class ContainerBackend:
-    """Each node is a container of the service `node`; a project of its own for each launch."""
+    """Each node is a container of the service `node`; each launch is a Compose project of its own."""
 
     name = "containers"
 
@@ -78,7 +78,7 @@ class ContainerBackend:
             )
 
     def start(self, spec: Spec) -> None:
-        """`docker compose up` of a project that nobody else has, and a look at what it made."""
+        """`docker compose up` as a project of this launch alone; then find the containers that it made."""
         self._spec = spec
         for directory in (spec.output, spec.data):
             _make(directory)
@@ -132,7 +132,7 @@ class ContainerBackend:
         return self._containers[name]
 
     def follow(self, write: Write) -> None:
-        """One thread per node."""
+        """Start one thread per node that hands over its output."""
         for name, container in self._containers.items():
             thread = threading.Thread(target=copy_output, args=(name, container, write), daemon=True)
             thread.start()
@@ -146,7 +146,7 @@ class ContainerBackend:
             if state["Status"] in ("exited", "dead"):
                 ended[name] = NodeResult(name, int(state["ExitCode"]), bool(state["OOMKilled"]))
         if len(ended) == len(self._containers):
-            # Their last lines are still on the way.
+            # The threads may still be handing over the last lines.
             for thread in self._threads:
                 thread.join(timeout=5)
         return ended
@@ -169,7 +169,7 @@ class ContainerBackend:
 
 
 def _make(directory: Path) -> None:
-    """By the caller, so that it belongs to the caller: the engine would make it as root."""
+    """Make a directory as this user; the engine would make it as root."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

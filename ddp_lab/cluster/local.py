@@ -18,7 +18,7 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.verdict import NodeResult
 
-# Every descendant inherits it, also one that has left its parent's session; `stop` finds them all by it.
+# A variable that every descendant inherits, even one that has left its parent's session; `stop` finds them by it.
 _MARK = "DDP_CLUSTER_LAUNCH"
 _START_SECONDS = 60
 
@@ -35,7 +35,7 @@ class LocalBackend:
         self._launch_id: str | None = None
 
     def start(self, spec: Spec) -> None:
-        """One process per node, after the store's where there is more than one."""
+        """Start one process per node, for the layout `ddp` after their rendezvous."""
         self._launch_id = spec.launch_id
         train = ["train", spec.experiment, "--layout", spec.layout, "--device", "cpu"]
         train += ["--output", str(spec.output), "--data-dir", str(spec.data)]
@@ -48,7 +48,7 @@ class LocalBackend:
             self._nodes[name] = self._run([*train, *spec.options])
 
     def _start_rendezvous(self) -> int:
-        """Start the store on a free port of its own choice; returns the port."""
+        """Start the rendezvous on a free port that it chooses; returns the port."""
         self._rendezvous = self._run(["rendezvous", "--port", "0"])
         assert self._rendezvous.stdout is not None
         guard = threading.Timer(_START_SECONDS, self._rendezvous.kill)
@@ -63,7 +63,7 @@ class LocalBackend:
         return int(found[1])
 
     def _run(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        # A session of its own: Ctrl-C reaches the cluster, which then asks the nodes to leave, once.
+        # A session of its own: Ctrl-C then reaches only this program, which asks each node once to leave.
         return subprocess.Popen(
             [sys.executable, "-m", "ddp_core", *arguments],
             stdin=subprocess.DEVNULL,
@@ -80,7 +80,7 @@ class LocalBackend:
         return list(self._nodes)
 
     def follow(self, write: Write) -> None:
-        """One thread per node."""
+        """Start one thread per node that hands over its output."""
         for name, process in self._nodes.items():
             thread = threading.Thread(target=copy_output, args=(name, process, write), daemon=True)
             thread.start()
@@ -98,7 +98,7 @@ class LocalBackend:
                 process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Kill whatever carries this launch's mark, then collect the children and their last lines."""
+        """Kill every process that carries this launch's mark, then collect the children and their last lines."""
         if self._launch_id is None:
             return
         deadline = time.monotonic() + 5
@@ -128,7 +128,7 @@ def _gone_is_fine() -> contextlib.AbstractContextManager[None]:
 
 
 def marked(launch_id: str) -> list[psutil.Process]:
-    """Every living process of this launch, wherever in the tree it is."""
+    """Every living process that carries the mark of this launch."""
     found = []
     for process in psutil.process_iter():
         with _gone_is_fine():

@@ -1,4 +1,4 @@
-"""The run directories that a cluster run is set beside."""
+"""The run directories that a cluster's run is compared with."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ddp_core.errors import ExitCode
 
-# A cause tells more than its consequence: a node that ran out of memory more than its peers, which merely lost it.
+# The most telling first. A cause tells more than its consequence: the node that ran out of memory tells more than
+# its peers, which only lost it.
 _TELLING = (
     ExitCode.NUMERICS,
     ExitCode.RESOURCES,
@@ -35,7 +36,7 @@ class NodeResult:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it before it could say anything."""
+        """Whether a signal ended the node before it could say anything."""
         return self.exit_code < 0 or 128 < self.exit_code < 192
 
     @property
@@ -47,7 +48,7 @@ class NodeResult:
 
     @property
     def description(self) -> str:
-        """'node-1 exited with 6 (peers lost)'."""
+        """One line, such as 'node-1 exited with 6 (peers lost)'."""
         if self.exit_code != 0 and self.out_of_memory:
             return f"{self.name} ran out of memory (exit code {self.exit_code}): give it more, or a smaller micro_batch"
         if self.killed:

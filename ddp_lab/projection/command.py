@@ -39,7 +39,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All options."""
+    """The options of `ddp project`."""
     parser = argparse.ArgumentParser(
         prog="ddp project",
         description="Scaling out on paper: a latency-bandwidth model, checked here, for hardware that is not here.",
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _here(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure and fit on this machine; says what comes out."""
+    """Measure and fit on this machine; prints the results with `say` and returns them."""
     from ddp_lab.claims.framework.setting import usable_cores
     from ddp_lab.projection.measure import COLLECTIVES, hidden_share, measure_collectives, measure_overlap
 
@@ -157,7 +157,7 @@ def _fit_line(model: Fitted, found: Check) -> str:
 
 
 def _why_not(found: Check, cores: int, load: float) -> str:
-    """The part of the held-out points where the model is furthest off."""
+    """Which number of processes the model misses most, and the likely reason."""
     by_ranks: dict[int, list[float]] = {}
     for point, error in found.errors:
         by_ranks.setdefault(point.ranks, []).append(abs(error))

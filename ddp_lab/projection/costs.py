@@ -18,7 +18,7 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds that a message takes before its first byte, and bytes per second and direction after it."""
+    """A link: the seconds before the first byte of a message, and the bytes per second in each direction after it."""
 
     name: str
     latency: float
@@ -27,10 +27,10 @@ class Link:
 
 
 def steps_and_shares(collective: Collective, ranks: int) -> tuple[float, float]:
-    """Messages one after the other, and how often a tensor's bytes pass a rank's link, as gloo does it.
+    """How many messages follow one another, and how often a tensor's bytes pass a rank's link, with gloo's algorithms.
 
-    Ring all-reduce: 2(p-1) messages, 2(p-1)/p of the tensor. Broadcast: a binomial tree, ceil(log2 p) of each. Sending
-    from one rank to each other: p-1 of each.
+    Ring all-reduce: 2(p-1) messages, 2(p-1)/p of the tensor. Broadcast in a binomial tree: ceil(log2 p) messages, each
+    the whole tensor. Sends from one rank to every other: p-1 messages, each the whole tensor.
     """
     if ranks == 1:
         return 0.0, 0.0
@@ -42,9 +42,9 @@ def steps_and_shares(collective: Collective, ranks: int) -> tuple[float, float]:
 
 
 def busy_ranks(collective: Collective, ranks: int) -> float:
-    """How many ranks copy bytes at the same time: all in a ring, the two of a message when one sends after the other.
+    """How many ranks copy bytes at the same time: all in a ring, two where one message follows another.
 
-    A broadcast's p-1 messages spread over its levels.
+    The p-1 messages of a broadcast are spread over the levels of its tree; the result is the mean over the levels.
     """
     if collective == "all_reduce":
         return float(ranks)
@@ -55,11 +55,11 @@ def busy_ranks(collective: Collective, ranks: int) -> float:
 def all_reduce_seconds(
     algorithm: Algorithm, size: float, ranks: int, per_node: int, inside: Link, between: Link
 ) -> float:
-    """An all-reduce of `size` bytes over `ranks` GPUs in nodes of `per_node`.
+    """Seconds of an all-reduce of `size` bytes over `ranks` GPUs in nodes of `per_node`.
 
-    `between` is what a node has to others, all its adapters together. The bytes go at the pace of the slowest link they
-    pass; a ring crosses nodes in 2(nodes-1) of its 2(ranks-1) steps, a double tree goes along a chain inside a node and
-    up and down log2(nodes) levels between them.
+    `between` is a node's link to the other nodes, all its adapters together. The bytes go at the pace of the slowest
+    link that they pass. A ring crosses nodes in 2(nodes-1) of its 2(ranks-1) steps; a double tree goes along a chain
+    inside a node, and up and down log2(nodes) levels between nodes.
     """
     if ranks == 1:
         return 0.0

@@ -1,9 +1,9 @@
 """Fit the model to what was measured, and say how far it is off where it was not fitted.
 
-time = latency * messages + bytes / bandwidth, each times max(1, busy ranks / cores): ranks that share cores take
-turns. On loopback bytes are copied by these cores, fast while they fit a cache and slower beyond it, so there are two
-bandwidths, joined at a knee that the fit picks. Errors count relative to the time, so that small messages matter as
-much as large ones.
+time = latency * messages + bytes / bandwidth, each times max(1, busy ranks / cores): ranks that share cores take turns.
+On loopback these cores also copy the bytes, fast while they fit a cache and slower beyond it. So there are two
+bandwidths; the fit chooses the size where the second one begins, the knee. Errors count relative to the time, so that
+small messages matter as much as large ones.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Fitted:
     knee: int
 
     def seconds(self, ranks: int, size: float) -> float:
-        """What the model says."""
+        """The time that the model predicts."""
         features = _features(self.collective, ranks, size, self.cores, self.knee)
         return float(features @ np.array([self.latency, self.per_byte, self.per_byte_beyond]))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """The constants as plain JSON types."""
         return asdict(self)
 
 
@@ -63,7 +63,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the typical error is within the target."""
+        """Whether the median error is within the target."""
         return self.median <= TARGET
 
 
@@ -104,7 +104,7 @@ def split(
 def _features(collective: Collective, ranks: int, size: float, cores: int, knee: int) -> NDArray[np.float64]:
     messages, shares = steps_and_shares(collective, ranks)
     turns = max(1.0, busy_ranks(collective, ranks) / cores)
-    # The ranks share a cache: it is the tensors of all of them that fit or do not.
+    # The ranks share a cache, so the tensors of all ranks together must fit.
     fits = min(size, knee / ranks)
     return np.array([messages * turns, shares * fits * turns, shares * (size - fits) * turns])
 

@@ -24,7 +24,7 @@ LINKS = {
     ),
     "pcie3": Link("pcie3", 5.7e-6, 12.0e9, "NCCL src/graph/topo.h, PCI_BW (Gen3 x16); tuning.cc, hwLat"),
 }
-"""Inside a node."""
+"""Links inside a node."""
 
 NETWORKS = {
     f"{gigabits}gbit": Link(
@@ -32,12 +32,12 @@ NETWORKS = {
     )
     for gigabits in (1, 10, 25, 50, 100, 200, 400, 800, 1600)
 }
-"""Between nodes: all adapters of a node together (a DGX A100 has 8 of 200 Gbit/s)."""
+"""Links between nodes: all adapters of a node together (a DGX A100 has 8 of 200 Gbit/s)."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one GPU trains of a model when it is alone."""
+    """How fast one GPU alone trains a model, with `batch` samples per step, and the bytes of the model's gradients."""
 
     name: str
     samples_per_second: float

@@ -20,7 +20,7 @@ COLLECTIVES: tuple[Any, ...] = ("all_reduce", "broadcast", "send")
 def measure_collectives(
     ranks: Sequence[int], sizes: Sequence[int], rounds: int, say: Callable[[str], None]
 ) -> list[Point]:
-    """The fastest of the rounds, since what else runs here only adds; for each collective, ranks and size."""
+    """The fastest round of each collective, number of ranks and size: other work here can only add time."""
     points = []
     for count in ranks:
         say(f"collectives between {count} processes")
@@ -30,7 +30,7 @@ def measure_collectives(
 
 
 def measure_overlap(ranks: int, rounds: int) -> dict[str, float]:
-    """Seconds of a training step alone, with DDP's communication, and with communication after backward."""
+    """Seconds of a training step without communication, with DDP's, and with communication after backward."""
     seconds = run_ranks(_time_steps, ranks, rounds, timeout=300)[0]
     return {name: _quartile(values) for name, values in seconds.items()}
 
@@ -89,7 +89,7 @@ def _time_steps(rank: int, world_size: int, rounds: int) -> dict[str, list[float
 
     def afterwards() -> None:
         step(False)
-        # As many all-reduces, of about as many bytes, as DDP makes; only later.
+        # As many all-reduces as DDP makes, of about as many bytes, but after backward.
         for layer in range(0, len(model), 2):
             flat = torch.cat([p.grad.flatten() for p in model[layer].parameters() if p.grad is not None])
             dist.all_reduce(flat)
@@ -105,7 +105,7 @@ def _time_steps(rank: int, world_size: int, rounds: int) -> dict[str, list[float
 
 
 def _together(action: Callable[[], Any]) -> float:
-    """Seconds until the slowest rank is done, from when all set out."""
+    """Seconds from the common start of all ranks until the slowest is done."""
     dist.all_reduce(torch.zeros(1))
     began = time.perf_counter()
     action()

@@ -1,4 +1,4 @@
-"""Scaling that others measured, beside what this model says of the same hardware."""
+"""Scaling that others measured, beside what this model predicts for the same hardware."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """How long a step takes when buckets of gradients travel while backward runs.
 
-Forward is a third of the compute time and backward two (a matrix product forward, two backward). Gradients come to be
-evenly over backward; DDP packs them into buckets (the first of 1 MB, the others of 25 MB) and sends each as soon as
-it is full, one after the other (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-VLDB 2020, section 3.2.3). What is still on its way when backward ends is waited for. Left out, so efficiencies are
-upper bounds: slow and uneven ranks, data loading, the share of a GPU that NCCL itself takes, and other traffic.
+Forward is a third of the compute time and backward two thirds (a matrix product forward, two backward). Gradients get
+ready evenly over backward. DDP packs them into buckets (the first of 1 MB, the others of 25 MB) and sends each as soon
+as it is full, one after the other (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020, section 3.2.3). When backward ends, the step waits for what is still on its way. The model leaves
+out slow and uneven ranks, data loading, the share of a GPU that NCCL itself takes, and other traffic, so its
+efficiencies are upper bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FIRST_BUCKET = 1024 * 1024
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step: computing, communicating in all, and what of that is not hidden."""
+    """Seconds of a step: compute, all communication, the part of it that is not hidden, and the wait for slow ranks."""
 
     compute: float
     communication: float
@@ -28,12 +29,12 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.exposed + self.jitter
 
     @property
     def efficiency(self) -> float:
-        """What part of the step computes."""
+        """The share of the step that is compute."""
         return self.compute / self.seconds if self.seconds else 1.0
 
 
@@ -57,8 +58,8 @@ def step(
 ) -> Step:
     """One step; `all_reduce` gives the seconds for a number of bytes.
 
-    `jitter` is the relative standard deviation of a rank's compute time: all wait for the slowest of `ranks`, which for
-    normal times is late by about sigma * sqrt(2 ln ranks).
+    `jitter` is the relative standard deviation of a rank's compute time. All wait for the slowest of `ranks`, which is
+    late by about sigma * sqrt(2 ln ranks) where these times are normally distributed.
     """
     if ranks == 1:
         return Step(compute, 0.0, 0.0)
