@@ -1,17 +1,18 @@
-"""What a checkpoint costs: how long training stands still for one, its share of the step time, its size, and loading.
+"""What a checkpoint costs: how long training waits for one, its share of the step time, its size, and loading.
 
     python -m benchmarks.checkpoint [--quick] [--directory DIR] [--json PATH]
 
 The state is that of ResNet-18 (1000 classes) with SGD momentum: twice 11.7 million floats. Two questions:
 
-stall: how long training waits for one save, after the one before has been written: `torch.save` to a path (without
-fsync), a synchronous `Checkpointer.save`, one that copies everything before it returns, and one that copies while
-training goes on to its next update, as `Trainer` does (the call, and what is still to be waited for at the update), in
-turns; medians.
+stall: how long does training wait for one save, when the save before is already written? Four ways to save take turns:
+`torch.save` to a path (without fsync); a synchronous `Checkpointer.save`; an asynchronous one that copies everything
+before it returns; and one that copies while training goes on to its next update, as `Trainer` does. The last counts the
+call and what the update still has to wait for. Figures are medians.
 
-share: in real training with steps of roughly 100 ms, what one save adds to its own step and, while it is written, to
-those after it, each against the median of the eight steps just before; as a share of 50 steps, so at one save per 50.
-Once with a free core for the writer, where there is one, and once with a neighbour that trains on each other core.
+share: what does one save cost in real training with steps of roughly 100 ms? That is what it adds to its own step and,
+while it is written, to the steps after it, each against the median of the eight steps just before; as a share of 50
+steps, so at one save per 50. Measured once with a free core for the writer, where there is one, and once with a
+neighbour that trains on each other core.
 
 Both need a machine with nothing else to do: the load average before the start is recorded with the results.
 """
@@ -93,7 +94,10 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def stalls(training: Training, directory: Path, rounds: int) -> dict[str, Any]:
-    """Median seconds that each way to save keeps its caller waiting, and the asynchronous one's part of torch.save."""
+    """Median seconds that each way to save keeps its caller waiting.
+
+    `asynchronous_of_torch_save` is the median ratio of the asynchronous way to torch.save.
+    """
     background = Checkpointer(directory / "aside", asynchronous=True)
     foreground = Checkpointer(directory / "now")
     background.prepare(training.state())

@@ -3,9 +3,9 @@
     python -m benchmarks.exact_end_to_end [--worlds 1 2] [--rounds 15] [--batch 64] [--micro-batch 16] [--json PATH]
 
 `Trainer.train()` on W ranks over gloo, three ways in turns within one process group: exact; plain DDP with the same
-micro-batches; plain DDP with one batch per rank. W = 1 is `single`. Each figure is the median over the rounds of the
-time per step, the first step of a turn left out, divided by that of exact's rival in the same round; for a machine that
-others disturb, also the ratio of the fastest turns, and of rank 0's processor time.
+micro-batches; plain DDP with one batch per rank. W = 1 is `single`. The time per step leaves out the first step of a
+turn. Each figure is the ratio of exact's time to the other way's in the same round, as the median over the rounds. For
+a machine that others disturb there are also the ratio of the fastest turns, and that of rank 0's processor time.
 """
 
 from __future__ import annotations

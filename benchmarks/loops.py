@@ -1,8 +1,8 @@
-"""One training step, written by several hands: the bare loop, this project's trainer, and three peers.
+"""One training step in several implementations: the bare loop, this project's trainer, and three peers.
 
-Each builder returns a turn: it trains `steps + 1` steps on the same model, data and optimizer settings and gives the
-seconds per step over all but the first. The bare loop is that of source 003 (forward, loss, zero_grad, backward, step,
-`loss.item()`, counts).
+Each builder returns a turn: a function that trains `steps + 1` steps on the same model, data and optimizer settings,
+and returns the seconds per step over all but the first. The bare loop is that of source 003 (forward, loss, zero_grad,
+backward, step, `loss.item()`, counts).
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Again:
 
 
 class Clock(FaultScript):
-    """Seconds per step, on the wall's clock and of this process, from the end of the first step to that of the last.
+    """Wall time and processor time per step, in seconds, from the end of the first step to the end of the last.
 
-    A trainer takes it for a script of faults, without any.
+    It is a script of faults without any fault, so that a trainer calls it after every step.
     """
 
     def __init__(self, steps: int) -> None:
@@ -125,7 +125,7 @@ def _parts(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def bare(case: Case, keep_memory: bool = False) -> Turn:
-    """The loop of source 003; with `keep_memory` after the call that this project's runs make at their start."""
+    """The loop of source 003; with `keep_memory` it first calls `keep_freed_memory`, as this project's runs do."""
     if keep_memory:
         keep_freed_memory()
     model = case.build_model()
@@ -199,7 +199,7 @@ def experiment_of(case: Case, reduction: str, implementation: str = "fused") -> 
 
 
 def splits_of(case: Case) -> Splits:
-    """The case's samples in memory; `size` may be more than there are, which are then used again."""
+    """The case's samples in memory; where an epoch needs more than there are, they are used again."""
     inputs, targets = case.tensors()
     return Splits(InMemory(inputs, targets, case.global_batch_size * (case.steps + 1)), None, CLASSES, None, "")
 
@@ -207,11 +207,11 @@ def splits_of(case: Case) -> Splits:
 def trainer_turn(
     experiment: Experiment, steps: int, layout: Layout, model: nn.Module, splits: Splits, collectives: Collectives
 ) -> Seconds:
-    """One run of `Trainer.train`, with metrics, log, progress bar, heartbeat, NaN guard, stop request and checkpoints
-    on.
+    """One run of `Trainer.train` with everything on that a real run has.
 
-    `step` and `cpu` are from the first step's end to the last one's; `run` is all of `train`, with the first step and
-    the digest and checkpoint at the epoch's end, until they are on disk.
+    That is metrics, log, progress bar, heartbeat, NaN guard, stop request and checkpoints. `step` and `cpu` are from
+    the first step's end to the last one's; `run` is all of `train`, with the first step and the digest and checkpoint
+    at the epoch's end, until they are on disk.
     """
     clock = Clock(steps)
     first = collectives.world.is_first

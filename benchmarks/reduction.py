@@ -2,10 +2,11 @@
 
     python -m benchmarks.reduction [--worlds 2 4] [--rounds 15] [--out FILE]
 
-Times: 11 million float32 (a ResNet-18), one tensor and cut into 1 million pieces as DDP's buckets are; the two ways
-take turns in one run, the slowest rank counts, medians. Memory: highest resident size of a rank that trains an
-11-million-parameter network with DDP, exact less plain accumulation under no_sync, divided by the size of the
-gradients; log2(M / W) copies are the tree's, one more is its own leaf that DDP has as `.grad` too.
+Times: 11 million float32 (a ResNet-18), as one tensor, and cut into pieces of 1 million as DDP's buckets are. The two
+ways take turns in one run; the slowest rank counts; figures are medians. Memory: the highest resident size of a rank
+that trains an 11-million-parameter network with DDP, exact less plain accumulation under no_sync, divided by the size
+of the gradients. log2(M / W) copies are expected, which the tree holds. The tree's own leaf is one more, but DDP has
+that too, as `.grad`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def one_epoch(sampler: Any, limit: int | None) -> tuple[float, float]:
 
 
 def measure_sampler(kind: str, length: int, repeats: int) -> dict[str, Any]:
-    """Runs in a process of its own."""
+    """Times and memory of one sampler. Runs in a process of its own."""
     sampler_class: Any = {"ElasticSampler": ElasticSampler, "DistributedSampler": DistributedSampler}[kind]
     limit = IDS_TIMED if kind == "ElasticSampler" else None
     one_epoch(sampler_class(Nothing(WARM_UP), WORLD_SIZE, 0), None)

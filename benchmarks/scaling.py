@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling [--rounds 7] [--stem 7x7 3x3] [--quick] [--json PATH]
 
-The same experiment (plain reduction, one micro-batch per rank) as `--layout single` and `--layout ddp --nproc-per-node
-2`, in turns; speeds are the runs' own `samples_per_second`, which leaves out start, first step, evaluation and saving.
-"two alone" says what the machine allows: two unconnected single processes at once, each with the half batch. On a
-machine that others use too the two are disturbed more than the one, and the ratios of a round scatter: look at the
+The same experiment (plain reduction, one micro-batch per rank) runs in turns as `--layout single` and as `--layout ddp
+--nproc-per-node 2`. Speeds are the runs' own `samples_per_second`, which leaves out start, first step, evaluation and
+saving. "two alone" says what the machine allows: two unconnected single processes at once, each with half the batch. If
+others use the machine too, they disturb two processes more than one, and the ratios of the rounds scatter: look at the
 quartiles. With torchvision's stem (7x7, stride 2, made for 224x224) a 32x32 image costs about a tenth of what it costs
 with the stem for small images (3x3), and the same 45 MB of gradients are sent for it.
 """
@@ -59,7 +59,7 @@ def speed(output: Path, run: subprocess.Popen[bytes]) -> float:
 
 
 def one_round(stem: str, global_batch_size: int, steps: int) -> dict[str, float]:
-    """Samples per second of one process, of two with DDP, and of two that know nothing of each other."""
+    """Samples per second of one process, of two with DDP, and of two that do not communicate."""
     whole, half = (stem, global_batch_size, steps), (stem, global_batch_size // 2, steps)
     with tempfile.TemporaryDirectory() as scratch:
         places = [Path(scratch) / name for name in ("single", "ddp", "left", "right")]

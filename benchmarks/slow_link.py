@@ -3,14 +3,14 @@
     python -m benchmarks.slow_link [--rates 0,1000,100,20] [--steps 20]
 
 Two nodes of one process train an MLP of 1.1 M parameters (4.6 MB of gradients) on digits, in containers of this
-project's image. Each way is one launch; while it trains, both nodes' interfaces are set to each rate in turn
-(`ddp_lab.chaos.shape`, which does what `tc qdisc … tbf` does), and the seconds per step are read from the run's
-metrics: the median of what follows the change. Accumulation takes four micro-batches per step with no_sync; its figure
-is set against the others per 64 samples, as are all. The bf16 hook sends what the fp16 hook sends; it needs NCCL.
+project's image. Each way is one launch. While it trains, both nodes' interfaces are set to each rate in turn
+(`ddp_lab.chaos.shape`, which does what `tc qdisc … tbf` does). The seconds per step are read from the run's metrics:
+the median of the steps after the change. Accumulation takes four micro-batches per step with no_sync; so that it can be
+compared, all figures are per 64 samples. There is no bf16 hook: it needs NCCL, and it sends what the fp16 hook sends.
 
-Beside it what the model of `ddp project` says: the compute time is the unshaped step's, bytes come to be over two
-thirds of it, travel in DDP's buckets at the link's rate less Ethernet's and TCP's headers, and what is still on its way
-when backward ends is waited for.
+The table also shows what the model of `ddp project` predicts. Its compute time is the step on the unshaped link;
+gradients get ready over two thirds of that time and travel in DDP's buckets, at the link's rate less Ethernet's and
+TCP's headers; the step waits for what is still on its way when backward ends.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _settings(*words: str, accumulate: int | None = None, hook: str | None = Non
 
 
 def measure(way: Way, rates: list[int], steps: int, say: bool) -> dict[int, dict[str, float]]:
-    """Seconds per 64 samples at each rate (Mbit/s, 0: as it is): median and quartiles of `steps` steps."""
+    """Seconds per 64 samples at each rate (in Mbit/s; 0 is unshaped): median and quartiles of `steps` steps."""
     found: dict[int, dict[str, float]] = {}
     place = Path(tempfile.mkdtemp(prefix="ddp-slow-"))
     drill = parse({"nodes": 2, "faults": [{"fault": "slow", "at_step": 1}], "paced": False})
@@ -104,7 +104,7 @@ def measure(way: Way, rates: list[int], steps: int, say: bool) -> dict[int, dict
             for node in cluster.nodes():
                 cluster.slow_down(node, rate * 1000) if rate else cluster.speed_up(node)
             progress.look()
-            # What was in the queue when the rate changed belongs to no rate.
+            # Leave out the steps whose bytes were already in the queue when the rate changed.
             begin = progress.step + 3
             _await_step(cluster, progress, words, begin + steps)
             speeds = [

@@ -2,11 +2,11 @@
 
     python -m benchmarks.trainer_step [--rounds 21] [--case NAME ...] [--no-peers] [--quick] [--json PATH]
 
-Every contender is a process of its own; they take turns, and each figure is the median over the rounds of the ratio to
-the bare loop in the same round; for a machine that others disturb, also the ratio of the fastest turns, and of the
-processor's time. Ours is the real `Trainer.train()` with metrics, log, progress bar, heartbeat, NaN guard, stop request
-and checkpoint schedule on; the peers are at their leanest, and measured where they are installed:
-pip install -e '.[peers]'.
+Every contender is a process of its own, and they take turns. Each figure is the ratio to the bare loop's time in the
+same round, as the median over the rounds. For a machine that others disturb there are also the ratio of the fastest
+turns, and that of the processor's time. Ours is the real `Trainer.train()` with metrics, log, progress bar, heartbeat,
+NaN guard, stop request and checkpoint schedule on. The peers run with as little as possible, and are measured where
+they are installed: pip install -e '.[peers]'.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUICK = {"resnet18": 1, "mlp": 20, "resnet18-exact": 1, "mlp-exact": 5}
 
 
 def contenders(case: Case, peers: bool) -> dict[str, tuple[Callable[..., Turn], Sequence[Any]]]:
-    """Who takes part in a case, the bare loop first; says which peers are not installed."""
+    """The contenders of a case by name, the bare loop first; prints which peers are not installed."""
     if case.micro_batch is not None:
         return {
             "bare loop": (bare_accumulating, [case]),

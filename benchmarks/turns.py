@@ -1,7 +1,7 @@
 """Contenders in processes of their own that take turns, so that what disturbs the machine disturbs all of them.
 
-Only ratios within one run are worth reporting: each is the median over the rounds of a contender's time divided by
-that of the first contender in the same round.
+Only ratios within one run are worth reporting: each is a contender's time divided by the first contender's in the same
+round, as the median over the rounds.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ def _answer(line: Connection, build: Callable[..., Turn], arguments: Sequence[An
 
 
 def summary(seconds: Mapping[str, Sequence[Seconds]], kind: str = "step") -> dict[str, dict[str, float]]:
-    """Per contender: median microseconds, median ratio to the first contender with its quartiles, and the ratio of each
-    one's fastest turn, which other work disturbed least.
+    """Per contender: median microseconds, and the median and quartiles of its ratio to the first contender.
+
+    `fastest` is the ratio of the fastest turns, which other work disturbed least.
     """
     base = next(iter(seconds.values()))
     result = {}

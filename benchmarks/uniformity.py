@@ -1,9 +1,9 @@
 """Is an order uniform? Chi-square tests of independence on what a shuffle could get wrong, and their p-values.
 
-An order of n samples is a permutation: ids and positions each occur once, so a table of (class of the position) x
-(class of the id) has its margins fixed, and under the null hypothesis that all permutations are equally likely,
-Pearson's statistic of an a x b table follows chi-square with (a - 1)(b - 1) degrees of freedom (times n / (n - 1),
-which no test here can see).
+An order of n samples is a permutation: ids and positions each occur once. So a table of (class of the position) x
+(class of the id) has its margins fixed. Under the null hypothesis that all permutations are equally likely, Pearson's
+statistic of an a x b table follows chi-square with (a - 1)(b - 1) degrees of freedom (times n / (n - 1), a factor too
+small for any test here).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pooled(tables: Iterable[tuple[float, int]]) -> float:
 
 
 def of_positions(ids: Integers, length: int, classes: int = 16) -> dict[str, tuple[float, int]]:
-    """Does the id depend on the position, by size (`high`) or last digits (`low`)? `ids`: of positions in a row."""
+    """Does the id depend on the position, by size (`high`) or last digits (`low`)? `ids` are of positions in a row."""
     positions = np.arange(len(ids))
     return {
         "high": independence(high_class(positions, len(ids), classes), high_class(ids, length, classes), classes),

@@ -2,8 +2,8 @@
 
 CIFAR-10 (Krizhevsky 2009) with ResNet-18 in its form for 32x32 images, random crops and flips; SGD 0.1, momentum 0.9,
 weight decay 5e-4, batch 128, cosine over 200 epochs: the recipe that github.com/kuangliu/pytorch-cifar publishes with a
-test accuracy of 0.9547. Needs the data once: `ddp data fetch cifar10`. Wants a GPU; `--set max_steps=5` for a look on a
-CPU.
+test accuracy of 0.9547. Needs the data once: `ddp data fetch cifar10`. Meant for a GPU; `--set max_steps=5` is a short
+trial for a CPU.
 """
 
 from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule

@@ -2,8 +2,8 @@
 
 A sigmoid classifier on 100 points whose labels are tosses of a coin, with a buffer `cnt` that each forward pass raises
 by one. DDP copies rank 0's buffers to all ranks before every forward, so `cnt` ends at 200 everywhere: 100 epochs of
-two steps. Plain reduction, one micro-batch per rank: the buffer is the point. There is nothing to learn; the loss stays
-near ln 2 = 0.69. 48 samples per step divide among 1, 2, 3, 4, 6 and 8 ranks.
+two steps. Plain reduction, one micro-batch per rank, because only the buffer matters here. There is nothing to learn;
+the loss stays near ln 2 = 0.69. 48 samples per step divide among 1, 2, 3, 4, 6 and 8 ranks.
 """
 
 from ddp_core.spec.experiment import Component, DdpOptions, Experiment, Optimizer

@@ -1,8 +1,8 @@
 """How fast does a ResNet-18 train on 224x224 images, and what does data parallelism cost and gain?
 
 Random images and labels, 256 per step, SGD with Nesterov momentum, 5 epochs of 100 steps; look at samples per second
-and memory, not at the loss. Plain reduction, each rank takes its share at once. It wants GPUs. A size that a CPU can
-run, in about ten seconds: `--set data.image_size=64 --set data.samples=128 --set data.pool=128 --set
+and memory, not at the loss. Plain reduction; each rank takes its share at once. Meant for GPUs. A CPU can run this
+smaller form in about ten seconds: `--set data.image_size=64 --set data.samples=128 --set data.pool=128 --set
 global_batch_size=16 --set max_steps=8`
 """
 

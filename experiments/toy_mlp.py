@@ -1,8 +1,8 @@
-"""How little does it take: a 10-5-1 network on 32 random points, without dropout or BatchNorm?
+"""Do layouts agree on a tiny network: 10-5-1 on 32 random points, without dropout or BatchNorm?
 
-Its layers depend on nothing but the samples, so plain reduction must agree with single-process training up to rounding,
-and exact reduction to the last bit: the experiment to compare layouts with. Four micro-batches of 4, at most four
-ranks. Inputs and targets are unrelated noise; the loss falls a little and means nothing. Done in a moment.
+Its layers depend on nothing but the samples. So plain reduction must agree with single-process training up to rounding,
+and exact reduction to the last bit: this is the experiment to compare layouts with. Four micro-batches of 4, so at most
+four ranks. Inputs and targets are unrelated noise; the loss falls a little and means nothing. Done in a moment.
 """
 
 from ddp_core.spec.experiment import Component, Experiment, Optimizer
