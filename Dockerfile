@@ -1,10 +1,10 @@
-# One image for every layout: torch's wheels bring their own CUDA libraries, so the `base` flavour (driver hooks only) is enough, and the
-# same image runs the CPU cluster over gloo. The digest pins what the tag names today.
+# One image for every layout: torch's wheels bring their own CUDA libraries, so the `base` flavour (driver hooks only)
+# is enough, and the same image runs the CPU cluster over gloo. The digest pins what the tag names today.
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:2ab6381d970b211fb93853796dc6707eb8a72575a375c422b17cf4d8b2641701
 
 
-# The interpreter alone, shared by every later stage. tini becomes process 1 where the engine's own init cannot (compose.user.yaml);
-# ca-certificates is for `ddp data fetch`.
+# The interpreter alone, shared by every later stage. tini becomes process 1 where the engine's own init cannot
+# (compose.user.yaml); ca-certificates is for `ddp data fetch`.
 FROM ${BASE_IMAGE} AS python
 RUN rm -f /etc/apt/apt.conf.d/docker-clean
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
@@ -15,8 +15,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 
 
-# Only the dependency lists, so that an edit of the tool settings in pyproject.toml does not reinstall torch: the next stage copies
-# these files, and an unchanged file keeps its cached layers.
+# Only the dependency lists, so that an edit of the tool settings in pyproject.toml does not reinstall torch: the next
+# stage copies these files, and an unchanged file keeps its cached layers.
 FROM python AS requirements
 COPY pyproject.toml /
 RUN python3 -c "import tomllib; \
@@ -27,7 +27,8 @@ RUN python3 -c "import tomllib; \
     open('/test.txt', 'w').write('\n'.join(extras['cluster'] + extras['test']))"
 
 
-# Everything that changes rarely and weighs much. pip lives beside the environment, not in it, and is never copied into the image.
+# Everything that changes rarely and weighs much. pip lives beside the environment, not in it, and is never copied into
+# the image.
 FROM python AS deps
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
@@ -53,12 +54,13 @@ COPY pyproject.toml README.md LICENSE ./
 COPY ddp_core ddp_core
 COPY ddp_lab ddp_lab
 COPY experiments experiments
-# Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now: nothing can be written later.
+# Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now, because nothing
+# can be written later.
 RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
     /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && rm -rf build *.egg-info \
     && python -m compileall -q ddp_core ddp_lab experiments
-# A user without a name or home (any uid may run this) and a read-only root: whatever writes caches writes them to the tmpfs.
+# The user may have no name or home (any uid may run this), and the root is read-only: so all caches go to the tmpfs.
 ENV HOME=/tmp \
     USER=ddp \
     MPLCONFIGDIR=/tmp/matplotlib \
@@ -79,7 +81,7 @@ LABEL org.opencontainers.image.title="ddp-core" \
       org.opencontainers.image.version=$VERSION \
       org.opencontainers.image.revision=$GIT_COMMIT
 USER ddp
-# Some CUDA images start everything with a banner.
+# Some CUDA images have an entrypoint that prints a banner first.
 ENTRYPOINT []
 CMD ["ddp", "--help"]
 

@@ -1,4 +1,5 @@
-# Everything a newcomer or a CI job does with this project. Each target makes sure of .venv first; nothing touches the system's Python.
+# Everything a newcomer or a CI job does with this project. Each target makes sure of .venv first; nothing touches the
+# system's Python.
 
 NODES ?= 2
 NPROC ?= 2
@@ -14,7 +15,7 @@ OPTIONS ?=
 BIN := .venv/bin
 FAST := not slow and not docker and not gpu
 
-# What the image says about the code in it; they are build arguments of compose.yaml.
+# What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
 export GIT_DIRTY ?= $(shell test -z "$$(git status --porcelain 2>/dev/null)" && echo false || echo true)
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)

@@ -51,7 +51,7 @@ def make_environment() -> None:
 
 
 def engine_is_rootless() -> bool:
-    """Whether the engine maps this user to the container's root: then only root in there writes this user's files."""
+    """Whether the engine maps this user to the container's root, so that only that root writes this user's files."""
     try:
         answer = subprocess.run(
             ["docker", "info", "--format", "{{.SecurityOptions}}"],

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Become the owner of /outputs, give up every capability for good, and only then run the command: files then belong to whoever owns the
-# mounted directory, without anybody telling the container who that is. The identity `detected` of compose.user.yaml starts here.
+# Become the owner of /outputs, give up every capability for good, and only then run the command. Files then belong to
+# the owner of the mounted directory, although nobody told the container which user that is. The identity `detected` of
+# compose.user.yaml starts here.
 set -eu
 if [ ! -d /outputs ]; then
   echo "run-as-owner: /outputs is not mounted; mount the directory for runs there" >&2

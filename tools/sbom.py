@@ -34,7 +34,7 @@ def component(line: str) -> dict[str, Any]:
 
 
 def inside(*command: str) -> str:
-    """What a command (else the stage's own) prints in the container."""
+    """What a command prints in the container; without one, the stage's own command."""
     words = ["docker", "compose", "run", "--rm", "-T", "sbom", *command]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
