@@ -233,7 +233,7 @@ class BreakableContainers(ContainerBackend):
             volumes={
                 name: {"bind": "/small", "mode": "rw"},
                 str(spec.output.resolve()): {"bind": "/outputs", "mode": "rw"},
-                str(_HERE.parent): {"bind": "/app/experiments", "mode": "ro"},
+                str(_HERE): {"bind": _INSIDE, "mode": "ro"},
             },
         )
 
