@@ -1,7 +1,7 @@
 """Save, find, verify, load and prune checkpoints: plain state dicts in, plain state dicts out.
 
 One checkpoint is a data file written by `torch.save` and a manifest beside it; the rename of the manifest commits it.
-docs/checkpoints.md has the format, the order of the writes, and what is trusted.
+docs/reference/checkpoints.md has the format and the order of the writes; docs/explanation/checkpoints.md says why.
 """
 
 from ddp_core.checkpoint.fence import Fence, Superseded

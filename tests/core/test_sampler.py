@@ -356,8 +356,8 @@ def test_ids_index_tensors() -> None:
 
 
 def test_the_documented_lines_run() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sampler.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "sampler-in-your-own-script.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "docs/sampler.md", "exec"), {})
+        exec(compile(block, page.name, "exec"), {})

@@ -375,11 +375,11 @@ def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:
-    """What a block of docs/exact.md prints, under torchrun's variables or without."""
+    """What the script of the how-to prints, under torchrun's variables or without."""
     printed = io.StringIO()
     if not distributed:
         del os.environ["RANK"]
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        exec(compile(code, "docs/exact.md", "exec"), {})
+        exec(compile(code, "the how-to", "exec"), {})
     return printed.getvalue()

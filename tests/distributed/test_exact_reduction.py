@@ -12,7 +12,9 @@ import pytest
 from tests.distributed import exact_cases as cases
 from tests.support.processes import run_processes
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "exact.md"
+DOCS = Path(__file__).parents[2] / "docs"
+EXPLANATION = DOCS / "explanation" / "exact-reduction.md"
+HOW_TO = DOCS / "how-to" / "exact-reduction-in-your-own-script.md"
 WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 5, 8))]
 
 
@@ -78,8 +80,9 @@ def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
 
 
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:
-    first, loop = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    exec(compile(first, "docs/exact.md", "exec"), {})
+    pages = (EXPLANATION.read_text(), HOW_TO.read_text())
+    (sums,), (loop,) = (re.findall(r"```python\n(.*?)```", page, re.DOTALL) for page in pages)
+    exec(compile(sums, EXPLANATION.name, "exec"), {})
     alone = run_processes(cases.run_document, 1, loop, False, timeout=30)
     three = run_processes(cases.run_document, 3, loop, True, timeout=30)
     assert len(alone[0].strip()) == 64

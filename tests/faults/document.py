@@ -1,9 +1,9 @@
-"""Writes the table in docs/faults.md from what the tests of the fault matrix have recorded.
+"""Writes the table in docs/reference/faults.md from what the tests of the fault matrix have recorded.
 
     python -m tests.faults.document              run the tests on processes, slow ones too, and write the table
     python -m tests.faults.document RECORDS …    add what others have recorded, such as drills in containers
 
-What is known is kept in docs/faults.json; a test's new records take the place of its old ones.
+What is known is kept in docs/reference/faults.json; a test's new records take the place of its old ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from benchmarks.record import machine
 from tests.faults.matrix import RECORDS, ROWS, Row
 
 ROOT = Path(__file__).parents[2]
-PAGE, KEPT = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.json"
+REFERENCE = ROOT / "docs" / "reference"
+PAGE, KEPT = REFERENCE / "faults.md", REFERENCE / "faults.json"
 MACHINE = "the machine"
 BEGIN, END = "<!-- begin: python -m tests.faults.document -->", "<!-- end -->"
 

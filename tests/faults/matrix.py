@@ -1,6 +1,7 @@
 """The fault matrix as a table: each fault, what a run must do about it, and the tests that produce it.
 
-`record_row` notes what a test has seen, for docs/faults.md; `python -m tests.faults.document` writes that page's table.
+`record_row` notes what a test has seen, for docs/reference/faults.md; `python -m tests.faults.document` writes that
+page's table.
 """
 
 from __future__ import annotations

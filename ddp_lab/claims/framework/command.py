@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
     how.add_argument("--document", action="store_true", help="write the claims, and what was measured, as markdown")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
-    parser.add_argument("--to", type=Path, default=Path("docs/claims.md"), metavar="FILE", help="for --document")
+    parser.add_argument(
+        "--to", type=Path, default=Path("docs/reference/claims.md"), metavar="FILE", help="for --document"
+    )
     return _run(parser.parse_args(arguments))
 
 

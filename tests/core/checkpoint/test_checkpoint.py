@@ -34,7 +34,8 @@ from ddp_core.checkpoint import (
 from ddp_core.checkpoint.state import Snapshots, Tree
 from tests.core.checkpoint.children import state_of
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[3] / "docs"
+REFERENCE, HOW_TO = DOCS / "reference" / "checkpoints.md", DOCS / "how-to" / "checkpoints-in-your-own-script.md"
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -115,7 +116,7 @@ def test_every_point_of_a_save_is_passed_in_the_documented_order(tmp_path: Path)
     passed.clear()
     checkpointer.save(state_of(20), step=20, epoch=0, best=True)
     assert passed == list(POINTS)
-    text = DOCUMENT.read_text().partition("## The order of the writes")[2]
+    text = REFERENCE.read_text().partition("## The order of the writes")[2]
     places = [text.index(f"`{point}`") for point in POINTS]
     assert places == sorted(places)
 
@@ -438,9 +439,9 @@ def test_a_state_may_be_loaded_without_this_package(tmp_path: Path) -> None:
 
 def test_the_examples_of_the_document_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         for _ in range(2):  # the second time it resumes
-            exec(compile(block, str(DOCUMENT), "exec"), {})
+            exec(compile(block, str(HOW_TO), "exec"), {})
     assert find_checkpoints(tmp_path / "checkpoints")

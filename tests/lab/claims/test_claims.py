@@ -152,7 +152,7 @@ class TestSuite:
         assert suite.plain({1: (float("nan"), float("inf"), 1.5)}) == {"1": [None, None, 1.5]}
 
     def test_the_page_in_docs_is_the_present_one(self) -> None:
-        page = (Path(__file__).parents[3] / "docs" / "claims.md").read_text()
+        page = (Path(__file__).parents[3] / "docs" / "reference" / "claims.md").read_text()
         stale = [known.claim.id for known in suite.known_claims() if known.claim.rule not in page]
         assert not stale, "run `ddp claims --document`"
 
