@@ -1,4 +1,6 @@
-"""The README holds: links lead somewhere, its Python runs as it stands, and a test runs each of its commands."""
+"""The README holds: its Python runs as it stands, and a test runs each of its commands; and so does the tutorial. In
+every page, links lead somewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.strip()
-    for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL) + re.findall(r"\n\n((?:    make .*\n)+)", TEXT)
-    for line in block.splitlines()
-    if line.strip()
-]
+TUTORIAL = (ROOT / "docs" / "tutorials" / "from-one-process-to-a-cluster.md").read_text()
+
+
+def _commands(page: str) -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL) + re.findall(r"\n\n((?:    make .*\n)+)", page)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = _commands(TEXT)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 QUICK = ["--set", "max_steps=12", "--device", "cpu"]
 
 ELSEWHERE = {
@@ -57,11 +63,28 @@ def test_every_command_has_a_test() -> None:
     assert len(here) == len(WALK)
 
 
-def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), f"{target} leads nowhere"
+        assert not anchor or anchor in _anchors(there), f"{target}: {there.name} has no such heading"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page in the form in which links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {f"{page.parent.name}/{page.name}" for page in (ROOT / "docs").glob("*/*.md")}
+    assert {page for page in pages if f"({page})" not in index} == set()
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
@@ -82,23 +105,30 @@ def test_python_runs_as_it_stands(block: str, tmp_path: Path) -> None:
 WALK = [command for command in COMMANDS if command.startswith("ddp ") and command not in ELSEWHERE]
 
 
+TOUR = [command for command in _commands(TUTORIAL) if command.startswith("ddp ")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_readme_from_top_to_bottom(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commands", [WALK, TOUR], ids=["README", "tutorial"])
+def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> None:
     """Each `ddp` line in turn, shortened to a few steps, in one output directory."""
+    (own_file,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
+    (tmp_path / "parity.py").write_text(own_file)
     port = free_port()
     server: subprocess.Popen[str] | None = None
     try:
-        for command in WALK:
+        for command in commands:
             words = shlex.split(command)[1:]
-            words = [word.replace("29400", str(port)) for word in words]
+            words = [word.replace("29400", str(port)).replace("outputs/", f"{tmp_path}/") for word in words]
+            words = [str(tmp_path / word) if word == "parity.py" else word for word in words]
             if words[0] == "rendezvous":
                 server = subprocess.Popen([sys.executable, "-m", "ddp_core", *words], cwd=ROOT, text=True)
                 continue
             if words[0] in ("verify", "ledger"):
                 words[1] = str(_newest(tmp_path, with_ledger=words[0] == "ledger"))
             if words[0] == "train":
-                words = [word.replace("kill@60", "kill@6").replace("=20", "=3") for word in words] + QUICK
+                words = [re.sub(r"^kill@(\d)0", r"kill@\1", word).replace("=20", "=3") for word in words] + QUICK
             if "--nnodes" in words:
                 other = subprocess.Popen(
                     [sys.executable, "-m", "ddp_core", *words, "--output", str(tmp_path)],
