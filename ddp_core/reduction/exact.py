@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.shares import share_of
+
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
 from .communication import CommunicationThread
 from .ordered_sum import OrderedSum
-from .tree import GradientTree, Subtree, add_, are_siblings, cut, share
+from .tree import GradientTree, Subtree, add_, are_siblings, share
 
 # Elements summed at once where DDP's buckets do not say: bounds the extra memory (32 MiB of float32).
 _FLAT_ELEMENTS = 8 * 1024 * 1024
@@ -94,7 +96,7 @@ class ExactReduction:
     def share(self) -> range:
         """The micro-batches that this rank computes in the step at hand (else in a full one)."""
         micro_batches = self._step.micro_batches if self._step is not None else self.micro_batches
-        return cut(micro_batches, self._rank, self._world_size)
+        return share_of(micro_batches, self._rank, self._world_size)
 
     def begin(self, micro_batches: int | None = None) -> None:
         """Start a step, of another number of micro-batches if given; every rank must call it with the same number.
@@ -110,7 +112,7 @@ class ExactReduction:
         if self._ddp is not None and not overlapped:
             # A collective that DDP would run in the next forward, which a rank with an empty share does not have.
             self._ddp.reducer._rebuild_buckets()
-        self._step = _Step(micro_batches, cut(micro_batches, self._rank, self._world_size), overlapped)
+        self._step = _Step(micro_batches, share_of(micro_batches, self._rank, self._world_size), overlapped)
         take_gradients(self._parameters)
         self._statistics.begin()
         if not self._checked:

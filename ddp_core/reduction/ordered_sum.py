@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .tree import Span, are_siblings, canonical_subtrees, cut
+from ddp_core.shares import share_of
+
+from .tree import Span, are_siblings, canonical_subtrees
 
 
 class Plan:
     """Which rank brings which subtrees to a step of `micro_batches`, and in which order they are added."""
 
     def __init__(self, micro_batches: int, world_size: int) -> None:
-        shares = [cut(micro_batches, rank, world_size) for rank in range(world_size)]
+        shares = [share_of(micro_batches, rank, world_size) for rank in range(world_size)]
         self.spans = [canonical_subtrees(share.start, share.stop, micro_batches) for share in shares]
         # For each subtree in order: how many additions its arrival makes possible.
         self.merges: list[int] = []

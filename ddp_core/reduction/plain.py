@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .tree import cut
+from ddp_core.shares import share_of
 
 
 class PlainReduction:
@@ -25,11 +25,11 @@ class PlainReduction:
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         group = module.process_group if isinstance(module, DistributedDataParallel) else None
         self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self.share = cut(micro_batches, self.rank, self.world_size)
+        self.share = share_of(micro_batches, self.rank, self.world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` micro-batches over all ranks."""
-        self.share = cut(micro_batches, self.rank, self.world_size)
+        self.share = share_of(micro_batches, self.rank, self.world_size)
         for parameter in self._parameters:
             parameter.grad = None
 

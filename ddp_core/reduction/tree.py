@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_core.shares import share_of
+
 
 class Span(NamedTuple):
     """The leaves `first … stop-1` under one node of the tree."""
@@ -36,7 +38,7 @@ class Subtree:
 
 
 def share(micro_batches: int, rank: int, world_size: int) -> range:
-    """Return the micro-batches that `rank` computes: contiguous, in rank order, sizes differing by one at most.
+    """The micro-batches that `rank` computes, as `share_of` says, where every rank has something to do.
 
     Raises ValueError if a rank would have nothing to do (`world_size > micro_batches`) or `rank` does not exist.
     """
@@ -46,12 +48,7 @@ def share(micro_batches: int, rank: int, world_size: int) -> range:
         raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
     if world_size > micro_batches:
         raise ValueError(f"{micro_batches} micro-batches cannot be shared by {world_size} ranks: some would be idle")
-    return cut(micro_batches, rank, world_size)
-
-
-def cut(micro_batches: int, rank: int, world_size: int) -> range:
-    """`share` for a step with too few micro-batches: some ranks get an empty range."""
-    return range(rank * micro_batches // world_size, (rank + 1) * micro_batches // world_size)
+    return share_of(micro_batches, rank, world_size)
 
 
 def canonical_subtrees(first: int, stop: int, leaves: int) -> list[Span]:

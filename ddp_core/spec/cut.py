@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_core.errors import UserError
+from ddp_core.shares import share_of
 from ddp_core.spec.experiment import Experiment, nearest_multiples
 from ddp_core.spec.layout import Layout
 
@@ -69,14 +70,10 @@ class BatchCut:
         return -(-samples // self.micro_batch)
 
     def share(self, index: int, samples: int) -> list[MicroBatch]:
-        """What rank or replica `index` computes of a step with `samples` samples: a contiguous range, empty where
-        there is nothing left.
-        """
-        count = self.count(samples)
-        first, stop = index * count // self.shares, (index + 1) * count // self.shares
+        """What rank or replica `index` computes of a step with `samples` samples: contiguous, perhaps nothing."""
         return [
             MicroBatch(number, number * self.micro_batch, min((number + 1) * self.micro_batch, samples))
-            for number in range(first, stop)
+            for number in share_of(self.count(samples), index, self.shares)
         ]
 
     def describe(self) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
-from ddp_core.reduction.tree import cut
+from ddp_core.shares import share_of
 from ddp_core.trainers.batches import StepBatch
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.trainer import Job, Trainer
@@ -121,7 +121,7 @@ class _Replica:
         """Forward and backward of this replica's micro-batches; returns their losses."""
         trainer = self.trainer
         count = trainer.cut.count(share.samples)
-        own = cut(count, self.number, trainer.cut.shares)
+        own = share_of(count, self.number, trainer.cut.shares)
         self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
         take_gradients(self.parameters)
         if trainer.exact:
@@ -173,6 +173,6 @@ class CudaDataParallelTrainer(Trainer):
 def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:
     """Which micro-batches run together: the n-th of every share."""
     positions = {part.index: number for number, part in enumerate(batch.micro_batches)}
-    owned = [cut(count, share, shares) for share in range(shares)]
+    owned = [share_of(count, share, shares) for share in range(shares)]
     longest = max(len(share) for share in owned)
     return [[positions[share[turn]] for share in owned if turn < len(share)] for turn in range(longest)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.shares import share_of
 from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
@@ -60,7 +61,7 @@ def measure(setting: Setting) -> Measurements:
 def observe(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Every case; all ranks get the same figures under DDP."""
     inputs, targets = _data()
-    share = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    share = list(share_of(SAMPLES, rank, world_size))
     cases: list[dict[str, Any]] = []
     for loss in ("mean", "sum"):
         whole = _gradient(_network(), inputs, targets, loss, 1, 1.0)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.ordered_sum import Collectives, PointToPoint, plan_for
-from ddp_core.reduction.tree import cut
+from ddp_core.shares import share_of
 
 SAMPLES = 3
 CLASSES = 5
@@ -198,7 +198,7 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
     (expected,) = whole.subtrees[0].tensors
     assert expected is not None
 
-    share = cut(micro_batches, rank, world_size)
+    share = share_of(micro_batches, rank, world_size)
     wrong = []
     for name, exchange in (
         ("chosen", OrderedSum(dist.group.WORLD)),

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_core.errors import UserError
-from ddp_core.reduction.tree import cut as reduction_cut
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import Layout
@@ -83,15 +82,6 @@ def test_no_share_exceeds_the_accumulation_steps_and_shares_are_even(
     lengths = [len(cut.share(share, samples)) for share in range(shares)]
     assert max(lengths) - min(lengths) <= 1
     assert max(len(cut.share(share, size)) for share in range(shares)) == cut.accumulation_steps
-
-
-@settings(deadline=None)
-@given(st.integers(1, 16), st.integers(1, 12), SHARES)
-def test_the_reduction_deals_micro_batches_out_alike(micro_batch: int, count: int, shares: int) -> None:
-    cut = BatchCut(micro_batch * count, micro_batch, shares)
-    for share in range(shares):
-        indices = [part.index for part in cut.share(share, micro_batch * count)]
-        assert indices == list(reduction_cut(count, share, shares))
 
 
 @settings(deadline=None)

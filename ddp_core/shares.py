@@ -1,0 +1,11 @@
+"""Who computes what of a step: the one rule by which micro-batches are shared out among ranks or replicas."""
+
+from __future__ import annotations
+
+
+def share_of(count: int, rank: int, world_size: int) -> range:
+    """The numbers below `count` that belong to `rank`: contiguous, in rank order, sizes differing by one at most.
+
+    With `count` below `world_size` some ranks get an empty range.
+    """
+    return range(rank * count // world_size, (rank + 1) * count // world_size)
