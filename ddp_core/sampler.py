@@ -40,6 +40,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from ddp_core.determinism import splitmix
+
 Ids: TypeAlias = NDArray[np.int64]
 _Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -52,9 +54,8 @@ _ROUNDS = 8
 # Per lane width: first multiplier, shift, second multiplier. A half has no bits for the hashes' outer shifts to act on.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
-    64: (0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB),
+    64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
 }
-_SPLITMIX_STEP = 0x9E3779B97F4A7C15
 
 
 class Permutation:
@@ -149,15 +150,7 @@ class Permutation:
 
 def _prefix_cipher(length: int, key: np.uint64) -> Ids:
     """The positions in the order of SplitMix64's first `length` outputs, which are all different, from state `key`."""
-    hashes = np.arange(1, length + 1, dtype=np.uint64)
-    hashes *= np.uint64(_SPLITMIX_STEP)
-    hashes += key
-    first, shift, second = (np.uint64(constant) for constant in _MIXERS[64])
-    hashes ^= hashes >> np.uint64(30)
-    hashes *= first
-    hashes ^= hashes >> shift
-    hashes *= second
-    hashes ^= hashes >> np.uint64(31)
+    hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + key)
     return np.argsort(hashes).astype(np.int64)
 
 
@@ -197,7 +190,7 @@ class GlobalOrder:
             raise IndexError(f"positions {start} to {stop} are not in [0, {self.length}]")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        # Only who goes forward is served ahead: the first request and a jump cost what they ask for.
+        # Ids are computed ahead for requests that move forward; the first one and a jump get just what they ask for.
         forward = epoch == cached_epoch and cached_start <= start <= cached_stop + BLOCK
         if stop - start >= BLOCK:
             return self.permutation(epoch)(range(start, stop))

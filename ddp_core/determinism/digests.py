@@ -12,8 +12,7 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over a state dict, the `weights_sha256` of run.json.
 
     For each entry in sorted key order: the UTF-8 name, NUL, the dtype's name, NUL, the shape as decimal numbers
-    joined by commas, NUL, then the
-    raw little-endian bytes.
+    joined by commas, NUL, then the raw little-endian bytes.
     """
     digest = hashlib.sha256()
     for name in sorted(state):

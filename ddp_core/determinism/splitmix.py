@@ -1,0 +1,29 @@
+"""SplitMix64: 64 bits hashed so that neighbouring numbers come out unrelated.
+
+G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the two multipliers and
+three shifts are D. Stafford's "mix 13", 2011. The generator's n-th output from state `key` is
+`finalise(key + n * STEP)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+MASK = 2**64 - 1
+STEP = 0x9E3779B97F4A7C15
+"""What the generator's state grows by: 2**64 over the golden ratio, made odd."""
+FIRST_FACTOR, SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+Words = TypeVar("Words", int, NDArray[np.uint64])
+
+
+def finalise(words: Words) -> Words:
+    """The output function, a bijection on 64 bits, of one integer in [0, 2**64) or of each of an array of uint64."""
+    mixed: Any = words  # mypy takes uint64 with a Python integer for signed; numpy leaves it unsigned
+    mixed = (mixed ^ mixed >> 30) * FIRST_FACTOR & MASK
+    mixed = (mixed ^ mixed >> 27) * SECOND_FACTOR & MASK
+    result: Words = mixed ^ mixed >> 31
+    return result
