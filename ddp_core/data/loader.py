@@ -13,9 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data import Dataset as TorchDataset
@@ -24,8 +22,8 @@ from ddp_core.data.augment import Augmentation
 from ddp_core.data.splits import Dataset, InMemory
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.sampler import Ids
 
-Ids = NDArray[np.int64]
 Batch = tuple[Tensor, Tensor]
 StepIds = tuple[int, Sequence[Ids]]
 """An epoch, and the ids of each micro-batch of one step."""

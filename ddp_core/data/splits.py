@@ -9,12 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_core.data.augment import Augmentation
-
-Ids = NDArray[np.int64]
+from ddp_core.sampler import Ids
 
 
 class Dataset(Protocol):

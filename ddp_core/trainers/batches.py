@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp_core.data.loader import Ids, Loader
-from ddp_core.sampler import GlobalOrder
+from ddp_core.data.loader import Loader
+from ddp_core.sampler import GlobalOrder, Ids
 from ddp_core.spec.cut import BatchCut, MicroBatch
 from ddp_core.spec.experiment import Experiment
 
