@@ -1,8 +1,7 @@
 """Which samples were trained, by whom, at which step: the proof that none was lost or trained twice.
 
 With `--ledger` every rank appends one line per finished step to `ledger/attempt-<n>-rank-<r>.jsonl`. An attempt that
-starts at step k takes back
-what earlier attempts did from k on, since it continues from the weights of step k.
+starts at step k takes back what earlier attempts did from k on, since it continues from the weights of step k.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from ddp_core.errors import UserError
+from ddp_core.sampler import Ids
 
 
 class Ledger:
@@ -27,7 +27,7 @@ class Ledger:
         self._file: IO[str] = path.open("w", buffering=1)
         self._write({"from_step": first_step})
 
-    def write(self, step: int, epoch: int, ids: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
+    def write(self, step: int, epoch: int, ids: Sequence[Ids]) -> None:
         """Note what this rank trained in finished step number `step`, counted from 1."""
         self._write({"step": step, "epoch": epoch, "ids": np.concatenate([*ids, np.empty(0, np.int64)]).tolist()})
 
@@ -40,7 +40,7 @@ class Ledger:
 
 
 def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
-    """For each step that counts: its epoch and the ids that all ranks trained in it.
+    """For each step that counts: its epoch and the ids that all ranks trained in it; empty before the first step.
 
     Raises UserError where there is no ledger.
     """
@@ -52,7 +52,7 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
     steps: dict[int, tuple[int, list[int]]] = {}
     for number in sorted(attempts):
         ranks = attempts[number]
-        first = min(lines[0]["from_step"] for lines in ranks if lines)
+        first = min((lines[0]["from_step"] for lines in ranks if lines), default=max(steps, default=0))
         steps = {step: entry for step, entry in steps.items() if step <= first}
         for lines in ranks:
             for line in lines[1:]:
@@ -62,10 +62,13 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
 
 
 def audit(directory: Path) -> str:
-    """One line: what the ledger shows. Raises UserError where a sample was trained twice in an epoch or a step is
-    missing.
+    """One line: what the ledger shows.
+
+    Raises UserError where no step was finished, one is missing, or a sample was trained twice in an epoch.
     """
     steps = committed_steps(directory)
+    if not steps:
+        raise UserError(f"{directory}: no rank has finished a step yet, so its ledger shows nothing")
     missing = sorted(set(range(1, max(steps) + 1)) - steps.keys())
     if missing:
         raise UserError(f"{directory}: no rank trained step {missing[0]}")
