@@ -17,7 +17,7 @@ FAST := not slow and not docker and not gpu
 
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
-export GIT_DIRTY ?= $(shell test -z "$$(git status --porcelain 2>/dev/null)" && echo false || echo true)
+export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); then test -z "$$changes" && echo false || echo true; else echo unknown; fi)
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help

@@ -37,23 +37,28 @@ def describe_environment() -> dict[str, Any]:
         },
     }
     if torch.cuda.is_available():
+        drivers = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line per device
         facts["cuda"] = {
             "runtime": torch.version.cuda,
-            "driver": _first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": drivers.partition("\n")[0] if drivers else None,
             "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         }
     return facts
 
 
 def describe_code() -> dict[str, Any]:
-    """Version, git commit and whether the tree was dirty; in a container what the image was built from."""
+    """Version, git commit and whether the tree was dirty (None: not known); in a container that of the image."""
     facts: dict[str, Any] = {"version": _version("ddp-core")}
     if "DDP_GIT_COMMIT" in os.environ:
-        return facts | {"commit": os.environ["DDP_GIT_COMMIT"], "dirty": os.environ.get("DDP_GIT_DIRTY") == "true"}
-    root = str(Path(__file__).parents[2])
-    commit = _first_line_of("git", "-C", root, "rev-parse", "HEAD")
-    dirty = _first_line_of("git", "-C", root, "status", "--porcelain") if commit else None
-    return facts | {"commit": commit, "dirty": None if commit is None else dirty is not None}
+        said = os.environ.get("DDP_GIT_DIRTY")
+        return facts | {
+            "commit": os.environ["DDP_GIT_COMMIT"],
+            "dirty": {"true": True, "false": False}.get(said) if said else None,
+        }
+    git = ("git", "-C", str(Path(__file__).parents[2]))
+    commit = _output_of(*git, "rev-parse", "HEAD")
+    changes = _output_of(*git, "status", "--porcelain") if commit else None
+    return facts | {"commit": commit, "dirty": None if changes is None else changes != ""}
 
 
 def _version(package: str) -> str | None:
@@ -63,10 +68,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _first_line_of(*command: str) -> str | None:
+def _output_of(*command: str) -> str | None:
+    """What the command printed, without the last line's end; None where it is missing, failed or hung."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = done.stdout.splitlines()
-    return lines[0] if done.returncode == 0 and lines else None
+    return done.stdout.strip() if done.returncode == 0 else None
