@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ddp_core.data.augment import Augmentation, shift_and_flip
-from ddp_core.data.loader import Batch, Loader, Request
+from ddp_core.data.loader import Batch, Loader, StepIds
 from ddp_core.data.splits import ByteImages, InMemory
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import UserError
@@ -76,7 +76,7 @@ def images(count: int = 40) -> InMemory:
     return InMemory(torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(count))
 
 
-def requests(steps: int = 5) -> list[Request]:
+def requests(steps: int = 5) -> list[StepIds]:
     generator = np.random.default_rng(0)
     return [(step // 2, [generator.permutation(40)[:4] for _ in range(3)]) for step in range(steps)] + [(9, [])]
 
