@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from ddp_core.checkpoint.files import replace_file, try_lock, write_error
+from ddp_core.checkpoint.files import write_error
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import replace_file, take_lock
 
 _TOKEN_FILE = "fence.json"
 _LOCK_FILE = "fence.lock"
@@ -36,16 +37,12 @@ def _short_lock(path: Path, patience: float) -> Iterator[None]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            while not try_lock(descriptor):
-                if time.monotonic() > deadline:
-                    if _is_still(path, descriptor):
-                        path.unlink(missing_ok=True)
-                    break
-                time.sleep(0.005)
-            else:
-                if _is_still(path, descriptor):
+            taken = take_lock(descriptor, patience=deadline - time.monotonic())
+            if _is_still(path, descriptor):
+                if taken:
                     yield
                     return
+                path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
 
@@ -97,7 +94,7 @@ class Fence:
                     "holder": f"process {os.getpid()} on {socket.gethostname()}",
                     "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 }
-                replace_file(path, json.dumps(content).encode() + b"\n")
+                replace_file(path, json.dumps(content) + "\n", durable=True)
         except OSError as error:
             raise write_error(error, path) from error
         return cls(directory, token, patience)

@@ -1,21 +1,17 @@
-"""Files that are either there, whole and on the disk, or not there at all."""
+"""The file that a checkpoint's data is written into, the points of a save, and what a failed write is called."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
-import re
 import resource
-import secrets
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import NewFile
 
 POINTS = (
     "data opened",
@@ -39,15 +35,7 @@ POINTS = (
 
 At = Callable[[str], None]
 
-_TEMPORARY = re.compile(
-    r"\.(?:step-\d{9,}(?:-\d+)?\.pt|step-\d{9,}\.json|latest\.json|best\.json|fence\.json)\.[0-9a-f]{12}\.tmp"
-)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file name is one that `NewFile` gives to a temporary file of a checkpoint directory."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 def human_bytes(count: float) -> str:
@@ -90,59 +78,19 @@ def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
     )
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the renames and removals in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def try_lock(descriptor: int) -> bool:
-    """Take the file's exclusive flock without waiting; whether it was free."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-class NewFile:
-    """A file under a unique temporary name beside `target`, hashed while it is written; `rename` makes it `target`.
-
-    Leaving the context without `rename` removes it. It is flocked while open, so that `sweep` can tell a live writer's
-    file from a dead one's without knowing processes (which is impossible between containers).
+class DataFile(NewFile):
+    """A NewFile that is hashed while `torch.save` writes into it.
 
     The first OSError of a `write` is kept, and raised by `sync`: `torch.save` would turn it into a message about
     "unexpected pos".
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        super().__init__(target)
         self.written = 0
         self.on_first_write: Callable[[], None] | None = None
         self._digest = hashlib.sha256()
         self._error: OSError | None = None
-        self._renamed = False
-        while True:
-            self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
-            self._descriptor = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if os.fstat(self._descriptor).st_nlink:
-                break
-            os.close(self._descriptor)  # swept between open and flock
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._renamed:
-            with contextlib.suppress(OSError):
-                self.temporary.unlink()
-        os.close(self._descriptor)
 
     def write(self, data: bytes | memoryview) -> int:
         """Append `data`; after a first OSError, which is kept, nothing is written any more."""
@@ -150,9 +98,7 @@ class NewFile:
         if self._error is None:
             self._digest.update(view)
             try:
-                done = 0
-                while done < len(view):
-                    done += os.write(self._descriptor, view[done:])
+                super().write(view)
             except OSError as error:
                 self._error = error
             self.written += len(view)
@@ -172,23 +118,9 @@ class NewFile:
     def sync(self) -> None:
         """Raise what `write` met, then wait until the bytes are on the disk."""
         self.raise_write_error()
-        os.fsync(self._descriptor)
-
-    def rename(self) -> None:
-        """Give the file its real name; it stays locked until the context ends."""
-        self.temporary.rename(self.target)
-        self._renamed = True
+        super().sync()
 
     @property
     def sha256(self) -> str:
         """Hexadecimal digest of everything written so far."""
         return self._digest.hexdigest()
-
-
-def replace_file(target: Path, content: bytes) -> None:
-    """Write `target` anew: temporary file, fsync, rename; raises OSError."""
-    with NewFile(target) as new:
-        new.write(content)
-        new.sync()
-        new.rename()
-    sync_directory(target.parent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ddp_core.checkpoint.files import human_bytes, is_temporary, try_lock
+from ddp_core.checkpoint.files import human_bytes
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
@@ -25,6 +25,7 @@ from ddp_core.checkpoint.manifest import (
 )
 from ddp_core.checkpoint.state import Shapes, describe
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import take_lock, target_of
 
 _SHOWN = 4
 
@@ -227,12 +228,12 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
     removed = []
     directory = Path(directory)
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if not (is_temporary(path.name) or uncommitted(path)):
+        if not (_is_temporary(path.name) or uncommitted(path)):
             continue
         try:
             with path.open("rb") as leftover:
                 # Asked again under the lock: a live writer may have committed it in between.
-                if try_lock(leftover.fileno()) and (is_temporary(path.name) or uncommitted(path)):
+                if take_lock(leftover.fileno()) and (_is_temporary(path.name) or uncommitted(path)):
                     path.unlink()
                     removed.append(path)
                     on_event(
@@ -242,3 +243,11 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
             if not isinstance(error, FileNotFoundError):
                 on_event(f"warning: cannot sweep {path}: {error.strerror}")
     return removed
+
+
+def _is_temporary(name: str) -> bool:
+    target = target_of(name)
+    if target is None:
+        return False
+    pointers = ("latest.json", "best.json", "fence.json")
+    return target in pointers or step_of_data(target) is not None or step_of_manifest(target) is not None

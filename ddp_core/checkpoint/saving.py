@@ -21,17 +21,10 @@ from torch import Tensor
 
 from ddp_core.checkpoint import manifest as manifests
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.files import (
-    At,
-    NewFile,
-    disk_full,
-    free_bytes,
-    human_bytes,
-    sync_directory,
-    write_error,
-)
+from ddp_core.checkpoint.files import At, DataFile, disk_full, free_bytes, human_bytes, write_error
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged
 from ddp_core.checkpoint.state import Snapshots, Tree, on_cpu
+from ddp_core.files import NewFile, sync_directory
 
 WRITER_NICENESS = 5
 
@@ -217,7 +210,7 @@ class Checkpointer:
 
     def _commit(self, state: Any, record: dict[str, Any], target: Path) -> tuple[Checkpoint, str | None]:
         """Write data, then manifest; return the checkpoint and the data file that it made superfluous."""
-        with NewFile(target) as data:
+        with DataFile(target) as data:
             self._at("data opened")
             data.on_first_write = lambda: self._at("data partly written")
             torch.save(state, cast("IO[bytes]", data))

@@ -1,18 +1,24 @@
-"""Fetch published data sets into the data directory: one process, resumable, checked, atomic; never by training itself.
+"""Fetch published data sets into the data directory: on request only, never in the course of training.
 
 Files and checksums are those of torchvision's data set classes, and so is the layout on disk: data that torchvision has
 downloaded is found here, and the other way round. MD5 is what the publishers give; it guards against damage and
 exchange on the way.
+
+Why not a library. Here an interrupted download is continued where it ended (HTTP `Range`), also by a later call; a kept
+part that does not fit is thrown away and fetched once more from the start; where one mirror fails the next is tried; a
+file gets its name only when its checksum is right, so that no crash leaves half a file under that name; a second
+process that fetches the same data set is refused; and every failure is one line with an exit code. pooch 1.9 checks
+before it renames, too, but starts every attempt at the first byte, knows one address per file and no lock between
+processes, and brings its own exceptions and requests. torchvision 0.28 (`download_url`) writes under the final name,
+checks afterwards, continues nothing and waits for a silent server without end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import hashlib
 import http.client
 import os
-import shutil
 import tarfile
 import urllib.error
 import urllib.request
@@ -23,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
 from ddp_core.errors import ExitCode, UserError, nearest_name
+from ddp_core.files import NewFile, take_lock
 
 _BLOCK = 1 << 18
 _TIMEOUT_SECONDS = 20
@@ -99,8 +106,7 @@ def fetch(
     report: Callable[[str], object] = print,
     sources: Mapping[str, tuple[Archive, ...]] = SOURCES,
 ) -> None:
-    """Bring a data set into `root`, ready for training; what is there already and whole is kept, what is half there
-    continued.
+    """Bring a data set into `root`, ready for training; what is whole there already is kept, what is half is continued.
 
     Raises UserError: exit 2 for an unknown name, no network, or a wrong checksum; exit 4 where `root` cannot be
     written.
@@ -129,10 +135,8 @@ def fetch(
 def _only_fetcher(name: str, root: Path) -> Iterator[None]:
     """Two processes must not write the same partial file; the lock goes with the process that holds it."""
     with (root / f".{name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is fetching {name} into {root}; wait for it to end") from None
+        if not take_lock(lock.fileno()):
+            raise UserError(f"another process is fetching {name} into {root}; wait for it to end")
         yield
 
 
@@ -234,9 +238,8 @@ def _unpack(archive: Archive, root: Path) -> None:
             name = str(PurePosixPath(member.name))
             content = packed_files.extractfile(member) if member.isreg() and name in archive.members else None
             if content is not None:
-                target = root / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _write(content, target)
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                _write(content, root / name)
     for name, md5 in archive.members.items():
         if not (root / name).is_file() or _md5(root / name) != md5:
             raise UserError(
@@ -245,12 +248,11 @@ def _unpack(archive: Archive, root: Path) -> None:
 
 
 def _write(content: _Readable, target: Path) -> None:
-    part = target.with_name(target.name + ".part")
-    with part.open("wb") as file:
-        shutil.copyfileobj(content, file, _BLOCK)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(target)
+    with NewFile(target) as new:
+        while block := content.read(_BLOCK):
+            new.write(block)
+        new.sync()
+        new.rename()
 
 
 def _md5(path: Path) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.files import replace_file
 from ddp_core.launch.nursery import die_with_parent
 from ddp_core.observe.lost_peers import is_peer_loss, reason_of
 from ddp_core.run.request import Request
@@ -101,10 +102,7 @@ def _report(world: World, exit_code: int, message: str, trace: str | None = None
         if world.is_first or exit_code not in (ExitCode.STOPPED, ExitCode.BAD_INPUT) or trace:
             report.tell()
     else:
-        target = world.report_dir / f"rank-{world.rank}.json"
-        partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(report)))
-        partial.rename(target)
+        replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
         if exit_code == ExitCode.PEERS_LOST:
             # Nothing is left to finish, and its node's launcher waits for it to start again.
             sys.stdout.flush()

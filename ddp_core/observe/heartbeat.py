@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.distributed.processes import state_of
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import replace_file
 
 if TYPE_CHECKING:
     from ddp_core.observe.usage import Usage
@@ -62,9 +63,7 @@ class Heartbeat:
             self._usage.sample()
         # A full disk must not end a run by way of its sign of life; the next checkpoint says it properly.
         with contextlib.suppress(OSError):
-            partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(self._facts | {"step": step, "time": now} | self.speed()))
-            partial.rename(self._path)
+            replace_file(self._path, json.dumps(self._facts | {"step": step, "time": now} | self.speed()))
 
     def speed(self) -> dict[str, float]:
         """Median, mean and 95th percentile of this rank's own seconds per step.
@@ -104,9 +103,7 @@ def sign_again(directory: Path, world: World) -> None:
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
         beat = json.loads(path.read_text())
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(beat | {"time": time.time(), "noticed": True}))
-        partial.rename(path)
+        replace_file(path, json.dumps(beat | {"time": time.time(), "noticed": True}))
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:

@@ -1,22 +1,21 @@
 """The directory that tells everything about a run: made, found, read, and its record kept whole.
 
-outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`,
-`log.txt`, `checkpoints/`,
-`experiment.py` (the experiment's file as it was), and at the end `model.safetensors`. Only rank 0 writes; readers may
-look at any time.
+outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`, `log.txt`,
+`checkpoints/`, `experiment.py` (the experiment's file as it was), and at the end `model.safetensors`. Only rank 0
+writes; readers may look at any time.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import replace_file
 from ddp_core.run.lock import is_held
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
@@ -73,11 +72,7 @@ class RunDirectory:
     def write(self, record: dict[str, Any]) -> None:
         """Replace run.json at once: a reader sees the old one or the new one."""
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self.path, prefix=".run.json-", delete=False) as file:
-                json.dump(record, file, indent=1)
-                file.write("\n")
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(self.path / "run.json")
+            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
 

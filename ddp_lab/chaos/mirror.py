@@ -20,7 +20,7 @@ _PAUSE_SECONDS = 0.2
 def copy(source: Path, target: Path) -> None:
     """Copy every file that is newer or of another size; each appears at once, never half."""
     for path in source.rglob("*"):
-        if "checkpoints" in path.parts or not path.is_file() or path.name == _FILLER or path.suffix == ".partial":
+        if "checkpoints" in path.parts or not path.is_file() or path.name == _FILLER or path.suffix == ".tmp":
             continue
         place = target / path.relative_to(source)
         with contextlib.suppress(FileNotFoundError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import replace_file
 from ddp_lab.report import values
 from ddp_lab.report.charts.drawing import DARK, LIGHT
 from ddp_lab.report.charts.shapes import CSS_DASHES
@@ -26,24 +26,16 @@ def write_report(output: Path, to: Path) -> Report:
     try:
         (to / "plots").mkdir(parents=True, exist_ok=True)
         for plot in report.plots:
-            _replace(to / "plots" / f"{plot.name}.svg", plot.drawing.svg)
-            _replace(to / "plots" / f"{plot.name}.png", plot.drawing.png)
+            replace_file(to / "plots" / f"{plot.name}.svg", plot.drawing.svg)
+            replace_file(to / "plots" / f"{plot.name}.png", plot.drawing.png)
         for name, template in (("report.md", "report.md.j2"), ("index.html", "page.html.j2")):
-            _replace(to / name, render(report, template).encode())
+            replace_file(to / name, render(report, template))
     except OSError as error:
         reason = f"cannot write {error.filename or to}: {error.strerror}"
         raise UserError(
             f"{reason}; choose another folder with --to DIR, or mend its owner and mode", ExitCode.RESOURCES
         ) from None
     return report
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Readers, and the server, see the old file or the new one."""
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write(content)
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
 
 
 def render(report: Report, template: str) -> str:

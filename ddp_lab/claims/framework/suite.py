@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import replace_file
 from ddp_lab.claims.framework.claim import FORMAT, Claim, Judgement, KnownClaim, Measurements
 from ddp_lab.claims.framework.setting import Setting
 
@@ -136,11 +136,7 @@ def read(path: Path) -> dict[str, Any] | None:
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replace a file in one move, never half. Raises UserError (4) where that cannot be done."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        Path(file.name).chmod(0o644)
-        Path(file.name).replace(path)
+        replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
 

@@ -1,0 +1,116 @@
+"""Files that a reader finds whole or not at all, and locks that the kernel gives back with the process that holds them.
+
+`replace_file` is what most writers need. `NewFile` is the same for content that is written piece by piece, and
+`take_lock` the one way in which a lock is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_POLL_SECONDS = 0.005
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
+
+
+def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write `target` anew: whoever opens it reads the old content or the new one, and a failure leaves the old one.
+
+    Text is written as UTF-8. With `durable` the content and the name are on the disk before this returns, so that they
+    survive a crash of the machine. Raises OSError.
+    """
+    with NewFile(target) as new:
+        new.write(content.encode() if isinstance(content, str) else content)
+        if durable:
+            new.sync()
+        new.rename()
+    if durable:
+        sync_directory(target.parent)
+
+
+class NewFile:
+    """A file under a unique temporary name beside `target`; `rename` makes it `target`.
+
+    Leaving the context without `rename` removes it. Its flock is held while it is open: whoever clears away what dead
+    writers left can tell a living writer's file by that, also from another container, where processes are unknown.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._renamed = False
+        while True:
+            self.temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+            self._descriptor = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if os.fstat(self._descriptor).st_nlink:
+                break
+            os.close(self._descriptor)  # cleared away by somebody between open and flock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._renamed:
+            with contextlib.suppress(OSError):
+                self.temporary.unlink()
+        os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append all of `data`, and return its length in bytes. Raises OSError."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += os.write(self._descriptor, view[done:])
+        return len(view)
+
+    def sync(self) -> None:
+        """Wait until the bytes are on the disk. Raises OSError."""
+        os.fsync(self._descriptor)
+
+    def rename(self) -> None:
+        """Give the file its real name; it stays locked until the context ends."""
+        self.temporary.rename(self.target)
+        self._renamed = True
+
+
+def target_of(name: str) -> str | None:
+    """The name that a temporary file of `NewFile` was to get, or None where `name` is no such file's."""
+    found = _TEMPORARY.fullmatch(name)
+    return found[1] if found else None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the renames and removals in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def take_lock(descriptor: int, *, shared: bool = False, patience: float = 0.0) -> bool:
+    """Take the flock of an open file, and say whether that was possible within `patience` seconds.
+
+    The lock is given back when the last descriptor of this opening is closed, at the latest with the processes that
+    have one. Many can hold a `shared` lock at a time. Raises OSError where the file system has no locks.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
