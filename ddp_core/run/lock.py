@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -13,9 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.files import take_lock
 
 _NAME = "run.lock"
-_PATIENCE_S = 0.5  # a probe may hold it for a moment
+_PATIENCE_SECONDS = 0.5
+"""For how long a lock may be held that no run holds: see RunLock."""
 
 
 class RunLock:
@@ -24,6 +25,12 @@ class RunLock:
     It is a flock on `run.lock`, which the kernel gives back with the process, and which holds between containers that
     share a volume. The file names the holder. It stays after the release: to remove it would let two holders lock two
     files of one name.
+
+    For a moment it may be held where no run is: by a process that only asks (`is_held`), or by the fork of a run that
+    was killed before the fork could close its copy. So both who wants it and who asks try for half a second.
+    A POSIX lock (`fcntl.lockf`) is not passed on to forks, but a process loses it without a word when it closes any
+    other descriptor of the file, as any code that copies the run's directory does: it would let two runs in, where
+    this one keeps a run out for a moment.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -40,16 +47,13 @@ class RunLock:
                 f"cannot write {self.path}: {error.strerror}; give an output directory that this user may write to",
                 ExitCode.RESOURCES,
             ) from error
-        deadline = time.monotonic() + _PATIENCE_S
-        while not _try(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise UserError(
-                    f"another run is using {self.path.parent}: {_holder(self.path)}; wait for it, stop it, or give "
-                    "another directory",
-                    ExitCode.BAD_INPUT,
-                )
-            time.sleep(0.02)
+        if not take_lock(descriptor, patience=_PATIENCE_SECONDS):
+            os.close(descriptor)
+            raise UserError(
+                f"another run is using {self.path.parent}: {_holder(self.path)}; wait for it, stop it, or give "
+                "another directory",
+                ExitCode.BAD_INPUT,
+            )
         self._descriptor = descriptor
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
@@ -80,23 +84,15 @@ class RunLock:
 
 
 def is_held(directory: str | Path) -> bool:
-    """Whether some process, on this host or another container, runs in `directory` at this moment."""
+    """Whether some process, on this host or in another container, runs in `directory`; yes takes half a second."""
     try:
         descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        return not _try(descriptor, fcntl.LOCK_SH)
+        return not take_lock(descriptor, shared=True, patience=_PATIENCE_SECONDS)
     finally:
         os.close(descriptor)
-
-
-def _try(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _holder(path: Path) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,20 +22,31 @@ from ddp_core.run.lock import RunLock, is_held
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def _hold(directory: Path, pipe: Connection, fork: bool) -> None:
+def _hold(directory: Path, pipe: Connection) -> None:
     with RunLock(directory):
-        worker = os.fork() if fork else None
-        if worker == 0:
-            time.sleep(60)
-            os._exit(0)
-        pipe.send((os.getpid(), worker))
+        pipe.send(os.getpid())
         time.sleep(60)
 
 
+def _hold_and_fork(directory: Path, pipe: Connection, gate: Connection | None) -> None:
+    """The fork tells its number when it has closed its copy of the lock, which it does not do before `gate` opens."""
+    if gate is not None:
+        os.register_at_fork(after_in_child=gate.recv)
+    with RunLock(directory):
+        worker = os.fork()
+        if worker == 0 and gate is None:
+            pipe.send(os.getpid())
+        elif worker != 0 and gate is not None:
+            pipe.send(worker)
+        time.sleep(60)
+        os._exit(0)
+
+
 @contextmanager
-def _holder(directory: Path, fork: bool = False) -> Iterator[tuple[int, int | None]]:
+def _holder(directory: Path, hold: Callable[..., None] = _hold, *words: object) -> Iterator[int]:
+    """A process that holds the lock until the block ends; yields the process number that it tells."""
     here, there = CONTEXT.Pipe(duplex=False)
-    child = CONTEXT.Process(target=_hold, args=(directory, there, fork), daemon=True)
+    child = CONTEXT.Process(target=hold, args=(directory, there, *words), daemon=True)
     child.start()
     try:
         assert here.poll(30), "the child did not take the lock"
@@ -46,7 +58,7 @@ def _holder(directory: Path, fork: bool = False) -> Iterator[tuple[int, int | No
 
 def test_the_second_run_in_a_directory_is_told_who_holds_it(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
-    with _holder(tmp_path) as (pid, _):
+    with _holder(tmp_path) as pid:
         assert is_held(tmp_path)
         started = time.monotonic()
         with pytest.raises(UserError, match=rf"process {pid} on {socket.gethostname()}, since \d{{4}}-") as caught:
@@ -67,14 +79,32 @@ def test_a_killed_holder_gives_the_lock_back_at_once(tmp_path: Path) -> None:
 
 
 def test_a_forked_worker_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
-    with _holder(tmp_path, fork=True) as (_, worker):
+    with _holder(tmp_path, _hold_and_fork, None) as worker:
         assert is_held(tmp_path)
-    assert worker is not None
     try:
         os.kill(worker, 0)
         assert not is_held(tmp_path)
     finally:
-        os.kill(worker, 9)
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_worker_that_is_still_being_forked_when_the_holder_dies_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, gate = CONTEXT.Pipe(duplex=False)
+    with _holder(tmp_path, _hold_and_fork, closed) as worker:
+        pass
+    try:
+        assert is_held(tmp_path), "the fork has not closed its copy yet"
+        monkeypatch.setattr("ddp_core.run.lock._PATIENCE_SECONDS", 30.0)
+        opening = threading.Timer(0.05, gate.send, args=(None,))
+        opening.start()
+        assert not is_held(tmp_path)
+        with RunLock(tmp_path):
+            pass
+        opening.join()
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_the_same_process_cannot_hold_it_twice(tmp_path: Path) -> None:
