@@ -40,7 +40,6 @@ class Runner:
         self._held: frozenset[str] = frozenset()
         self._ended_at: dict[str, float] = {}
         self._starts: dict[str, int] = {}
-        self._paused: str | None = None
 
     def run(self, hear: Callable[[str, str], None] = lambda node, line: None) -> DrillReport:
         """Start the cluster, carry out each fault and wait for the end; returns the report, not yet judged.

@@ -135,7 +135,6 @@ def parse_lines(text: bytes) -> list[dict[str, Any]]:
 class Recovery:
     """What the metrics say about one fault."""
 
-    resumed_at: float
     resumed_seconds: float
     steps_lost: int
 
@@ -151,7 +150,7 @@ def recovery(records: list[dict[str, Any]], moment: float) -> Recovery | None:
             step = next((later for later in records[index:] if later.get("kind") == "step"), None)
             if step is None:
                 return None
-            return Recovery(step["time"], step["time"] - moment, max(0, made - entry["step"]))
+            return Recovery(step["time"] - moment, max(0, made - entry["step"]))
         if entry.get("kind") == "resume":
             made = entry["step"]
         made = max(made, entry.get("step", 0))

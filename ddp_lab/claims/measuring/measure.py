@@ -1,4 +1,4 @@
-"""Timing and memory, for ranks and for single processes."""
+"""Timing, for ranks and for single processes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,3 @@ def _settle() -> None:
     """CUDA works on after its calls return: wait for it."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def proportional_set_size() -> int:
-    """Bytes of memory that this process holds, each shared page counted by its share (Linux)."""
-    import psutil
-
-    return int(getattr(psutil.Process().memory_full_info(), "pss", psutil.Process().memory_info().rss))

@@ -6,17 +6,16 @@ layouts of one global batch end with the same weights, however fast they were; t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from ddp_lab.claims.framework.claim import Axis, Figure, Line, Series
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
+from ddp_lab.records import Axis, Figure, Line, Series
 
 COUNTS = (2, 4, 8)
 GLOBAL_BATCH_SIZE = 64
 EPOCHS = 3
 
-Mode = Literal["strong", "weak"]
 Row = dict[str, Any]
 
 
