@@ -11,8 +11,7 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.run.directory import RunDirectory
 from ddp_lab.chaos.watch import parse_lines
-
-FORMAT = "ddp-drill/1"
+from ddp_lab.records import DRILL_FORMAT
 
 
 @dataclass
@@ -57,7 +56,7 @@ class DrillReport:
 
     def to_json(self) -> dict[str, Any]:
         """The content of drill.json, format ddp-drill/1."""
-        return {"format": FORMAT} | asdict(self) | {"exit_code": int(self.exit_code)}
+        return {"format": DRILL_FORMAT} | asdict(self) | {"exit_code": int(self.exit_code)}
 
 
 def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> None:

@@ -8,9 +8,10 @@ there are W times fewer steps; a learning rate that is W times larger makes up f
 
 from __future__ import annotations
 
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C01",

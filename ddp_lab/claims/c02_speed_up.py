@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_core.model.builders import linear, resnet18
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.scaling import measure_scaling, shown
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C02",

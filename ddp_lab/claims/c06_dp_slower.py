@@ -16,12 +16,13 @@ from typing import Any
 
 from ddp_core.spec.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelTrainer
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C06",

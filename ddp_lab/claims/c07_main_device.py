@@ -16,10 +16,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_core.spec.layout import Layout
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C07",

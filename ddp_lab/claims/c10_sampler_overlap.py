@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ddp_core.sampler import ElasticSampler
 from ddp_lab.claims.c09_set_epoch import Ids
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C10",

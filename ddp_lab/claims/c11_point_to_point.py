@@ -17,12 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import fit_line, median_interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C11",

@@ -20,9 +20,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.shares import share_of
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C12",

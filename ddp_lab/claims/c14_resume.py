@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.run.directory import RunDirectory
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.training import run_command, train
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C14",

@@ -14,9 +14,10 @@ from typing import Any
 
 from ddp_core.errors import UserError
 from ddp_core.run.directory import find_runs
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import run_command
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C15",

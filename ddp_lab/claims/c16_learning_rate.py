@@ -19,9 +19,10 @@ from ddp_core.data.builders import digits
 from ddp_core.data.loader import Loader
 from ddp_core.model.builders import small_cnn
 from ddp_core.sampler import GlobalOrder
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C16",

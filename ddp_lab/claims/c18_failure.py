@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval
 from ddp_lab.claims.measuring.training import TrainedRun, train
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C18",

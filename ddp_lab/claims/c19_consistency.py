@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import TrainedRun, train
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C19",

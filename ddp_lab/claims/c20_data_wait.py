@@ -18,10 +18,11 @@ from torch.nn import functional
 
 from ddp_core.data.splits import Splits
 from ddp_core.spec.experiment import Component, Experiment, Optimizer
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval
 from ddp_lab.claims.measuring.training import train
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C20",

@@ -11,9 +11,10 @@ import math
 from typing import Any
 
 from ddp_core.errors import UserError
-from ddp_lab.claims.framework.claim import Claim, Figure, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
+from ddp_lab.records import Figure
 
 claim = Claim(
     id="C21",

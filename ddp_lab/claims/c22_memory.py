@@ -21,9 +21,10 @@ from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.spec.experiment import Optimizer
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, Line, Measurements, Series
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.records import Axis, Figure, Line, Series
 
 claim = Claim(
     id="C22",

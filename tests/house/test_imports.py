@@ -28,6 +28,7 @@ FLOORS = [
 ]
 # The laboratory stands on all of these, and has floors of its own.
 LAB_FLOORS = [
+    ["ddp_lab.records"],
     ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.report.values"],
     ["ddp_lab.claims.measuring", "ddp_lab.report.reading"],
     ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts"],

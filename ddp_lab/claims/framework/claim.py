@@ -1,14 +1,13 @@
-"""What a claim is, and what judging it gives: plain records, in the shape in which the report reads them."""
+"""What a claim is, how it is put to the test, and what judging it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ddp_lab.claims.framework.setting import Setting
-
-FORMAT = "ddp-claim/1"
+from ddp_lab.records import Figure, Series
 
 Verdict: TypeAlias = Literal["confirmed", "refuted", "not measurable here", "inconclusive"]
 Measurements: TypeAlias = dict[str, Any]
@@ -34,47 +33,6 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A number that a verdict rests on; low and high are the 99 % interval of statistics.py where there is one."""
-
-    name: str
-    value: float | str | bool | None
-    unit: str = ""
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What is on an axis; the y axis has no values of its own. `zero`: whether it has to start at zero."""
-
-    name: str
-    unit: str = ""
-    values: Sequence[float | str] = ()
-    zero: bool = True
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line over the x values; None where nothing was measured."""
-
-    name: str
-    values: Sequence[float | None]
-    low: Sequence[float | None] | None = None
-    high: Sequence[float | None] | None = None
-
-
-@dataclass(frozen=True)
-class Series:
-    """One plot."""
-
-    title: str
-    x: Axis
-    y: Axis
-    lines: Sequence[Line]
-
-
-@dataclass(frozen=True)
 class Judgement:
     """The verdict, why, in one sentence with its numbers, and what to show."""
 
@@ -95,14 +53,6 @@ class Judgement:
 def missing(what: str, figures: Sequence[Figure] = (), series: Sequence[Series] = ()) -> Judgement:
     """Not measurable here, for want of `what`."""
     return Judgement("not measurable here", f"needs {what}", figures, series)
-
-
-class ClaimFile(Protocol):
-    """What a claim's module holds."""
-
-    claim: Claim
-    measure: Callable[[Setting], Measurements]
-    judge: Callable[[Measurements], Judgement]
 
 
 @dataclass(frozen=True)

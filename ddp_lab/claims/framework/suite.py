@@ -17,8 +17,9 @@ from typing import Any
 
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import replace_file
-from ddp_lab.claims.framework.claim import FORMAT, Claim, Judgement, KnownClaim, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.records import CLAIM_FORMAT
 
 FAILED = 1
 """Exit code where a measurement raised."""
@@ -115,7 +116,7 @@ def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str],
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
     """The part of a claim's file that follows from the claim and its judgement."""
     fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
-    content: dict[str, Any] = plain({"format": FORMAT} | fixed | judgement.to_json())
+    content: dict[str, Any] = plain({"format": CLAIM_FORMAT} | fixed | judgement.to_json())
     return content
 
 
@@ -130,7 +131,7 @@ def read(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+    return content if isinstance(content, dict) and content.get("format") == CLAIM_FORMAT else None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_lab.records import Line as ClaimLine
+from ddp_lab.records import Series
 from ddp_lab.report.charts.plots import Plot, make_plot
 from ddp_lab.report.charts.shapes import Axis, Line, LineChart
-from ddp_lab.report.reading.claims import Claim, Series, SeriesLine
+from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.values import Column, Table, figure, finite, slug, text
 
 
@@ -43,7 +45,7 @@ def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
     lines = [_line(*item, shift, joined) for item, shift in zip(drawn, shifts, strict=True)]
     if not lines:
         return None
-    x = Axis(series.x.name, _unit(series.x.unit), series.x.zero and not categories)
+    x = Axis(series.x.name, _unit(series.x.unit))
     y = Axis(series.y.name, _unit(series.y.unit), series.y.zero)
     rows = [
         [
@@ -62,7 +64,7 @@ def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
     return make_plot(name, series.title or claim.title, "", chart, Table(columns, rows))
 
 
-def _points(places: Sequence[float | None], line: SeriesLine) -> list[_Point]:
+def _points(places: Sequence[float | None], line: ClaimLine) -> list[_Point]:
     """The points that have both a place and a value; columns of unlike length end with the shortest."""
 
     def at(column: Sequence[float | None] | None, place: int) -> float | None:

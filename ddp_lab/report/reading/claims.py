@@ -11,47 +11,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_core.spec.experiment import explain
+from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Series
 
 
 class _Loose(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Figure(_Loose):
-    """A number that a claim rests on, with its interval."""
-
-    name: str
-    value: int | float | str | bool | None = None
-    unit: str = ""
-    low: float | None = None
-    high: float | None = None
-
-
-class SeriesAxis(_Loose):
-    """What an axis shows."""
-
-    name: str = ""
-    unit: str = ""
-    values: list[float | str | None] = []
-    zero: bool = False
-
-
-class SeriesLine(_Loose):
-    """One line over the x values, with a band."""
-
-    name: str = ""
-    values: list[float | None] = []
-    low: list[float | None] | None = None
-    high: list[float | None] | None = None
-
-
-class Series(_Loose):
-    """What a plot of a claim is drawn from."""
-
-    title: str = ""
-    x: SeriesAxis = SeriesAxis()
-    y: SeriesAxis = SeriesAxis()
-    lines: list[SeriesLine] = []
 
 
 class Claim(_Loose):
@@ -134,13 +98,13 @@ def read_findings(output: Path) -> Findings:
     unreadable: list[tuple[str, str]] = []
     newest: dict[str, MeasuredClaim] = {}
     for file in sorted(output.glob("**/claims/C[0-9][0-9].json")):
-        claim = _read(file, "ddp-claim/1", Claim, output, unreadable)
+        claim = _read(file, CLAIM_FORMAT, Claim, output, unreadable)
         if claim is None:
             continue
         known = newest.get(claim.id)
         if known is None or (known.claim.measured_at or "") <= (claim.measured_at or ""):
             newest[claim.id] = MeasuredClaim(claim, [] if claim.series else _pictures(file))
-    drills = [_read(file, "ddp-drill/1", Drill, output, unreadable) for file in sorted(output.glob("**/drill.json"))]
+    drills = [_read(file, DRILL_FORMAT, Drill, output, unreadable) for file in sorted(output.glob("**/drill.json"))]
     return Findings(
         [newest[name] for name in sorted(newest)], [drill for drill in drills if drill is not None], unreadable
     )

@@ -11,11 +11,12 @@ import pytest
 from ddp_core.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
-from ddp_lab.claims.framework.claim import Axis, Claim, Figure, Judgement, KnownClaim, Line, Series
+from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim
 from ddp_lab.claims.framework.document import document
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import fit_line, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.records import Axis, Figure, Line, Series
 from ddp_lab.report.reading.claims import read_findings
 
 VERDICTS = {"confirmed", "refuted", "not measurable here", "inconclusive"}

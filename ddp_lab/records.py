@@ -1,0 +1,54 @@
+"""What is kept in the files of the laboratory: written where something is measured, read by the report.
+
+Claims write Python values and reports read JSON: both pass the same check, and fields that are unknown are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic.dataclasses import dataclass
+
+CLAIM_FORMAT = "ddp-claim/1"
+DRILL_FORMAT = "ddp-drill/1"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a claim's verdict rests on; `low` and `high` are its 99 % interval where there is one."""
+
+    name: str
+    value: int | float | str | bool | None = None
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is on an axis: an x axis has values, and a y axis says whether it has to start at `zero`."""
+
+    name: str = ""
+    unit: str = ""
+    values: Sequence[float | str | None] = ()
+    zero: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line over the x values, with its band where there is one; None where nothing was measured."""
+
+    name: str = ""
+    values: Sequence[float | None] = ()
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """One plot of a claim."""
+
+    title: str = ""
+    x: Axis = Axis()
+    y: Axis = Axis()
+    lines: Sequence[Line] = ()
