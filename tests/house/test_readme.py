@@ -33,7 +33,7 @@ ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
     "make test": "tests/lab/cluster/test_cluster.py",
     "make chaos": "tests/lab/chaos/test_chaos.py",
-    "make claims": "tests/lab/claims/test_claims.py",
+    "make claims": "tests/lab/claims/test_claims_suite.py",
     "make report": "tests/lab/report/test_report.py",
     "make verify-layouts": "tests/house/test_readme.py",
     "docker compose up ddp-cpu": "tests/docker/test_layouts.py",

@@ -1,14 +1,38 @@
-"""Claims whose outcome does not depend on the machine, really measured here: they must come out as they do."""
+"""What claims are measured with, and claims whose outcome does not depend on the machine, really measured here."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddp_core.errors import UserError
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.ranks import run_ranks
+
+
+def fails_on_rank_one(rank: int, world_size: int) -> int:
+    if rank == 1:
+        raise ValueError("rank one is unwell\nwith details")
+    return rank
+
+
+def never_ends(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def test_a_failing_rank_is_named_in_one_line() -> None:
+    with pytest.raises(UserError, match="rank 1 of 2: ValueError: rank one is unwell") as caught:
+        run_ranks(fails_on_rank_one, 2, timeout=30)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hard_time_limit() -> None:
+    with pytest.raises(UserError, match="did not answer within 1 s"):
+        run_ranks(never_ends, 1, timeout=1)
 
 
 def measured(number: str, output: Path) -> dict[str, Any]:
@@ -51,3 +75,44 @@ def test_c08_ddp_sends_what_the_theory_says_and_no_weights(tmp_path: Path) -> No
     counted, theory = figure(content, "DDP x 4: sent"), figure(content, "DDP x 4: gradients and buffers")
     assert theory <= counted <= 1.05 * theory
     assert figure(content, "through the busiest device") == pytest.approx(2, rel=0.05)
+
+
+@pytest.mark.timeout(120)
+def test_c12_gradients_add_up(tmp_path: Path) -> None:
+    content = measured("C12", tmp_path)
+    assert content["verdict"] == "confirmed"
+    assert figure(content, "gradient too large by") == pytest.approx(4)
+    assert figure(content, "relative difference, BatchNorm") > 1e-3
+
+
+@pytest.mark.timeout(120)
+def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
+    """Which is faster depends on what else the machine does; that the losses agree does not."""
+    content = measured("C13", tmp_path)
+    assert figure(content, "largest relative difference") <= 1e-6
+    assert figure(content, "the same with DistributedSampler") > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_c14_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
+    content = measured("C14", tmp_path)
+    assert content["verdict"] == "confirmed"
+    assert all(case["resumed_at"] for case in content["measurements"]["cases"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_c15_launchers_are_interchangeable(tmp_path: Path) -> None:
+    content = measured("C15", tmp_path)
+    assert content["verdict"] == "confirmed"
+    assert len(content["measurements"]["cases"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_c19_only_exact_reduction_is_the_same_everywhere(tmp_path: Path) -> None:
+    content = measured("C19", tmp_path)
+    assert content["verdict"] == "confirmed"
+    assert figure(content, "layouts with single's bits, exact") == 2
+    assert figure(content, "layouts with single's bits, plain") == 0

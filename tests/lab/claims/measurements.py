@@ -1,0 +1,213 @@
+"""Made-up measurements of every claim: by themselves such that the claim is confirmed (C18: refuted)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Measurements = dict[str, Any]
+
+
+def around(value: float, rounds: int = 9, spread: float = 0.01) -> list[float]:
+    """Rounds of a measurement, all near a value."""
+    return [value * (1 + spread * ((number * 5) % rounds / rounds - 0.5)) for number in range(rounds)]
+
+
+def noise(value: float) -> list[float]:
+    """Rounds that say little."""
+    return [value * factor for factor in (0.6, 1.5, 0.8, 1.3, 1.0, 0.7, 1.6, 0.9, 1.2)]
+
+
+def wave(height: float) -> list[float]:
+    """Losses that go up and down about nothing."""
+    return [height * (-1) ** step for step in range(40)]
+
+
+def c01() -> Measurements:
+    run = {"w": 2.001, "b": 2.999, "loss": 0.0101}
+    return {"runs": [run | {"layout": "single x 1"}, run | {"layout": "ddp x 2"}]}
+
+
+def c02(weak: float = 1.1, apart: float = 1.02, devices: int = 2) -> Measurements:
+    def model(seconds: float) -> dict[str, Any]:
+        ways = {"1": 1.0, "weak 2": seconds, "strong 2": 0.6, "apart 2": apart}
+        return {
+            "samples": {"1": 16, "weak 2": 32, "strong 2": 16, "apart 2": 32},
+            "seconds": {way: around(value) for way, value in ways.items()},
+        }
+
+    models = {"toy": model(3.0)} | ({"resnet18": model(weak)} if devices > 1 else {})
+    return {"devices": devices, "device": "cpu", "models": models}
+
+
+def c03() -> Measurements:
+    def rank(number: int, on: bool) -> dict[str, Any]:
+        counters = [100.0, 101.0] if on else [100.0 + 50 * number, 200.0 + 50 * number]
+        return {"weights": [1.0], "counters": counters, "weights_changed": [1.0 + number]}
+
+    return {"by_ranks": {"2": {"on": [rank(0, True), rank(1, True)], "off": [rank(0, False), rank(1, False)]}}}
+
+
+def c04() -> Measurements:
+    seconds = {"overlapped": around(1.0), "after": around(1.2), "none": around(0.8)}
+    return {"devices": 2, "ranks": 2, "device": "cpu", "steps": 1, "seconds": seconds}
+
+
+def c05() -> Measurements:
+    def network(one_by_one: list[float]) -> dict[str, Any]:
+        seconds = {"1 MB": around(1.1), "25 MB": around(1.0), "one by one": one_by_one}
+        return {"steps": 1, "tensors": 9, "messages": dict.fromkeys(seconds, 9), "seconds": seconds}
+
+    networks = {"narrow": network(around(5.0)), "resnet18": network(noise(1.0))}
+    return {"devices": 2, "ranks": 2, "networks": networks}
+
+
+def c06() -> Measurements:
+    found = {
+        name: {"steps": 1, "seconds": {"dp": around(dp), "ddp": around(1.0)}}
+        for name, dp in (("digits", 1.3), ("resnet18", 1.1))
+    }
+    return {"devices": 2, "replicas": 2, "device": "cpu", "experiments": found}
+
+
+def c07() -> Measurements:
+    dp = {"memory": [2e9, 1e9], "busy": [2.0, 1.0]}
+    even = {"memory": [1e9, 1e9], "busy": [1.0, 1.0]}
+    return {"cuda_devices": 2, "steps": 10, "layouts": {"dp": dp, "ddp": even}}
+
+
+def c08() -> Measurements:
+    ranks = [{"sent": 152.0, "received": 152.0, "gradients": 100, "buffers": 3} for _ in range(4)]
+    dp = {"weights": 310.0, "gradients": 312.0, "batch": 9.0}
+    return {"countable": True, "by_devices": {"4": {"ddp": ranks, "dp": dp}}}
+
+
+SAME = (((0, 1), (0, 1)), ((2, 3), (2, 3)))
+OTHER = (((0, 1), (2, 1)), ((2, 3), (0, 3)))
+"""Ids by rank and epoch: the same in both epochs, and others in the second."""
+
+
+def c09(without: Any = SAME, with_: Any = OTHER) -> Measurements:
+    return {"samples": 4, "ids": {"without": without, "with": with_, "with_unshuffled": without}}
+
+
+def c10() -> Measurements:
+    case = {"ranks": 2, "length": 97, "left_out": 0, "repeated": 0}
+    return {"cases": [{"sampler": "torch"} | case, {"sampler": "elastic"} | case]}
+
+
+def c11(growth: float = 0.3, devices: int = 8, bent: bool = False) -> Measurements:
+    def way(slope: float) -> dict[str, list[float]]:
+        return {str(count): around(0.01 + slope * (count - 1)) for count in range(2, 9)}
+
+    sends = way(0.01)
+    if bent:
+        sends = {str(count): around(0.05 if count == 2 else 0.01) for count in range(2, 9)}
+    ways = {"send loop": sends, "broadcast": way(0.01 * growth), "all-reduce": way(0.001)}
+    leaving = {way: {str(count): float(count - 1) for count in range(2, 9)} for way in ways}
+    return {"processes": 8, "devices": devices, "device": "cpu", "sizes": {"5": ways}, "leaving": leaving}
+
+
+def c12() -> Measurements:
+    right = {"loss": "mean", "rescaled": True, "difference": 2e-7, "factor": 1.0}
+    return {
+        "square": [8.0, 16.0],
+        "micro_batches": 4,
+        "ranks": 2,
+        "cases": [
+            {"where": "one process"} | right,
+            {"where": "DDP", "no_sync": True} | right,
+            {"where": "one process", "loss": "mean", "rescaled": False, "difference": 3.0, "factor": 4.0},
+            {"where": "BatchNorm", "loss": "sum", "rescaled": True, "difference": 0.03, "factor": 1.0},
+        ],
+    }
+
+
+def c13() -> Measurements:
+    losses = {
+        "64": {"rank0": 2.0, "all_ranks": 2.0, "padded": 2.0},
+        "5": {"rank0": 2.0, "all_ranks": 2.0, "padded": 2.1},
+    }
+    seconds = {"rank0": [1.0] * 7, "all_ranks": [0.5, 0.52, 0.51, 0.55, 0.5, 0.53, 0.49]}
+    return {"devices": 2, "cases": [{"ranks": 2, "losses": losses, "samples": 64, "seconds": seconds}]}
+
+
+def c14() -> Measurements:
+    case = {"layout": "single", "killed_after": [7, 30], "resumed_at": [5, 30], "exit_code": 0, "weights_sha256": "a"}
+    shared = {"rounds": 8, "unreadable": 1, "mixed": 1}
+    return {"undisturbed": "a", "checkpoint_every": 5, "cases": [case, case | {"layout": "ddp"}], "shared_path": shared}
+
+
+def c15() -> Measurements:
+    case = {"launcher": "torchrun", "ranks": 2, "exit_code": 0, "weights_sha256": "abc", "said": ""}
+    return {"cases": [case, case | {"launcher": "spawn"}]}
+
+
+def c16() -> Measurements:
+    accuracy = {(1, True): 98.0, (2, True): 97.8, (2, False): 97.0, (8, True): 97.5, (8, False): 90.0}
+    return {
+        "epochs": 6,
+        "batch": 32,
+        "rate": 0.02,
+        "cases": [
+            {"factor": factor, "scaled": scaled, "seed": seed, "test_accuracy": value, "test_loss": 0.1}
+            for (factor, scaled), value in accuracy.items()
+            for seed in range(3)
+        ],
+    }
+
+
+def c17() -> Measurements:
+    delayed = [
+        {"staleness": staleness, "seed": seed, "losses": wave(0.1 * (1 + staleness) * (1 + 0.01 * seed))}
+        for seed in range(6)
+        for staleness in (0, 8)
+    ]
+    run = {"losses": wave(0.1), "staleness": 0.0, "gradients_per_second": 100.0}
+    server = [
+        run | {"way": way, "wait_percent": wait}
+        for way, waits in (("synchronous", (50.0, 60.0)), ("asynchronous", (5.0, 10.0)))
+        for wait in waits
+    ]
+    return {"delayed": delayed, "server": server, "workers": 3}
+
+
+def c18() -> Measurements:
+    alone = {"exit_code": 6, "status": "failed", "weights_sha256": None, "killed": True, "last_step": 29}
+    again = {"exit_code": 0, "status": "completed", "weights_sha256": "a", "killed": True, "last_step": 66}
+    return {
+        "undisturbed": "a",
+        "steps": 66,
+        "without_restart": alone | {"seconds_lost": None, "steps_lost": None},
+        "with_restart": [again | {"seconds_lost": 4.0, "steps_lost": 9}],
+    }
+
+
+def c19() -> Measurements:
+    def runs(*digests: str) -> list[dict[str, Any]]:
+        return [
+            {"layout": layout, "count": count, "weights_sha256": digest}
+            | {"difference_parameters": 1e-7, "difference_buffers": 0.1}
+            for (layout, count), digest in zip((("single", 1), ("dp", 2), ("ddp", 2)), digests, strict=True)
+        ]
+
+    return {"device": "cpu", "runs": {"plain": runs("a", "b", "c"), "exact": runs("d", "d", "d")}}
+
+
+def c20() -> Measurements:
+    return {"cores": 2, "device": "cpu", "wait_percent": {"0": [50.0, 51, 52, 49, 50], "1": [10.0, 11, 9, 10, 12]}}
+
+
+def c21() -> Measurements:
+    case = {"completed": True, "losses": [2.5, 2.4], "images_per_second": 4.0, "peak_memory_bytes": 2**30}
+    return {
+        **{"device": "cpu", "global_batch_size": 4, "image_size": 224, "count": 2},
+        "cases": {"dp": dict(case), "ddp": dict(case)},
+    }
+
+
+def c22() -> Measurements:
+    return {"device": "cpu", "cases": [{"name": "a", "estimate": 110, "peak": 100, "parts": {}}]}
+
+
+MEASUREMENTS = {name: make for name, make in globals().items() if name[:1] == "c" and name[1:].isdigit()}
+"""By the claim's number."""

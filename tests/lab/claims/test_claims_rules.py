@@ -1,0 +1,266 @@
+"""The rules of the claims on made-up measurements: each verdict that a rule can give, and that a rule can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ddp_lab.claims.c17_asynchronous import DIVERGED, jitter
+from ddp_lab.claims.framework import suite
+from ddp_lab.claims.framework.claim import Judgement
+from tests.lab.claims.measurements import (
+    MEASUREMENTS,
+    OTHER,
+    SAME,
+    Measurements,
+    around,
+    c02,
+    c09,
+    c11,
+    c19,
+    noise,
+    wave,
+)
+
+Change = Callable[[Measurements], None]
+CONFIRMED, REFUTED, MISSING, OPEN = "confirmed", "refuted", "not measurable here", "inconclusive"
+
+
+def instead(other: Measurements) -> Change:
+    """Measurements of another kind altogether."""
+
+    def change(measurements: Measurements) -> None:
+        measurements.clear()
+        measurements.update(other)
+
+    return change
+
+
+def at(*path: Any, value: Any) -> Change:
+    """Put a value somewhere into the measurements."""
+
+    def change(measurements: Measurements) -> None:
+        place: Any = measurements
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+
+    return change
+
+
+def accuracies(factor: int, scaled: bool, value: float) -> Change:
+    def change(measurements: Measurements) -> None:
+        for case in measurements["cases"]:
+            if (case["factor"], case["scaled"]) == (factor, scaled):
+                case["test_accuracy"] = value
+
+    return change
+
+
+def losses(factor: int, scaled: bool, value: float | None) -> Change:
+    def change(measurements: Measurements) -> None:
+        for case in measurements["cases"]:
+            if (case["factor"], case["scaled"]) == (factor, scaled):
+                case["test_loss"] = value
+
+    return change
+
+
+def staleness_8(factor: Callable[[int], float]) -> Change:
+    def change(measurements: Measurements) -> None:
+        for case in measurements["delayed"]:
+            if case["staleness"] == 8:
+                case["losses"] = wave(0.1 * factor(case["seed"]))
+
+    return change
+
+
+def waits(way: str, *values: float) -> Change:
+    def change(measurements: Measurements) -> None:
+        runs = [run for run in measurements["server"] if run["way"] == way]
+        for run, value in zip(runs, values, strict=True):
+            run["wait_percent"] = value
+
+    return change
+
+
+SENDS_MORE = {"sent": 300.0, "received": 300.0, "gradients": 100, "buffers": 3}
+MOVES_LESS = {"weights": 300.0, "gradients": -200.0, "batch": 9.0}
+ONE_CORE = {"devices": 1, "ranks": 0, "replicas": 0, "networks": {}, "experiments": {}}
+
+TURNS: list[tuple[str, str, Change | None, str]] = [
+    (number, "good", None, {"c18": REFUTED}.get(number, CONFIRMED)) for number in MEASUREMENTS
+]
+TURNS += [
+    ("c01", "another weight", at("runs", 1, "w", value=2.03), REFUTED),
+    ("c01", "another bias", at("runs", 1, "b", value=2.97), REFUTED),
+    ("c01", "another loss", at("runs", 1, "loss", value=0.012), REFUTED),
+    ("c02", "slow", instead(c02(weak=1.5)), REFUTED),
+    ("c02", "noise", at("models", "resnet18", "seconds", "weak 2", value=noise(1.17)), OPEN),
+    ("c02", "cores are taken", instead(c02(weak=1.5, apart=1.4)), MISSING),
+    ("c02", "one core", instead(c02(devices=1)), MISSING),
+    ("c03", "parameters differ", at("by_ranks", "2", "on", 1, "weights", value=[2.0]), REFUTED),
+    ("c03", "buffers differ although on", at("by_ranks", "2", "on", 1, "counters", value=[100.0, 7.0]), REFUTED),
+    ("c03", "buffers equal although off", at("by_ranks", "2", "off", 1, "counters", value=[100.0, 250.0]), REFUTED),
+    ("c04", "faster after", at("seconds", "after", value=around(0.9)), REFUTED),
+    ("c04", "communication costs nothing", at("seconds", "after", value=around(0.7)), REFUTED),
+    ("c04", "noise", at("seconds", "after", value=noise(1.05)), OPEN),
+    ("c04", "one core", instead(ONE_CORE), MISSING),
+    ("c05", "one by one is faster", at("networks", "resnet18", "seconds", "one by one", value=around(0.8)), REFUTED),
+    ("c05", "noise", at("networks", "narrow", "seconds", "one by one", value=noise(1.0)), OPEN),
+    ("c05", "one core", instead(ONE_CORE), MISSING),
+    ("c06", "one counter-example", at("experiments", "resnet18", "seconds", "dp", value=around(0.8)), REFUTED),
+    ("c06", "noise", at("experiments", "resnet18", "seconds", "dp", value=noise(1.0)), OPEN),
+    ("c06", "one core", instead(ONE_CORE), MISSING),
+    ("c07", "another device", at("layouts", "dp", value={"memory": [1e9, 2e9], "busy": [1.0, 2.0]}), REFUTED),
+    ("c07", "memory alone", at("layouts", "dp", "busy", value=[1.0, 1.0]), OPEN),
+    ("c07", "no CUDA device", instead({"cuda_devices": 0}), MISSING),
+    ("c08", "DDP sends more", at("by_devices", "4", "ddp", value=[SENDS_MORE] * 4), REFUTED),
+    ("c08", "DP moves no weights", at("by_devices", "4", "dp", "weights", value=0.0), REFUTED),
+    (
+        "c08",
+        "DP moves less",
+        at("by_devices", "4", "dp", value=MOVES_LESS),
+        REFUTED,
+    ),
+    ("c08", "no counters", instead({"countable": False, "by_devices": {}}), MISSING),
+    ("c09", "another order without", instead(c09(OTHER, OTHER)), REFUTED),
+    ("c09", "the same order with", instead(c09(SAME, SAME)), REFUTED),
+    ("c10", "samples repeated", at("cases", 0, "repeated", value=1), REFUTED),
+    ("c11", "processes share cores", instead(c11(devices=2)), CONFIRMED),
+    ("c11", "grows as fast", instead(c11(0.9)), REFUTED),
+    ("c11", "grows as fast on shared cores", instead(c11(0.9, devices=2)), MISSING),
+    ("c11", "between", instead(c11(0.5)), OPEN),
+    ("c11", "no line", instead(c11(bent=True)), OPEN),
+    ("c12", "gradients replaced", at("square", value=[8.0, 8.0]), REFUTED),
+    ("c12", "DDP differs", at("cases", 1, "difference", value=2e-6), REFUTED),
+    ("c12", "an unscaled mean is right", at("cases", 2, "factor", value=1.0), REFUTED),
+    ("c13", "another loss", at("cases", 0, "losses", "5", "all_ranks", value=2.00001), REFUTED),
+    ("c13", "slower", at("cases", 0, "seconds", "all_ranks", value=[1.5, 1.6, 1.5, 1.4, 1.5, 1.6, 1.5]), REFUTED),
+    ("c13", "noise", at("cases", 0, "seconds", "all_ranks", value=[0.8, 1.3, 0.9, 1.1, 1.0, 1.2, 0.7]), OPEN),
+    ("c13", "one core", at("devices", value=1), MISSING),
+    ("c14", "other weights", at("cases", 1, "weights_sha256", value="b"), REFUTED),
+    ("c14", "not resumed", at("cases", 0, "weights_sha256", value=None), REFUTED),
+    ("c15", "other digest", at("cases", 1, "weights_sha256", value="def"), REFUTED),
+    ("c15", "does not start", at("cases", 0, "exit_code", value=1), REFUTED),
+    ("c15", "never ends", at("cases", 0, "exit_code", value=None), REFUTED),
+    ("c16", "lost at 2", accuracies(2, True, 96.0), REFUTED),
+    ("c16", "scaling is worse", losses(8, True, 0.9), REFUTED),
+    ("c16", "scaling diverges", losses(8, True, None), REFUTED),
+    ("c16", "kept up to 2", accuracies(8, True, 95.0), OPEN),
+    ("c17", "no more jitter", staleness_8(lambda seed: 0.5 * (1 + 0.01 * seed)), REFUTED),
+    ("c17", "noise", staleness_8(lambda seed: 0.5 + 0.3 * seed), OPEN),
+    ("c17", "synchronous does not wait", waits("synchronous", 1.0, 2.0), REFUTED),
+    ("c17", "waiting overlaps", waits("synchronous", 7.0, 60.0), OPEN),
+    ("c17", "diverged", at("delayed", 1, "losses", value=[1.0, DIVERGED]), CONFIRMED),
+    ("c18", "survives", at("without_restart", "status", value="completed"), REFUTED),
+    ("c18", "not killed", at("without_restart", "killed", value=False), OPEN),
+    ("c18", "not recovered", at("with_restart", 0, "status", value="failed"), REFUTED),
+    ("c19", "same bits in plain", at("runs", "plain", value=c19()["runs"]["exact"]), REFUTED),
+    ("c19", "exact differs", at("runs", "exact", value=c19()["runs"]["plain"]), OPEN),
+    ("c20", "workers make it worse", at("wait_percent", "1", value=[80.0, 81, 82, 80, 79]), REFUTED),
+    ("c20", "overlap", at("wait_percent", "1", value=[40.0, 55, 45, 60, 48]), OPEN),
+    ("c20", "one core", at("cores", value=1), MISSING),
+    ("c21", "dp fails", at("cases", "dp", value={"completed": False, "said": "out of memory"}), REFUTED),
+    ("c21", "not finite", at("cases", "ddp", "losses", value=[2.5, None]), REFUTED),
+    ("c22", "too small", at("cases", 0, "peak", value=140), REFUTED),
+    ("c22", "too large", at("cases", 0, "peak", value=80), REFUTED),
+    ("c22", "nothing tells", at("cases", value=[]), MISSING),
+]
+
+
+def judge(number: str, measurements: Measurements) -> Judgement:
+    (known,) = suite.known_claims([number])
+    found = known.judge(suite.plain(measurements))
+    assert found.reason
+    suite.plain(found.to_json())
+    return found
+
+
+def judged(number: str, change: Change | None = None) -> Judgement:
+    measurements = MEASUREMENTS[number]()
+    if change is not None:
+        change(measurements)
+    return judge(number, measurements)
+
+
+def test_every_claim_has_measurements_here() -> None:
+    assert [known.claim.id for known in suite.known_claims()] == [number.upper() for number in MEASUREMENTS]
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "verdict"),
+    [(number, change, verdict) for number, _, change, verdict in TURNS],
+    ids=[f"{number} {name}" for number, name, _, _ in TURNS],
+)
+def test_verdict(number: str, change: Change | None, verdict: str) -> None:
+    assert judged(number, change).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "words"),
+    [
+        ("c02", instead(c02(weak=1.5, apart=1.4)), "free at the same time"),
+        ("c02", instead(c02(devices=1)), "two cores"),
+        ("c07", instead({"cuda_devices": 0}), "2 CUDA devices"),
+        ("c11", instead(c11(0.9, devices=2)), "needs 8 cores"),
+        ("c18", at("with_restart", 0, "status", value="failed"), "did not save"),
+        ("c20", at("wait_percent", "4", value=[12.0, 13, 12, 14, 12]), "2 cores"),
+        ("c21", None, "batch 4 instead of 256"),
+    ],
+    ids=["c02 cores are taken", "c02 one core", "c07", "c11", "c18", "c20", "c21"],
+)
+def test_the_reason_says_what_it_rests_on(number: str, change: Change | None, words: str) -> None:
+    assert words in judged(number, change).reason
+
+
+def test_c02_reports_the_toy_with_one_core_too() -> None:
+    assert judge("c02", c02(devices=1)).series
+
+
+def test_c02_shows_whole_runs_with_their_digests() -> None:
+    def row(mode: str, layout: str, count: int, batch: int, speed: float, digest: str) -> dict[str, Any]:
+        facts = {"mode": mode, "layout": layout, "count": count, "global_batch_size": batch}
+        use = {"cpu_utilisation": 0.5, "gpu_utilisation": None}
+        return facts | use | {"samples_per_second": speed, "weights_sha256": digest * 64}
+
+    runs = [
+        row("strong", "single", 1, 64, 100.0, "a"),
+        row("strong", "ddp", 2, 64, 150.0, "a"),
+        row("weak", "single", 1, 128, 110.0, "b"),
+        row("weak", "dp", 2, 128, 160.0, "b"),
+    ]
+    found = judge("c02", c02() | {"runs": runs})
+    figures = {figure.name: figure.value for figure in found.figures}
+    assert figures["digits, strong scaling, ddp x 2 (0.50 cores busy each; weights aaaaaaaaaaaa)"] == 150
+    assert figures["digits: one digest per global batch, whatever the layout"] is True
+    weak = next(series for series in found.series if "whole runs, digits, weak" in series.title)
+    assert [line.values[1] for line in weak.lines] == [2, 1.6, None]
+    runs[-1]["weights_sha256"] = "c" * 64
+    figures = {figure.name: figure.value for figure in judge("c02", c02() | {"runs": runs}).figures}
+    assert figures["digits: one digest per global batch, whatever the layout"] is False
+
+
+def test_c04_tells_the_hidden_share() -> None:
+    (share,) = [figure.value for figure in judged("c04").figures if figure.name.startswith("hidden share")]
+    assert share == pytest.approx(50, abs=5)
+
+
+def test_c18_is_confirmed_only_by_a_run_that_goes_on_alone() -> None:
+    def survives(measurements: Measurements) -> None:
+        measurements["without_restart"] |= {"status": "completed", "exit_code": 0}
+
+    assert judged("c18", survives).verdict == CONFIRMED
+
+
+def test_c21_names_no_smaller_batch_where_there_is_none() -> None:
+    assert "instead" not in judged("c21", at("global_batch_size", value=256)).reason
+
+
+def test_jitter_leaves_a_trend_out_and_knows_divergence() -> None:
+    falling = [1 - step / 100 for step in range(100)]
+    assert jitter(falling) < 1e-12
+    assert jitter([*falling[:50], *wave(0.1)]) > 0.009
+    assert jitter([1.0, DIVERGED]) == DIVERGED

@@ -1,0 +1,121 @@
+"""The claims' framework: every claim told in full, measured, judged, written and read again, also where that fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.errors import UserError
+from ddp_lab.claims import main
+from ddp_lab.claims.framework import suite
+from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim
+from ddp_lab.claims.framework.document import document
+from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.report.reading.claims import read_findings
+
+
+def made_up(measure: Any) -> KnownClaim:
+    claim = Claim("C99", "made up", "One is one.", "一是一。", ("000",), "counting", "confirmed when equal", (1, 2))
+
+    def rule(measurements: dict[str, Any]) -> Judgement:
+        series = [Series("plot", Axis("x", "s", [1, 2]), Axis("y"), [Line("line", [1.0, None])])]
+        right = measurements["one"] == 1
+        return Judgement("confirmed" if right else "refuted", "counted", [Figure("one", measurements["one"])], series)
+
+    return KnownClaim(claim, measure, rule, "One is one.")
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(quick=True, output=tmp_path, cores=2)
+
+
+def test_every_claim_is_told_in_full() -> None:
+    claims = suite.known_claims()
+    assert len({known.claim.id for known in claims}) == len(claims)
+    for known in claims:
+        claim = known.claim
+        assert claim.claim.endswith("."), claim.id
+        assert claim.original, claim.id
+        assert claim.method, claim.id
+        assert claim.rule, claim.id
+        assert len(known.behind) > 100, claim.id
+        assert set(claim.sources) <= {"000", "001", "002", "003", "004"}, claim.id
+
+
+def test_measured_judged_and_written_as_the_report_reads_it(setting: Setting) -> None:
+    content = suite.measure_one(made_up(lambda _: {"one": 1}), setting, {"cpu": "any"})
+    assert json.loads((setting.claims / "C99.json").read_text()) == content
+    assert content["format"] == "ddp-claim/1"
+    assert content["verdict"] == "confirmed"
+    assert content["measurements"] == {"one": 1}
+    (found,) = read_findings(setting.output).claims
+    assert found.claim.title == "made up"
+    assert found.claim.series[0].lines[0].values == [1.0, None]
+
+
+def test_a_measurement_that_raises_is_inconclusive_in_one_line(setting: Setting) -> None:
+    def measure(_: Setting) -> dict[str, Any]:
+        raise UserError("the moon is full\nand more")
+
+    said: list[str] = []
+    assert suite.measure_all([made_up(measure)], setting, said.append) == suite.FAILED
+    content = suite.read(setting.claims / "C99.json")
+    assert content is not None
+    assert content["verdict"] == "inconclusive"
+    assert content["reason"] == "the measurement failed: the moon is full"
+    assert content["error"] == "the moon is full"
+    assert "Traceback" not in "".join(said)
+    assert "Traceback" in (setting.claims / "C99.error.txt").read_text()
+
+
+def test_a_verdict_follows_from_stored_measurements(setting: Setting) -> None:
+    known = made_up(lambda _: {"one": 1})
+    suite.measure_all([known], setting, lambda _: None)
+    path = setting.claims / "C99.json"
+    content = suite.read(path)
+    assert content is not None
+    suite.write(path, content | {"measurements": {"one": 2}})
+    suite.judge_again([known], setting.output, lambda _: None)
+    again = suite.read(path)
+    assert again is not None
+    assert again["verdict"] == "refuted"
+
+
+def test_a_rule_that_raises_keeps_the_measurements(setting: Setting) -> None:
+    content = suite.measure_one(made_up(lambda _: {"two": 2}), setting, {})
+    assert content["measurements"] == {"two": 2}
+    assert content["verdict"] == "inconclusive"
+    assert content["reason"] == "the judgement failed: KeyError: 'one'"
+
+
+def test_judging_what_was_never_measured(setting: Setting) -> None:
+    with pytest.raises(UserError, match="measure first"):
+        suite.judge_again([made_up(None)], setting.output, lambda _: None)
+
+
+def test_an_unknown_claim_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["C77"]) == 2
+    assert "there is no claim C77" in capsys.readouterr().err
+
+
+def test_numbers_that_json_cannot_hold_become_none() -> None:
+    assert suite.plain({1: (float("nan"), float("inf"), 1.5)}) == {"1": [None, None, 1.5]}
+
+
+def test_the_page_in_docs_is_the_present_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "claims.md").read_text()
+    stale = [known.claim.id for known in suite.known_claims() if known.claim.rule not in page]
+    assert not stale, "run `ddp claims --document`"
+
+
+def test_the_page_tells_every_claim(tmp_path: Path) -> None:
+    claims = suite.known_claims()
+    page = document(claims, tmp_path)
+    for known in claims:
+        assert f"## {known.claim.id} {known.claim.title}" in page
+        assert known.claim.rule in page
