@@ -33,7 +33,7 @@ def sample_uniforms(seed: int, epoch: int, ids: NDArray[np.int64], draws: int) -
 class MicroBatchSeed:
     """Seeds torch's generator of one device for one micro-batch, keyed by (seed, step, micro-batch).
 
-    `torch.manual_seed` would seed every device and costs about 100 microseconds; this costs about one.
+    `torch.manual_seed` would seed every device and costs about 100 microseconds; this costs a few.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -97,8 +97,9 @@ def clear_heartbeats(directory: Path) -> None:
 
 
 def sign_again(directory: Path, world: World) -> None:
-    """Renew this rank's sign of life without a step: it has waited in vain, and is not the one that is gone, even if it
-    leaves now.
+    """Renew this rank's sign of life without a step, and note in it that this rank has noticed the loss of a peer.
+
+    So nobody takes this rank for the lost one, even if it ends now.
     """
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
