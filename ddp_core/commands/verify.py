@@ -1,27 +1,27 @@
-"""Train a run again from its record and judge; train one experiment on every layout and set the digests side by
-side.
-"""
+"""Train a run again from its record and judge; train one experiment on every layout and compare the digests."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.determinism.fingerprint import differences
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.run.directory import RunDirectory, find_runs
+from ddp_core.spec.layout import LayoutKind
+from ddp_core.spec.options import Asked
 
 DIFFERENT = 1
 """Exit code of `ddp verify` where the same fingerprint gave other weights."""
 
 
-def verify(path: Path, layout: str | None, device: str | None, nproc_per_node: int | None) -> int:
+def verify(path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None) -> int:
     """Repeat the run at `path`, on its own layout or another; 0 when the weights are the same bits.
 
     Raises UserError for a run that was not completed or whose repetition fails.
@@ -32,44 +32,37 @@ def verify(path: Path, layout: str | None, device: str | None, nproc_per_node: i
         raise UserError(
             f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
         )
-    if record["options"]["reduction"] != "exact" and layout not in (None, record["layout"]["kind"]):
+    recorded = record["layout"]
+    kind = layout or recorded["kind"]
+    if record["options"]["reduction"] != "exact" and kind != recorded["kind"]:
         raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
-    with tempfile.TemporaryDirectory(prefix="ddp-verify-") as scratch:
-        again = _train_again(directory, record, Path(scratch), layout, device, nproc_per_node)
+    count = nproc_per_node or _count_for(kind, recorded)
+    processes = "1 process" if count == 1 else f"{count} processes"
+    print(f"training {record['experiment']['name']} again on {kind}, {processes} …", flush=True)
+    with TemporaryDirectory(prefix="ddp-verify-") as scratch:
+        _train(
+            Asked(
+                experiment=str(path / "experiment.py"),
+                record=str(path / "run.json"),
+                layout=kind,
+                device=device or recorded["device"],
+                nproc_per_node=count,
+                reduction=record["options"]["reduction"],
+                output=scratch,
+                data_dir=record["options"]["data_dir"],
+                digest_every=record["options"]["digest_every"],
+            )
+        )
+        again, _ = next(find_runs(Path(scratch)))
         return _judge(directory, record, again)
 
 
-def _train_again(
-    directory: RunDirectory,
-    record: dict[str, Any],
-    scratch: Path,
-    kind: str | None,
-    device: str | None,
-    nproc: int | None,
-) -> RunDirectory:
-    before = record["layout"]
-    kind = kind or before["kind"]
-    count = nproc or (
-        1
-        if kind == "single"
-        else max(2, before["nnodes"] * before["nproc_per_node"])
-        if kind != before["kind"]
-        else before["nnodes"] * before["nproc_per_node"]
-    )
-    options = record["options"]
-    command = [
-        "train", str(directory.path / "experiment.py"), "--record", str(directory.path / "run.json"),
-        "--layout", kind, "--device", device or before["device"], "--nproc-per-node", str(count),
-        "--reduction", options["reduction"], "--output", str(scratch), "--data-dir", options["data_dir"],
-    ]  # fmt: skip
-    if options["digest_every"]:
-        command += ["--digest-every", str(options["digest_every"])]
-    print(
-        f"training {record['experiment']['name']} again on {kind}, {count} process{'es' if count > 1 else ''} …",
-        flush=True,
-    )
-    _run(command)
-    return next(run for run, _ in find_runs(scratch))
+def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
+    """As many processes or replicas as were recorded, but at least two for another layout than single."""
+    if kind == "single":
+        return 1
+    count: int = recorded["nnodes"] * recorded["nproc_per_node"]
+    return count if kind == recorded["kind"] else max(2, count)
 
 
 def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory) -> int:
@@ -114,73 +107,60 @@ def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
     return f"; at the end {worst} differs by up to {gaps[worst]:.3g}"
 
 
-def verify_layouts(experiment: str, output: Path, settings: Sequence[str]) -> int:
+def verify_layouts(experiment: str, settings: Sequence[str], data_dir: str) -> int:
     """Train on every layout that runs here and print the table; 0 when there is one digest.
 
     Includes a run that is killed and resumed on other layouts.
     """
-    rows: list[tuple[str, float, dict[str, Any]]] = []
-    with tempfile.TemporaryDirectory(prefix="ddp-layouts-") as scratch:
-        common = [
-            "--device",
-            "cpu",
-            "--reduction",
-            "exact",
-            *[word for setting in settings for word in ("--set", setting)],
-        ]
-        for title, attempts in _layouts():
-            place = Path(scratch) / str(len(rows))
-            started = time.monotonic()
-            for words, kill_after in attempts:
-                _run(["train", experiment, *common, *words, "--output", str(place)], kill_after)
-            _, record = next(iter(find_runs(place)))
-            rows.append((title, time.monotonic() - started, record))
-            print(f"{title:38}  {record['weights_sha256']}  {rows[-1][1]:5.1f} s", flush=True)
-    digests = {record["weights_sha256"] for _, _, record in rows}
-    state = {record["optimizer_sha256"] for _, _, record in rows}
-    if len(digests) == len(state) == 1:
-        print(f"{len(rows)} layouts, one digest of weights and buffers, one of the optimizer's state: identical")
+    digests, states = set(), set()
+    with TemporaryDirectory(prefix="ddp-layouts-") as scratch:
+        for number, (title, attempts) in enumerate(_LAYOUTS.items()):
+            output, started = Path(scratch) / str(number), time.monotonic()
+            for attempt in attempts:
+                _train(
+                    Asked(
+                        experiment=experiment,
+                        settings=tuple(settings),
+                        data_dir=data_dir,
+                        output=str(output),
+                        device="cpu",
+                        reduction="exact",
+                        **attempt,
+                    )
+                )
+            _, record = next(find_runs(output))
+            digests.add(record["weights_sha256"])
+            states.add(record["optimizer_sha256"])
+            seconds = time.monotonic() - started
+            print(f"{title:38}  {record['weights_sha256']}  {seconds:5.1f} s", flush=True)
+    if len(digests) == len(states) == 1:
+        print(f"{len(_LAYOUTS)} layouts, one digest of weights and buffers, one of the optimizer's state: identical")
         return ExitCode.DONE
-    print(f"{len(rows)} layouts, {len(digests)} digests: NOT identical")
+    print(f"{len(_LAYOUTS)} layouts, {len(digests)} digests: NOT identical")
     return DIFFERENT
 
 
-_Attempt = tuple[list[str], int | None]
+_RESUMED: dict[str, Any] = {"resume": "auto", "checkpoint_every": 7, "max_restarts": 0}
+_LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "single": [{}],
+    **{f"dp x {count} (threads)": [{"layout": "dp", "nproc_per_node": count}] for count in (2, 3, 4)},
+    **{f"ddp x {count}": [{"layout": "ddp", "nproc_per_node": count}] for count in (2, 3, 4, 5, 8)},
+    "ddp x 2, mp.spawn": [{"layout": "ddp", "nproc_per_node": 2, "launcher": "spawn"}],
+    "killed on 4, 1, 3, ended on 2": [
+        _RESUMED | {"layout": "ddp", "nproc_per_node": 4, "faults": ("kill@60",)},
+        _RESUMED | {"faults": ("kill@180",)},
+        _RESUMED | {"layout": "ddp", "nproc_per_node": 3, "faults": ("kill@300",)},
+        _RESUMED | {"layout": "ddp", "nproc_per_node": 2},
+    ],
+}
+"""What is asked for on each layout, by title: the attempts, of which all but the last end with a kill."""
 
 
-def _layouts() -> Iterator[tuple[str, list[_Attempt]]]:
-    """Title, and the attempts: a command's words, and the step after which rank 0 is killed (None: it runs to its
-    end).
-    """
-
-    def ddp(count: int, *more: str) -> list[str]:
-        return ["--layout", "ddp", "--nproc-per-node", str(count), *more]
-
-    yield "single", [([], None)]
-    for count in (2, 3, 4):
-        yield f"dp x {count} (threads)", [(["--layout", "dp", "--nproc-per-node", str(count)], None)]
-    for count in (2, 3, 4, 5, 8):
-        yield f"ddp x {count}", [(ddp(count), None)]
-    yield "ddp x 2, mp.spawn", [(ddp(2, "--launcher", "spawn"), None)]
-    resumed = ["--resume", "auto", "--checkpoint-every", "7"]
-    yield (
-        "killed on 4, 1, 3, ended on 2",
-        [
-            (ddp(4, *resumed, "--max-restarts", "0"), 60),
-            (resumed, 180),
-            (ddp(3, *resumed, "--max-restarts", "0"), 300),
-            (ddp(2, *resumed), None),
-        ],
-    )
-
-
-def _run(words: Sequence[str], kill_after: int | None = None) -> None:
-    """Run `ddp` in a process of its own; with `kill_after`, SIGKILL rank 0 once that step was trained."""
-    fault = [] if kill_after is None else ["--fault", f"kill@{kill_after}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_core", *words, *fault], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0 and kill_after is None:
+def _train(asked: Asked) -> None:
+    """Run `ddp train` in a process of its own. Raises UserError where it fails and no fault was asked for."""
+    words = ["train", *asked.to_words()]
+    done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0 and not asked.faults:
         lines = done.stderr.strip().splitlines()
         raise UserError(
             f"`ddp {' '.join(words)}` ended with {done.returncode}: {lines[-1] if lines else 'no message'}",

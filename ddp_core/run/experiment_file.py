@@ -288,7 +288,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ValidationError):
-        from ddp_core.spec.experiment import explain
+        from ddp_core.spec.records import explain
 
         return f"{error.title}: {explain(error)}"
     text = error.msg if isinstance(error, SyntaxError) else str(error)

@@ -1,9 +1,10 @@
-"""From a command's words to a request: experiment with its settings, layout, options, all checked before a process is
-started.
+"""From what `ddp train` was asked to a request: the experiment with its settings, the layout, the options; and all that
+can be checked before a process is started.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,15 +12,35 @@ from pathlib import Path
 
 import torch
 
+from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import Fault
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.directory import RunDirectory, require_experiment
 from ddp_core.run.experiment_file import LoadedExperiment, complete_options, load_experiment, resolve
-from ddp_core.run.request import Request, build_splits, check_promise
+from ddp_core.run.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment
-from ddp_core.spec.layout import Layout
+from ddp_core.spec.layout import DeviceType, Layout, LayoutKind
+from ddp_core.spec.options import Asked, Options
+from ddp_core.spec.records import Reduction
+
+
+def prepare(asked: Asked, command: str) -> Request:
+    """The request that was asked for by `command`, with what was left open decided by what is here.
+
+    Raises UserError where the parts do not fit together, or a launcher has started something else than was asked for.
+    """
+    loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
+    world = World.from_environment()
+    _check_nodes(asked, world)
+    layout = _choose_layout(asked, world)
+    options = Options(
+        **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "launcher"}),
+        reduction=asked.reduction or _default_reduction(loaded.experiment, layout, world),
+        launcher=_launcher(asked, world),
+    )
+    return Request(loaded, layout, options, asked.resume, command)
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
@@ -46,31 +67,78 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     return replace(loaded, experiment=record)
 
 
-def choose_layout(kind: str, device: str, nnodes: int, nproc_per_node: int | None, backend: str) -> Layout:
-    """The layout, with `auto` decided by what is here. Raises UserError (4) where there are fewer GPUs than asked
-    for.
+def _check_nodes(asked: Asked, world: World) -> None:
+    """Raises UserError where several nodes have no place to meet, or others came than were asked for (6)."""
+    if asked.layout != "ddp":
+        return
+    low, high = asked.nnodes
+    if not World.is_set():
+        if high > 1 and not (asked.rdzv_endpoint and asked.rdzv_id):
+            raise UserError(
+                f"--nnodes {asked.nnodes} needs --rdzv-endpoint HOST:PORT (start `ddp rendezvous` there) "
+                "and the same fresh --rdzv-id on every node"
+            )
+    elif "nnodes" in asked.model_fields_set and low == high != world.nnodes:
+        raise UserError(
+            f"asked for {high} nodes, but the launcher started {world.nnodes}: some did not come in time",
+            ExitCode.PEERS_LOST,
+        )
+
+
+def _choose_layout(asked: Asked, world: World) -> Layout:
+    """The layout, with what was left open decided by the launcher, if there is one, and by the devices of this node.
+
+    Raises UserError for counts that contradict each other, and (4) where there are fewer GPUs than asked for.
     """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        device = "cuda" if found else "cpu"
-    if nproc_per_node is None:
-        nproc_per_node = 1 if kind == "single" else max(found, 1) if device == "cuda" else 2
-    layout = Layout.model_validate({"kind": kind, "device": device, "nnodes": nnodes, "nproc_per_node": nproc_per_node})
+    device: DeviceType = ("cuda" if found else "cpu") if asked.device == "auto" else asked.device
+    # A launcher counts processes. The replicas of dp are threads of one process, so its count says nothing of them.
+    if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
+        nnodes, nproc_per_node = world.nnodes, world.nproc_per_node
+    else:
+        nnodes = asked.nnodes.high
+        nproc_per_node = asked.nproc_per_node or _usual_count(asked.layout, device, found)
+    layout = Layout(kind=asked.layout, device=device, nnodes=nnodes, nproc_per_node=nproc_per_node)
     layout.check()
-    if device == "cuda" and found < nproc_per_node and not (found and kind == "ddp" and backend == "gloo"):
-        fewer = f"--nproc-per-node {found} --device cuda" if found and kind != "single" else None
-        count = nproc_per_node if kind != "single" else 1
-        choices = [
-            choice
-            for choice in (fewer, f"--device cpu --nproc-per-node {count}" if count > 1 else "--device cpu")
-            if choice
-        ]
+    # gloo lets several processes share a GPU.
+    if device == "cuda" and found < nproc_per_node and not (found and layout.kind == "ddp" and asked.backend == "gloo"):
         raise UserError(
-            f"asked for {count} CUDA device{'s' if count > 1 else ''}, found {found}; what would run here: "
-            + " or ".join(f"--layout {kind} {choice}" for choice in choices),
+            f"asked for {nproc_per_node} CUDA device{'s' if nproc_per_node > 1 else ''}, found {found}; "
+            f"what would run here: {' or '.join(_possible(layout, found))}",
             ExitCode.RESOURCES,
         )
     return layout
+
+
+def _usual_count(kind: LayoutKind, device: DeviceType, found: int) -> int:
+    if kind == "single":
+        return 1
+    return max(found, 1) if device == "cuda" else 2
+
+
+def _possible(layout: Layout, found: int) -> list[str]:
+    """Options like the layout's that fit the GPUs found."""
+    kind, count = f"--layout {layout.kind}", layout.nproc_per_node
+    on_cpu = f"{kind} --device cpu" + (f" --nproc-per-node {count}" if count > 1 else "")
+    on_fewer = f"{kind} --nproc-per-node {found} --device cuda"
+    return [on_fewer, on_cpu] if found and layout.kind != "single" else [on_cpu]
+
+
+def _default_reduction(experiment: Experiment, layout: Layout, world: World) -> Reduction:
+    """The experiment's own; where exact cannot be had, plain, and a line that says so."""
+    reason = promise_broken_by(experiment, layout) if experiment.reduction == "exact" else None
+    if reason is None:
+        return experiment.reduction
+    if world.is_first:
+        print(f"plain reduction instead of exact: {reason}", file=sys.stderr)
+    return "plain"
+
+
+def _launcher(asked: Asked, world: World) -> str:
+    if asked.layout != "ddp":
+        return "in-process"
+    # Workers that `ddp train` started itself have a place for their reports.
+    return "external" if World.is_set() and world.report_dir is None else asked.launcher
 
 
 def check_request(request: Request) -> None:

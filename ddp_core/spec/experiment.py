@@ -7,15 +7,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.errors import UserError, nearest_name
-
-
-class Frozen(BaseModel):
-    """A record that cannot change and knows no field by accident."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from ddp_core.spec.records import Frozen, Reduction, explain
 
 
 class Component(Frozen):
@@ -25,7 +20,7 @@ class Component(Frozen):
     """
 
     name: str
-    options: dict[str, JsonValue] = {}
+    options: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class Optimizer(Frozen):
@@ -84,10 +79,9 @@ class Experiment(Frozen):
     """What is trained: model, data, loss, optimizer, schedule, batch, length and seed. Hardware never appears here.
 
     `global_batch_size` is the number of samples per step. It is always cut into micro-batches of `micro_batch`
-    samples, each with its own
-    forward and backward; a layout only decides who computes which. `micro_batch=None` lets every rank take its share
-    at once, which
-    changes with the layout and therefore excludes the exact reduction.
+    samples, each with its own forward and backward; a layout only decides which rank computes which. With
+    `micro_batch=None` every rank takes its share at once; the share changes with the layout, and therefore the exact
+    reduction cannot be had.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -104,7 +98,7 @@ class Experiment(Frozen):
     last_batch: Literal["drop", "keep"] = "drop"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_norm: float | None = Field(None, gt=0)
-    reduction: Literal["exact", "plain"] = "exact"
+    reduction: Reduction = "exact"
     sync_batch_norm: bool = False
     evaluation: Evaluation = Evaluation()
     ddp: DdpOptions = DdpOptions()
@@ -180,16 +174,6 @@ def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
     """The multiples of `divisor` just below (0 if none) and just above `number`."""
     below = number // divisor * divisor
     return below, below + divisor
-
-
-def explain(error: ValidationError) -> str:
-    """Pydantic's findings in one line."""
-    findings = []
-    for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"])
-        text = item["msg"].removeprefix("Value error, ")
-        findings.append(f"{place}: {text}" if place else text)
-    return "; ".join(findings)
 
 
 def setting_names(experiment: Experiment) -> list[str]:

@@ -7,7 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from ddp_core.errors import UserError
-from ddp_core.spec.experiment import Frozen
+from ddp_core.spec.records import Frozen
+
+LayoutKind = Literal["single", "dp", "ddp"]
+DeviceType = Literal["cpu", "cuda"]
 
 
 class Layout(Frozen):
@@ -16,8 +19,8 @@ class Layout(Frozen):
     For `dp`, one process drives `nproc_per_node` replicas from threads.
     """
 
-    kind: Literal["single", "dp", "ddp"] = "single"
-    device: Literal["cpu", "cuda"] = "cpu"
+    kind: LayoutKind = "single"
+    device: DeviceType = "cpu"
     nnodes: int = Field(1, gt=0)
     nproc_per_node: int = Field(1, gt=0)
 

@@ -1,51 +1,273 @@
-"""How a run is carried out: everything beside experiment and layout, with its default; recorded in run.json."""
+"""What `ddp train` may be asked, and how a run is carried out: each option is declared once, as a field.
+
+The field's name gives the option's name, its type and bounds what is accepted, its default the default, and its
+description the help text. The class that a field stands in is its group in `ddp train --help`; the first line of the
+class's docstring is the title there. `Asked` is all that can be asked for, `Options` the part that run.json records
+beside experiment and layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 
-from ddp_core.errors import UserError
-from ddp_core.spec.experiment import Frozen, explain
+from ddp_core.spec.layout import DeviceType, LayoutKind
+from ddp_core.spec.records import Frozen, Reduction
+
+Launcher = Literal["torchrun", "spawn"]
 
 
-class Options(Frozen):
-    """Settings of a run that change neither what is trained nor where; `reduction` decides the last bits only."""
+@dataclass(frozen=True)
+class CommandLine:
+    """How a field is written on the command line, where its name and type do not say it."""
 
-    reduction: Literal["exact", "plain"] = "exact"
-    launcher: Literal["in-process", "torchrun", "spawn", "external"] = "in-process"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    output: str = "outputs"
-    data_dir: str = "data"
-    workers: int = Field(0, ge=0)
-    """Loader processes per rank; 0 loads in line."""
-    checkpoint_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints; None: at the end of each epoch."""
-    keep_last: int = Field(2, ge=1)
-    keep_every: int | None = Field(None, gt=0)
-    asynchronous_save: bool = True
-    log_every: int = Field(10, gt=0)
-    digest_every: int | None = Field(None, gt=0)
-    """Steps between weight digests in the metrics; None: at the end of each epoch."""
-    timeout: float = Field(60.0, gt=0)
-    """Seconds after which a silent peer counts as lost."""
-    on_nan: Literal["stop", "skip"] = "stop"
-    max_seconds: float | None = Field(None, gt=0)
-    stop_signal: str | None = None
-    max_restarts: int = Field(3, ge=0)
-    ledger: bool = False
-    tensorboard: bool = False
-    profile: str | None = None
-    """First and last step of a trace, as '20:25'."""
-    faults: tuple[str, ...] = ()
-    """Scripted faults, see ddp_core.faults."""
+    option: str | None = None
+    metavar: str | None = None
+    variable: str | None = None
+    """The environment variable that gives the value where the option is not used."""
+    hidden: bool = False
 
-    @classmethod
-    def checked(cls, values: Mapping[str, Any]) -> Self:
-        """Raises UserError naming each option whose value cannot be."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise UserError(f"option {explain(error)}") from None
+
+@dataclass(frozen=True)
+class ByDefault:
+    """What a field whose default is None means then, for the help."""
+
+    text: str
+
+
+Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
+Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
+Seconds = Annotated[float, Field(gt=0), CommandLine(metavar="SECONDS")]
+
+
+class NodeRange(NamedTuple):
+    """How many nodes a launch may have, from `low` to `high`; written N or LOW:HIGH."""
+
+    low: Count = 1
+    high: Count = 1
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+def _split(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    low, colon, high = value.partition(":")
+    return (low, high) if colon else (low, low)
+
+
+def _in_order(nodes: NodeRange) -> NodeRange:
+    if nodes.low > nodes.high:
+        raise ValueError("the first number is the smaller one")
+    return nodes
+
+
+class What(Frozen):
+    """What is trained, and from where on."""
+
+    experiment: str = Field(description="A name from `ddp list`, or the path of an experiment file of your own.")
+    settings: Annotated[tuple[str, ...], CommandLine("--set", "NAME=VALUE")] = Field(
+        (), description="Change a value of the experiment, for example optimizer.lr=0.05. May be repeated."
+    )
+    resume: Annotated[str, CommandLine(metavar="never|auto|RUN")] = Field(
+        "never",
+        description="Continue a run that did not come to its end: the newest one of this experiment (auto), or the "
+        "one in the directory RUN. The layout may be another one than before.",
+    )
+    reduction: Annotated[Reduction | None, ByDefault("what the experiment says")] = Field(
+        None,
+        description="How gradients are added up. exact: the same bits on every layout. plain: as torch does it, the "
+        "fastest.",
+    )
+    record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
+        None, description="Train the experiment that this file records; its own file gives the functions only."
+    )
+
+
+class Where(Frozen):
+    """Where it runs."""
+
+    layout: LayoutKind = Field(
+        "single",
+        description="single: one process on one device. dp: one process, with a replica of the model on each of its "
+        "devices (nn.DataParallel). ddp: a process for each device (DistributedDataParallel).",
+    )
+    device: Literal["auto", DeviceType] = Field("auto", description="auto: CUDA where there is a GPU, else the CPU.")
+    nproc_per_node: Annotated[
+        Count | None, ByDefault("1 for single, else one for each GPU of this node, or 2 on the CPU")
+    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node.")
+    nnodes: Annotated[
+        NodeRange, BeforeValidator(_split), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
+    ] = Field(
+        NodeRange(),
+        description="Nodes (machines) that train together, each started with the same command. With MIN:MAX, nodes "
+        "may leave and join while the others train.",
+    )
+    rdzv_endpoint: Annotated[
+        str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")
+    ] = Field(None, description="Where several nodes meet: where `ddp rendezvous` was started.")
+    rdzv_id: Annotated[str | None, CommandLine(metavar="ID"), ByDefault("a random one, for one node")] = Field(
+        None, description="A word that names this launch: the same on all of its nodes, and never used before."
+    )
+    launcher: Launcher = Field(
+        "torchrun",
+        description="How the processes of ddp are started: by torchrun's agent, which replaces those that are lost, or "
+        "by torch.multiprocessing.spawn.",
+    )
+
+
+class Communication(Frozen):
+    """How processes talk, and what is done when some are lost."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="auto: nccl between GPUs, gloo on the CPU. gloo also lets several processes share a GPU."
+    )
+    timeout: Seconds = Field(60.0, description="A process that is silent for longer counts as lost.")
+    max_restarts: Annotated[int, CommandLine(metavar="N")] = Field(
+        3, ge=0, description="How many times the processes are started again after some were lost."
+    )
+
+
+class Files(Frozen):
+    """Where data are read and results are written."""
+
+    output: Annotated[str, CommandLine(metavar="DIR", variable="DDP_OUTPUT")] = Field(
+        "outputs", description="The folder of all runs; each run makes a directory of its own in it."
+    )
+    data_dir: Annotated[str, CommandLine(metavar="DIR", variable="DDP_DATA")] = Field(
+        "data", description="The folder that data sets are fetched into and read from."
+    )
+    workers: Annotated[int, CommandLine(metavar="N")] = Field(
+        0, ge=0, description="Processes that prepare data, for each rank. With 0 the rank does it itself."
+    )
+
+
+class Saving(Frozen):
+    """When checkpoints are saved, and which are kept."""
+
+    checkpoint_every: Annotated[Steps | None, ByDefault("at the end of each epoch")] = Field(
+        None, description="Save a checkpoint every so many steps."
+    )
+    keep_last: Count = Field(2, description="How many of the newest checkpoints are kept. The best one always is.")
+    keep_every: Annotated[Steps | None, ByDefault("none of them")] = Field(
+        None, description="Keep the checkpoints of every so many steps, too."
+    )
+    asynchronous_save: Annotated[bool, CommandLine("--synchronous-save")] = Field(
+        True, description="Wait until a checkpoint is written before training goes on."
+    )
+
+
+class Stopping(Frozen):
+    """When it stops before its end."""
+
+    max_seconds: Annotated[Seconds | None, ByDefault("no limit")] = Field(
+        None, description="Save and stop after this time; --resume continues."
+    )
+    stop_signal: Annotated[str | None, CommandLine(metavar="NAME"), ByDefault("TERM and INT only")] = Field(
+        None,
+        description="A signal that also asks to save and stop, for example USR1, which a scheduler can send before it "
+        "ends a job.",
+    )
+    on_nan: Literal["stop", "skip"] = Field(
+        "stop", description="What to do when a loss is NaN or infinite: end the run, or skip the step."
+    )
+
+
+class Watching(Frozen):
+    """What is written down on the way."""
+
+    log_every: Steps = Field(10, description="Steps between two lines of progress.")
+    digest_every: Annotated[Steps | None, ByDefault("one at the end of each epoch")] = Field(
+        None, description="Steps between two digests of the weights."
+    )
+    ledger: bool = Field(
+        False, description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out."
+    )
+    tensorboard: bool = Field(False, description="Write files for TensorBoard.")
+    profile: Annotated[str | None, CommandLine(metavar="FIRST:LAST"), ByDefault("no trace")] = Field(
+        None, description="Trace these steps on every rank, for example 20:25, for Perfetto."
+    )
+
+
+class Drills(Frozen):
+    """Faults on purpose, for tests and drills."""
+
+    faults: Annotated[tuple[str, ...], CommandLine("--fault", "KIND@STEP[:RANK]")] = Field(
+        (),
+        description="Let something go wrong, for example kill@60:1 (rank 1 is killed after step 60) or nan@30 (rank 0 "
+        "computes with NaN in step 30). May be repeated.",
+    )
+
+
+class Options(Drills, Watching, Stopping, Saving, Files, Communication):
+    """How a run is carried out, as run.json records it.
+
+    It changes neither what is trained nor where; only `reduction` decides the last bits of the result.
+    """
+
+    reduction: Reduction = "exact"
+    launcher: Literal["in-process", "external", Launcher] = "in-process"
+    """`external`: the processes were started by somebody else's launcher."""
+
+
+class Asked(What, Where, Communication, Files, Saving, Stopping, Watching, Drills):
+    """All that `ddp train` may be asked, as the user may write it."""
+
+    def to_words(self) -> list[str]:
+        """The words after `ddp train` that ask for this: one option for each field that was given."""
+        given = [name for _, fields in groups() for name in fields if name in self.model_fields_set]
+        return [word for name in given for word in self._words(name, getattr(self, name))]
+
+    def _words(self, name: str, value: Any) -> Iterator[str]:
+        field = type(self).model_fields[name]
+        option = option_name(name, field)
+        if field.is_required():
+            yield str(value)
+        elif isinstance(value, bool):
+            yield from [option] if value != field.default else []
+        else:
+            for item in value if is_repeated(field) else [] if value is None else [value]:
+                yield from (option, str(item))
+
+
+def groups() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    """The groups of `Asked`: title, and fields by name."""
+    for group in Asked.__bases__:
+        if issubclass(group, Frozen):
+            yield (group.__doc__ or "").partition("\n")[0].rstrip("."), group.model_fields
+
+
+def command_line(field: FieldInfo) -> CommandLine:
+    """What the field, or the type that it may have beside None, says about its option."""
+    nested = [note for part in get_args(field.annotation) for note in getattr(part, "__metadata__", ())]
+    return next((note for note in (*field.metadata, *nested) if isinstance(note, CommandLine)), CommandLine())
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default in words, for the help: what happens where the option is not used."""
+    if field.default is None:
+        return next((note.text for note in field.metadata if isinstance(note, ByDefault)), "none")
+    if isinstance(field.default, bool):
+        return "off"  # of the option: one that is there for switching off leaves its field on
+    return str(field.default) if field.default != () else "none"
+
+
+def option_name(name: str, field: FieldInfo) -> str:
+    """The option of a field: `--checkpoint-every` of `checkpoint_every`, if the field names no other."""
+    return command_line(field).option or f"--{name.replace('_', '-')}"
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The values of a field that has a fixed set of them, else nothing."""
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is Literal]
+    return list(get_args(kinds[0])) if kinds else []
+
+
+def is_repeated(field: FieldInfo) -> bool:
+    """Whether the option may be given several times."""
+    return get_origin(field.annotation) is tuple

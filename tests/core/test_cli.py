@@ -3,25 +3,91 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
-from ddp_core.cli import build_parser, main
-from ddp_core.errors import UserError
+from ddp_core.cli import main
+from ddp_core.cli.commands import ddp as group
+from ddp_core.cli.options import asked_in
+from ddp_core.spec.options import Asked, NodeRange, groups, option_name
 from tests.support.commands import ROOT, command, ddp, forked, train, trained, wait_until
 from tests.support.processes import free_port
 
-COMMANDS = ("train", "list", "compare", "verify", "verify-layouts", "data", "doctor", "rendezvous")
+COMMANDS = (
+    "train",
+    "list",
+    "compare",
+    "verify",
+    "verify-layouts",
+    "ledger",
+    "health",
+    "data",
+    "doctor",
+    "rendezvous",
+)
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
+
+# Every field of `Asked`, with a value that is not its default.
+VALUES = {
+    "experiment": "mine.py",
+    "settings": ("optimizer.lr=0.1", "model.sizes=[10, 1]"),
+    "resume": "auto",
+    "reduction": "plain",
+    "record": "run.json",
+    "layout": "ddp",
+    "device": "cpu",
+    "nproc_per_node": 4,
+    "nnodes": NodeRange(2, 4),
+    "rdzv_endpoint": "there:29400",
+    "rdzv_id": "fresh",
+    "launcher": "spawn",
+    "backend": "gloo",
+    "timeout": 1.5,
+    "max_restarts": 0,
+    "output": "a folder",
+    "data_dir": "elsewhere",
+    "workers": 2,
+    "checkpoint_every": 7,
+    "keep_last": 1,
+    "keep_every": 100,
+    "asynchronous_save": False,
+    "max_seconds": 3600.0,
+    "stop_signal": "USR1",
+    "on_nan": "skip",
+    "log_every": 1,
+    "digest_every": 5,
+    "ledger": True,
+    "tensorboard": True,
+    "profile": "20:25",
+    "faults": ("kill@60:1", "nan@30"),
+}
+
+
+def understood(*words: str) -> Asked:
+    """What `ddp train WORDS` asks for."""
+    with group.commands["train"].make_context("train", list(words)) as context:
+        return asked_in(context)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which `ddp WORDS` is refused."""
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("ddp: error: ")
+    assert line.count("\n") == 1
+    return line
 
 
 def test_the_console_command_and_the_module_are_one() -> None:
     ended = command("--help")
     assert (ended.code, ended.errors) == (0, "")
-    assert ended.output.startswith("usage: ddp ")
-    assert all(name in ended.output for name in COMMANDS)
+    assert ended.output.startswith("Usage: ddp ")
+    assert all(f"\n  {name} " in ended.output for name in COMMANDS)
+    assert "..." not in ended.output.partition("Commands:")[2], "a line that is cut off"
 
 
 def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,55 +100,113 @@ def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.Captur
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "usage: ddp" in capsys.readouterr().out
+    assert "Usage: ddp" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "data fetch"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args([name, "--help"])
-    assert ended.value.code == 0
-    assert "usage: ddp" in capsys.readouterr().out
+    assert main([*name.split(), "--help"]) == 0
+    assert f"Usage: ddp {name} " in capsys.readouterr().out
+
+
+def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    options, _, examples = capsys.readouterr().out.partition("Examples:\n")
+    titles = [title for title, _ in groups()]
+    assert len(titles) >= 6
+    assert re.findall(r"^(\S.*):$", options, re.MULTILINE) == [*titles, "Options"]
+    rows = {row.split()[0]: " ".join(row.split()) for row in re.split(r"\n  (?=--)", options)}
+    shown = {
+        option_name(name, field)
+        for _, fields in groups()
+        for name, field in fields.items()
+        if name not in ("experiment", "record")
+    }
+    assert rows.keys() - {"Usage:", "--help"} == shown
+    assert [option for option in shown if "[default: " not in rows[option]] == []
+    assert 3 <= len(examples.splitlines()) <= 5
+    for line in examples.splitlines():
+        understood(*line.split()[2:])
+
+
+def test_only_what_was_written_counts_as_given() -> None:
+    assert understood("digits").model_fields_set == {"experiment"}
+    assert understood("digits") == Asked(experiment="digits")
+    assert understood("digits", "--nnodes", "1", "--log-every=10").model_fields_set == {
+        "experiment",
+        "nnodes",
+        "log_every",
+    }
+
+
+def test_a_request_in_words_is_understood_as_it_was_meant() -> None:
+    assert VALUES.keys() == Asked.model_fields.keys()
+    for name, value in VALUES.items():
+        one = Asked(**{"experiment": "digits", name: value})
+        assert one != Asked(experiment="digits"), name
+        assert understood(*one.to_words()) == one
+        assert len(one.to_words()) <= 5, "defaults are not spelled out"
+    everything = Asked(**VALUES)
+    assert understood(*everything.to_words()) == everything
+
+
+def test_every_command_line_of_the_documentation_is_understood() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines()]
+    shown = [shlex.split(line, comments=True) for line in lines if line.startswith("ddp train ") and "…" not in line]
+    assert len(shown) > 5
+    for _, _, *words in shown:
+        understood(*words)
 
 
 @pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])
 def test_nodes_are_a_number_or_a_range(words: list[str], nodes: tuple[int, int]) -> None:
-    assert build_parser().parse_args(["train", "digits", *words]).nnodes == nodes
+    assert understood("digits", *words).nnodes == nodes
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["train", "digits", "--nnodes", "4:2"], ["--nnodes", "4:2"]),
-        (["train", "digits", "--nnodes", "0"], ["--nnodes"]),
-        (["train", "digits", "--nproc-per-node", "-1"], ["--nproc-per-node"]),
-        (["train", "digits", "--checkpoint-every", "0"], ["--checkpoint-every"]),
+        (["train", "digits", "--nnodes", "4:2"], ["--nnodes", "4:2", "smaller"]),
+        (["train", "digits", "--nnodes", "0"], ["--nnodes", "0", "greater than 0"]),
+        (["train", "digits", "--nnodes", "2:"], ["--nnodes", "2:", "integer"]),
+        (["train", "digits", "--nproc-per-node", "-1"], ["--nproc-per-node", "-1", "greater than 0"]),
+        (["train", "digits", "--nproc-per-node", "two"], ["--nproc-per-node", "two", "integer"]),
+        (["train", "digits", "--checkpoint-every", "0"], ["--checkpoint-every", "0", "greater than 0"]),
+        (["train", "digits", "--keep-last"], ["--keep-last", "argument"]),
+        (["train", "digits", "--timeout", "inf"], ["--timeout", "inf", "finite"]),
+        (["train", "digits", "--layout", "dpp"], ["--layout", "dpp", "'single', 'dp', 'ddp'"]),
         (["train", "digits", "--learning-rate", "0.1"], ["--learning-rate", "ddp train --help"]),
-        (["train", "digits", "--nproc_per_node", "2"], ["did you mean --nproc-per-node?"]),
-        (["train", "digits", "--chekpoint-every", "2"], ["did you mean --checkpoint-every?"]),
+        (["train", "digits", "--nproc_per_node", "2"], ["--nproc_per_node", "did you mean --nproc-per-node?"]),
+        (["train", "digits", "--chekpoint-every", "2"], ["--chekpoint-every", "did you mean --checkpoint-every?"]),
         (["train", "digits", "--nproc", "2"], ["--nproc"]),
-        (["tarin", "digits"], ["tarin"]),
-        (["data", "fetch"], ["name"]),
+        (["train", "digits", "more"], ["more", "ddp train --help"]),
+        (["train"], ["EXPERIMENT", "ddp train --help"]),
+        (["tarin", "digits"], ["tarin", "did you mean train?"]),
+        (["--version"], ["--version", "ddp --help"]),
+        (["verify", "run", "--device", "gpu"], ["--device", "gpu", "cuda"]),
+        (["health", "--within", "soon"], ["--within", "soon", "float"]),
+        (["data", "fetch"], ["NAME", "ddp data fetch --help"]),
+        (["data", "fecth"], ["fecth", "did you mean fetch?"]),
+        (["data"], ["command", "ddp data --help"]),
     ],
+    ids=lambda value: " ".join(value),
 )
-def test_a_wrong_word_is_an_error_in_one_line(words: list[str], parts: list[str]) -> None:
-    with pytest.raises(UserError) as raised:
-        build_parser().parse_args(words)
-    message = str(raised.value)
-    assert all(part in message for part in parts[:1]), message
-    assert "\n" not in message
-    if "did you mean" in parts[0]:
-        assert parts[0] in message
+def test_a_wrong_word_is_an_error_in_one_line(
+    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = said(capsys, *words)
+    assert all(part in line for part in parts), line
 
 
 def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDP_OUTPUT", raising=False)
-    assert build_parser().parse_args(["train", "digits"]).output == "outputs"
+    monkeypatch.delenv("DDP_DATA", raising=False)
+    assert (understood("digits").output, understood("digits").data_dir) == ("outputs", "data")
     monkeypatch.setenv("DDP_OUTPUT", "/elsewhere")
     monkeypatch.setenv("DDP_DATA", "/the/data")
-    options = build_parser().parse_args(["train", "digits"])
-    assert (options.output, options.data_dir) == ("/elsewhere", "/the/data")
-    assert build_parser().parse_args(["train", "digits", "--output", "here"]).output == "here"
+    assert (understood("digits").output, understood("digits").data_dir) == ("/elsewhere", "/the/data")
+    assert understood("digits", "--output", "here").output == "here"
 
 
 def test_settings_reach_the_run_and_its_record(tmp_path: Path) -> None:

@@ -154,6 +154,6 @@ def _newest(output: Path, with_ledger: bool) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_verify_layouts_prints_one_digest(tmp_path: Path) -> None:
-    done = _ddp(["verify-layouts", "digits", "--set", "max_steps=310", "--output", str(tmp_path)], tmp_path, 580)
+    done = _ddp(["verify-layouts", "digits", "--set", "max_steps=310"], tmp_path, 580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "one digest" in done.stdout

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddp_core.errors import UserError
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.run.directory import RunDirectory, find_runs
-from ddp_core.spec.experiment import explain
 from ddp_core.spec.layout import Layout
+from ddp_core.spec.records import explain
 from ddp_lab.report.values import finite
 
 STEP_PARTS = (
