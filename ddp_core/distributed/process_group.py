@@ -129,15 +129,17 @@ def local_device(world: World, device_type: str) -> torch.device:
 def _meet(world: World, timeout: float) -> dist.Store:
     """The store of this launch, after every rank has shown up exactly once."""
     limit = timedelta(seconds=timeout)
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address, port = world.store_host, world.store_port
+    assert address is not None
+    assert port is not None
+    serves = world.is_first and not world.agent_serves_store
     try:
         # As torch's env:// does, but without its wait for all ranks, which does not say who is missing.
-        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = dist.TCPStore(
             address,
-            int(port),
+            port,
             world.world_size,
-            is_master=world.is_first and not agent_serves,
+            is_master=serves,
             timeout=limit,
             wait_for_workers=False,
             multi_tenant=True,
@@ -147,7 +149,7 @@ def _meet(world: World, timeout: float) -> dist.Store:
             raise UserError(
                 f"{world.place}: MASTER_PORT={port} is in use; give the ranks another one", ExitCode.RESOURCES
             ) from None
-        why = "cannot be served" if world.is_first and not agent_serves else "is unreachable"
+        why = "cannot be served" if serves else "is unreachable"
         raise UserError(
             f"{world.place}: no process group at {address}:{port} within {timeout:.0f} s, "
             f"its store {why} ({_first_line(error)})",

@@ -1,14 +1,15 @@
-"""Who am I: the only reader of the launcher's environment variables.
+"""Who am I: the only reader, and the only writer, of the variables by which a launcher tells a process its place.
 
 | variable | set by | meaning here |
 |---|---|---|
 | RANK, WORLD_SIZE | torchrun, torch.distributed.launch, a scheduler, our spawn | rank, world_size |
 | LOCAL_RANK, LOCAL_WORLD_SIZE | the same | local_rank, nproc_per_node |
-| GROUP_RANK | torchrun | node_rank |
-| MASTER_ADDR, MASTER_PORT | the same | where the process group's store is |
+| GROUP_RANK | torchrun, our spawn | node_rank |
+| MASTER_ADDR, MASTER_PORT | the same as RANK | store_host, store_port: where the process group's store is |
+| TORCHELASTIC_USE_AGENT_STORE | torchrun | agent_serves_store: its agent serves that store, so rank 0 must not |
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
-| TORCHELASTIC_RESTART_COUNT | torchrun | shown only: it differs between nodes of one round |
-| DDP_REPORT_DIR | `ddp train` | where a worker leaves word of how it ended, for the launcher to say once |
+| TORCHELASTIC_RESTART_COUNT | torchrun | restart_count; shown only: it differs between nodes of one round |
+| DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to say it once |
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class World:
     local_rank: int = 0
     nproc_per_node: int = 1
     node_rank: int = 0
+    store_host: str | None = None
+    store_port: int | None = None
+    agent_serves_store: bool = False
     launch_id: str | None = None
     restart_count: int = 0
     report_dir: Path | None = None
@@ -56,8 +60,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """The launcher's word, checked. Raises UserError naming the variable that is missing or wrong."""
-        reports = environ.get("DDP_REPORT_DIR")
+        """What the launcher said, checked. Raises UserError naming the variable that is missing or wrong."""
         if not cls.is_set(environ):
             return cls()
 
@@ -82,16 +85,36 @@ class World:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if world_size > 1 and name not in environ:
                 raise UserError(f"RANK is set but {name} is not; start this with torchrun or `ddp train`")
-        if world_size > 1:
-            number("MASTER_PORT")
+        reports = environ.get("DDP_REPORT_DIR")
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             nproc_per_node=nproc_per_node,
             node_rank=number("GROUP_RANK", rank // nproc_per_node),
+            # A single process needs no store: its MASTER_ADDR and MASTER_PORT may be missing or wrong.
+            store_host=environ["MASTER_ADDR"] if world_size > 1 else None,
+            store_port=number("MASTER_PORT") if world_size > 1 else None,
+            agent_serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             # "none" is torchrun's own default: no identity at all.
             launch_id=None if (identity := environ.get("TORCHELASTIC_RUN_ID")) == "none" else identity,
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             report_dir=Path(reports) if reports else None,
         )
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that make another process this one of the world: `from_environment` gives it back."""
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.nproc_per_node,
+            "GROUP_RANK": self.node_rank,
+            "MASTER_ADDR": self.store_host,
+            "MASTER_PORT": self.store_port,
+            "TORCHELASTIC_USE_AGENT_STORE": True if self.agent_serves_store else None,
+            "TORCHELASTIC_RUN_ID": self.launch_id,
+            "TORCHELASTIC_RESTART_COUNT": self.restart_count or None,
+            "DDP_REPORT_DIR": self.report_dir,
+        }
+        return {name: str(value) for name, value in variables.items() if value is not None}

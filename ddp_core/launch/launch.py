@@ -193,15 +193,16 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
 
 
 def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, arguments: list[str]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(count),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(count),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        DDP_REPORT_DIR=reports,
+    world = World(
+        rank=rank,
+        world_size=count,
+        local_rank=rank,
+        nproc_per_node=count,
+        store_host="127.0.0.1",
+        store_port=port,
+        report_dir=Path(reports),
     )
+    os.environ.update(world.to_environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(entry(arguments))
 

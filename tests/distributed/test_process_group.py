@@ -119,10 +119,9 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
         assert seconds < 5
 
 
-def test_no_first_rank_is_said_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    world, started = World(rank=1, world_size=2, local_rank=1, nproc_per_node=2), time.monotonic()
+def test_no_first_rank_is_said_within_the_timeout() -> None:
+    world = World(1, 2, local_rank=1, nproc_per_node=2, store_host="127.0.0.1", store_port=free_port())
+    started = time.monotonic()
     with pytest.raises(UserError, match="its store is unreachable") as raised, process_group(world, CPU, 1):
         pass
     assert raised.value.exit_code == ExitCode.PEERS_LOST

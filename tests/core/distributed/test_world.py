@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,13 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "launch-7",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
-LAUNCHERS_VARIABLES = {*TORCHRUN, "GROUP_WORLD_SIZE", "ROLE_RANK", "DDP_REPORT_DIR"}
+LAUNCHERS_VARIABLES = {
+    *TORCHRUN,
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "DDP_REPORT_DIR",
+}
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
@@ -36,6 +43,7 @@ def test_torchruns_variables_are_read() -> None:
     world = World.from_environment(TORCHRUN)
     assert (world.rank, world.world_size, world.local_rank, world.nproc_per_node) == (5, 8, 1, 4)
     assert (world.nnodes, world.node_rank, world.launch_id, world.restart_count) == (2, 1, "launch-7", 2)
+    assert (world.store_host, world.store_port, world.agent_serves_store) == ("10.0.0.1", 29500, False)
     assert not world.is_first
     assert world.place == "rank 5 (node 1)"
 
@@ -76,30 +84,57 @@ def test_a_wrong_variable_is_named(change: dict[str, str | None], words: list[st
     assert raised.value.exit_code == 2
 
 
-def test_nothing_else_reads_the_launchers_variables() -> None:
-    """Reading is `os.environ[...]` and `.get`; mp.spawn's side must set them, and the store's address is torch's."""
-    readers = set()
-    for file in Path(ddp_core.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            name = None
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_environ(node.value):
-                name = node.slice
-            elif (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("get", "getenv")
-            ):
-                name = (
-                    node.args[0] if node.args and (_is_environ(node.func.value) or node.func.attr == "getenv") else None
-                )
-            if isinstance(name, ast.Constant) and name.value in LAUNCHERS_VARIABLES:
-                readers.add((file.name, name.value))
-    assert {pair for pair in readers if pair[1] not in ("MASTER_ADDR", "MASTER_PORT")} <= {
-        ("world.py", name) for name in LAUNCHERS_VARIABLES
+@pytest.mark.parametrize("change", [{}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"DDP_REPORT_DIR": "/reports"}])
+def test_what_is_written_is_read_back(change: dict[str, str]) -> None:
+    """torchrun's variables, as `World` writes them, are the ones that it reads."""
+    assert World.from_environment(TORCHRUN | change).to_environment() == TORCHRUN | change
+
+
+def test_a_single_process_needs_no_store() -> None:
+    world = World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "nonsense"})
+    assert world == World()
+    assert World.from_environment(world.to_environment()) == world
+
+
+def test_nothing_else_knows_the_launchers_variables() -> None:
+    """The names stand in world.py alone, and where a launcher hands one to its workers."""
+    handed_on = {("launch/agent.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
+    named = {
+        (name, node.value)
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in LAUNCHERS_VARIABLES
     }
+    assert {(name, variable) for name, variable in named if name != "distributed/world.py"} <= handed_on
 
 
-def _is_environ(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
-        isinstance(node, ast.Name) and node.id == "environ"
-    )
+def test_few_modules_touch_the_environment() -> None:
+    """Everything else is told what it must know, so that one process can do two things that need different values."""
+    may = {
+        "cli/commands.py": "keeps libraries quiet, before they are imported",
+        "determinism/fingerprint.py": "notes what decides which kernels a library picks",
+        "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
+        "distributed/process_group.py": "checks gloo's network interface",
+        "distributed/world.py": "reads the launcher's variables",
+        "launch/agent.py": "tells torchrun's agent and its workers",
+        "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",
+        "launch/nursery.py": "gives a worker the environment that the agent meant for it",
+        "run/environment.py": "notes libraries' settings and what the image was built from",
+    }
+    touching = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.alias) and _name(node) in ("environ", "environb", "getenv", "putenv")
+    }
+    assert touching - may.keys() == set()
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of ddp_core: path below the package, and syntax tree."""
+    root = Path(ddp_core.__file__).parent
+    return ((str(file.relative_to(root)), ast.parse(file.read_text())) for file in root.rglob("*.py"))
+
+
+def _name(node: ast.Attribute | ast.alias) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.name
