@@ -159,6 +159,13 @@ def test_every_command_line_of_the_documentation_is_understood() -> None:
         understood(*words)
 
 
+def test_the_reference_names_every_option_of_train() -> None:
+    """Those of other commands may stand there, too."""
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
+    assert options - {"--experiment", "--record"} - set(re.findall(r"--[a-z-]+", page)) == set()
+
+
 @pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])
 def test_nodes_are_a_number_or_a_range(words: list[str], nodes: tuple[int, int]) -> None:
     assert understood("digits", *words).nnodes == nodes
