@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import HANG
+
 ROOT = Path(__file__).parents[2]
 
 # From the ground up. A room imports from rooms on lower floors only: two on one floor do not know each other.
@@ -180,7 +182,7 @@ def python(*words: str) -> tuple[str, float]:
         [sys.executable, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=True,

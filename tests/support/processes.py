@@ -12,9 +12,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+HANG = 240
+"""Seconds after which a process is taken to hang. Not a measure of anything: a busy machine may need most of them."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes as forks of a server that has torch and this project loaded."""
 # torch._dynamo is what the first optimizer of a process imports, at the price of torch itself.
-_CONTEXT.set_forkserver_preload(
+CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
         *("ddp_core.cli", "ddp_core.launch.agent", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
@@ -60,16 +64,16 @@ def _enter(
         results.put((rank, False, traceback.format_exc()))
 
 
-def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = HANG) -> list[Any]:
     """Run `function(rank, world_size, *arguments)` in `world_size` processes; return what each returned, by rank.
 
     The launcher's variables are set; the function starts its own process group. Results must pickle without torch's
     shared memory (return numbers, strings, numpy arrays). Raises AssertionError with the first traceback, or after
     `timeout` seconds.
     """
-    port, results = free_port(), _CONTEXT.Queue()
+    port, results = free_port(), CONTEXT.Queue()
     workers = [
-        _CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
+        CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
         for rank in range(world_size)
     ]
     for worker in workers:

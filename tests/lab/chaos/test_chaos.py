@@ -356,7 +356,6 @@ def test_node_result_of_a_kill_is_no_mistake() -> None:
     assert NodeResult("node-1", 137).code == 6
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.slow
 def test_killed_local_node_comes_back_and_the_weights_are_the_undisturbed_ones(tmp_path: Path) -> None:
     file = tmp_path / "quick.yaml"

@@ -204,7 +204,6 @@ def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPat
         check_service("ddp-3gpu", found=3)
 
 
-@pytest.mark.timeout(110)
 def test_two_local_nodes_train_after_their_baseline_and_are_compared(tmp_path: Path) -> None:
     options = ["--output", str(tmp_path), "--set", "epochs=1"]
     done = subprocess.run(
@@ -225,7 +224,6 @@ def test_two_local_nodes_train_after_their_baseline_and_are_compared(tmp_path: P
     assert "ddp-2x1-cpu" in done.stdout.rpartition("cluster: node-2")[2]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.slow
 def test_local_nodes_save_when_asked_to_leave(tmp_path: Path) -> None:
     spec = Spec("digits", "ddp", 1, 2, ("--set", "epochs=10000"), output=tmp_path)
