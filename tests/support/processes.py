@@ -10,6 +10,8 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 HANG = 240
@@ -37,6 +39,39 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """Start `function(*arguments)` in a process that has torch already; it ends with this one."""
+    process = CONTEXT.Process(target=_alone, args=(function, arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    # What the server has loaded is no garbage; to look at it would copy every page of it.
+    gc.freeze()
+    import torch
+
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` returns in a process that has torch already."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = start(_answer, there, function, arguments)
+    there.close()
+    try:
+        assert here.poll(HANG), f"no answer within {HANG} s"
+        return here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    pipe.send(function(*arguments))
 
 
 def _enter(
