@@ -49,29 +49,43 @@ def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
 
 
 def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _settle()
+    function(*arguments)
+
+
+def _settle() -> None:
     # What the server has loaded is no garbage; to look at it would copy every page of it.
     gc.freeze()
     import torch
 
     torch.set_num_threads(1)
-    function(*arguments)
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function(*arguments)` returns in a process that has torch already."""
+    """What `function(*arguments)` returns in a process of its own, which has torch already and no launcher.
+
+    Raises AssertionError with its traceback, where it does not end well, or after HANG seconds.
+    """
     here, there = CONTEXT.Pipe(duplex=False)
     process = start(_answer, there, function, arguments)
     there.close()
     try:
         assert here.poll(HANG), f"no answer within {HANG} s"
-        return here.recv()
+        succeeded, value = here.recv()
+        assert succeeded, f"it failed:\n{value}"
+        process.join(HANG)
+        assert process.exitcode == 0, f"it left with {process.exitcode} after its answer"
+        return value
     finally:
         process.kill()
         process.join()
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    pipe.send(function(*arguments))
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
 
 
 def _enter(
@@ -88,11 +102,7 @@ def _enter(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    # What the server has loaded is no garbage; to look at it would copy every page of it.
-    gc.freeze()
-    import torch
-
-    torch.set_num_threads(1)
+    _settle()
     try:
         results.put((rank, True, function(rank, world_size, *arguments)))
     except BaseException:
