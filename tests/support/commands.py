@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -65,8 +66,8 @@ class Forked:
 
 
 @contextlib.contextmanager
-def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[Forked]:
-    """`ddp WORDS` in a fork of the server: the command itself, but torch is there already.
+def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli") -> Iterator[Forked]:
+    """`ddp WORDS`, or another module's `main`, in a fork of the server: the command itself, but torch is there already.
 
     Raises AssertionError where a process is left when it has ended.
     """
@@ -74,7 +75,7 @@ def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[For
         for name in ("output", "errors"):
             (Path(scratch) / name).touch()
         plain = [str(word) for word in words]
-        child = CONTEXT.Process(target=_enter, args=(plain, settings, scratch))
+        child = CONTEXT.Process(target=_enter, args=(module, plain, settings, scratch))
         child.start()
         try:
             yield Forked(child, Path(scratch), plain)
@@ -84,9 +85,11 @@ def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[For
             child.join()
 
 
-def ddp(*words: object, timeout: float = HANG, env: Mapping[str, str] | None = None) -> Ended:
-    """How `ddp WORDS` ends, in a fork of the server. Raises AssertionError after `timeout` seconds."""
-    with forked(*words, env=env) as started:
+def ddp(
+    *words: object, timeout: float = HANG, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> Ended:
+    """How what `forked` starts ends. Raises AssertionError after `timeout` seconds."""
+    with forked(*words, env=env, module=module) as started:
         return started.end(timeout)
 
 
@@ -167,7 +170,7 @@ def _discard_output() -> None:
         os.dup2(nothing.fileno(), 1)
 
 
-def _enter(words: list[str], settings: dict[str, str], scratch: str) -> None:
+def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str) -> None:
     gc.freeze()
     os.setsid()
     os.environ.clear()
@@ -181,9 +184,7 @@ def _enter(words: list[str], settings: dict[str, str], scratch: str) -> None:
     multiprocessing.set_start_method(None, force=True)
     # multiprocessing's children ignore what a terminal sends; a command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from ddp_core.cli import main
-
-    code = main(words)
+    code = importlib.import_module(module).main(words)
     sys.stdout.flush()
     sys.exit(code)
 
