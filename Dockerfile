@@ -97,7 +97,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 USER ddp
-CMD ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow and not docker and not gpu", "-p", "no:cacheprovider"]
+CMD ["pytest", "@tests/fast.args", "-p", "no:cacheprovider"]
 
 
 # The runtime image plus the tool that lists its contents: tools/sbom.py runs it.

@@ -13,7 +13,6 @@ SEED ?=
 OPTIONS ?=
 
 BIN := .venv/bin
-FAST := not slow and not docker and not gpu
 
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
@@ -49,17 +48,14 @@ image-test: setup
 	docker compose build test
 
 test: setup ## Fast tests: no Docker, no network, under three minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST)"
+	$(BIN)/python -m pytest @tests/fast.args
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
-	@skip="not docker"; if docker info >/dev/null 2>&1; then skip=""; else echo "test-all: no Docker Engine answers: skipping the docker tests"; fi; \
-	if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  echo "test-all: torch finds no CUDA device: skipping the gpu tests"; skip="$${skip:+$$skip and }not gpu"; fi; \
-	case "$$skip" in *docker*) ;; *) $(MAKE) --no-print-directory image image-test;; esac && \
-	$(BIN)/python -m pytest -m "$$skip"
+	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-test; fi
+	$(BIN)/python -m pytest
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

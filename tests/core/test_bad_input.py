@@ -139,7 +139,6 @@ def test_what_all_workers_find_is_said_once(mode: str, files: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_in_every_mode(name: str, mode: str, files: Path, tmp_path: Path) -> None:

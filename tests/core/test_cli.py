@@ -15,7 +15,7 @@ from ddp_core.cli.commands import ddp as group
 from ddp_core.cli.options import asked_in
 from ddp_core.spec.options import Asked, NodeRange, groups, option_name
 from tests.support.commands import ROOT, command, ddp, forked, train, trained, wait_until
-from tests.support.processes import free_port
+from tests.support.processes import HANG, free_port
 
 COMMANDS = (
     "train",
@@ -298,7 +298,7 @@ def test_compare_sets_runs_side_by_side(tmp_path: Path) -> None:
 def test_verify_repeats_a_run_on_another_layout(tmp_path: Path) -> None:
     train(tmp_path, "toy_mlp", "--set", "seed=5")
     directory, _ = trained(tmp_path)
-    ended = ddp("verify", directory.path, "--layout", "dp", "--nproc-per-node", "3", timeout=90)
+    ended = ddp("verify", directory.path, "--layout", "dp", "--nproc-per-node", "3")
     assert ended.code == 0, ended.errors + ended.output
 
 
@@ -307,9 +307,9 @@ def test_verify_tells_other_weights_from_other_circumstances(tmp_path: Path) -> 
     train(tmp_path, "toy_mlp")
     directory, record = trained(tmp_path)
     directory.update(weights_sha256="0" * 64)
-    assert ddp("verify", directory.path, timeout=90).code == 1
+    assert ddp("verify", directory.path).code == 1
     directory.update(fingerprint=record["fingerprint"] | {"threads": 64})
-    other = ddp("verify", directory.path, timeout=90)
+    other = ddp("verify", directory.path)
     assert "threads" in other.output + other.errors
 
 
@@ -324,11 +324,11 @@ def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
     port = free_port()
     assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 6
     with forked("rendezvous", "--port", port) as server:
-        wait_until(lambda: server.said()[0] == f"rendezvous: listening on port {port}\n", 20, "it listens")
+        wait_until(lambda: server.said()[0] == f"rendezvous: listening on port {port}\n", HANG, "it listens")
         assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 0
         second = ddp("rendezvous", "--port", port)
         assert second.code == 4
         assert f"port {port} is in use" in second.errors
         os.kill(server.pid, signal.SIGTERM)
-        assert server.end(10).code == 0
+        assert server.end().code == 0
     assert ddp("rendezvous", "--check", "nowhere").code == 2

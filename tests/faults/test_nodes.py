@@ -13,8 +13,9 @@ from ddp_core.observe.ledger import committed_steps
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
 from tests.faults.matrix import record_row
 from tests.support.commands import trained, wait_until
+from tests.support.processes import HANG
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 EPOCHS = 60
 LENGTH = ["--set", f"epochs={EPOCHS}"]
 PAUSE = 0.006
@@ -39,7 +40,7 @@ def test_a_killed_node_is_done_without_and_taken_in_again(tmp_path: Path, digest
         others = [launch for launch in launches if launch is not victim]
         struck = now()
         victim.kill()
-        wait_until(lambda: all(launch.errors() for launch in others), 30, "the loss is noticed")
+        wait_until(lambda: all(launch.errors() for launch in others), HANG, "the loss is noticed")
         noticed = now() - struck
         recovered = watch.wait_for_new_step(struck)
         assert watch.layout() == "ddp-2x1-cpu"
@@ -49,7 +50,7 @@ def test_a_killed_node_is_done_without_and_taken_in_again(tmp_path: Path, digest
         struck_again = now()
         back.workers().popitem()[1].kill()
         watch.wait_for_new_step(struck_again)
-        ended = [launch.wait(120) for launch in (*others, back)]
+        ended = [launch.wait() for launch in (*others, back)]
         assert victim.wait().code == -signal.SIGKILL
     assert [end.code for end in ended] == [0, 0, 0]
     for end in ended[:2]:
@@ -74,11 +75,11 @@ def test_a_stopped_node_writes_nothing_when_it_wakes(tmp_path: Path, digest: str
         others = [launch for launch in launches if launch is not victim]
         struck = now()
         victim.signal_all(signal.SIGSTOP)
-        wait_until(lambda: all(launch.errors() for launch in others), 60, "the silence is noticed")
+        wait_until(lambda: all(launch.errors() for launch in others), HANG, "the silence is noticed")
         noticed = now() - struck
         recovered = watch.wait_for_new_step(struck)
         victim.signal_all(signal.SIGCONT)
-        ended = [launch.wait(120) for launch in (*others, victim)]
+        ended = [launch.wait() for launch in (*others, victim)]
     assert [end.code for end in ended] == [0, 0, 0]
     assert "rank 0 (node 0), which is stopped, at step" in ended[0].errors
     assert "this process may no longer write to" in ended[2].errors
@@ -97,11 +98,11 @@ def test_a_lost_rendezvous_is_waited_for(tmp_path: Path, digest: str) -> None:
         watch.wait_for_step(10)
         struck = now()
         store.kill()
-        wait_until(lambda: all("trying again" in launch.errors() for launch in launches), 40, "the loss is noticed")
+        wait_until(lambda: all("trying again" in launch.errors() for launch in launches), HANG, "the loss is noticed")
         noticed = now() - struck
         store.start()
         recovered = watch.wait_for_new_step(struck)
-        ended = [launch.wait(120) for launch in launches]
+        ended = [launch.wait() for launch in launches]
     assert [end.code for end in ended] == [0, 0]
     for end in ended:
         assert "the rendezvous at 127.0.0.1:" in end.errors
@@ -116,7 +117,7 @@ def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
         watch.wait_for_step(10)
         started = time.monotonic()
         store.kill()
-        ended = [launch.wait(60) for launch in launches]
+        ended = [launch.wait() for launch in launches]
         seconds = time.monotonic() - started
     assert [end.code for end in ended] == [6, 6]
     assert all("start `ddp rendezvous --port PORT` there" in end.errors for end in ended)
@@ -134,7 +135,7 @@ def test_killed_workers_of_two_nodes_are_replaced_every_time(tmp_path: Path, dig
             struck = now()
             node_of(rank, launches).workers()[rank].kill()
             seconds.append(watch.wait_for_new_step(struck))
-        ended = [launch.wait(120) for launch in launches]
+        ended = [launch.wait() for launch in launches]
     assert [end.code for end in ended] == [0, 0]
     assert sum(end.errors.count("was killed (SIGKILL)") for end in ended) == 5
     record = check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
@@ -145,7 +146,7 @@ def test_killed_workers_of_two_nodes_are_replaced_every_time(tmp_path: Path, dig
 
 def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:
     with nodes(2, tmp_path, "--fault", "raise@13:1", pause=PAUSE) as (launches, _, _):
-        ended = sorted((launch.wait(60) for launch in launches), key=lambda end: end.code)
+        ended = sorted((launch.wait() for launch in launches), key=lambda end: end.code)
     assert [end.code for end in ended] == [2, 6]
     assert ended[0].errors.endswith("ddp: error: rank 1 (node 1): RuntimeError: scripted fault raise@13:1\n")
     assert ended[0].errors.count("Traceback") == 1
@@ -158,7 +159,7 @@ def test_a_request_to_one_node_stops_both(tmp_path: Path) -> None:
     with nodes(2, tmp_path, *LENGTH, pause=PAUSE) as (launches, _, _):
         Watch(tmp_path).wait_for_step(10)
         launches[1].signal(signal.SIGTERM)
-        ended = [launch.wait(60) for launch in launches]
+        ended = [launch.wait() for launch in launches]
     assert [end.code for end in ended] == [75, 75]
     assert "(SIGTERM); saved, continue with --resume auto" in ended[1].errors
     assert "(another rank was asked to); saved, continue with --resume auto" in ended[0].errors

@@ -13,10 +13,10 @@ from tests.support.processes import run_processes
 Prepare = Callable[[int], None]
 
 
-def run_workers(words: list[str], ranks: int, prepare: Prepare | None = None, timeout: float = 60) -> list[Ended]:
+def run_workers(words: list[str], ranks: int, prepare: Prepare | None = None) -> list[Ended]:
     """`ddp WORDS` as every rank of a launch from outside; how each ended. `prepare(rank)` runs in it before."""
     with tempfile.TemporaryDirectory(prefix="ddp-test-") as scratch:
-        codes = run_processes(_work, ranks, words, scratch, prepare, timeout=timeout)
+        codes = run_processes(_work, ranks, words, scratch, prepare)
         said = [[(Path(scratch) / f"{name}-{rank}").read_text() for name in ("out", "err")] for rank in range(ranks)]
     return [Ended(code, output, errors) for code, (output, errors) in zip(codes, said, strict=True)]
 

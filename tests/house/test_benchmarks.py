@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.turns import Seconds, Turn, summary, take_turns
+from tests.support.processes import HANG
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +54,6 @@ def test_a_contender_that_fails_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("benchmark", "said"),
     [
@@ -72,7 +72,7 @@ def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_p
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout

@@ -22,6 +22,7 @@ from ddp_core.run.experiment_file import (
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import Layout
+from tests.support.processes import HANG
 
 NAMES = [
     "cifar10_resnet18",
@@ -68,7 +69,7 @@ def test_listing_runs_no_file_and_imports_nothing_heavy(tmp_path: Path) -> None:
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=INSTALLED.parent, capture_output=True, text=True, timeout=20, check=True
+        [sys.executable, "-c", script], cwd=INSTALLED.parent, capture_output=True, text=True, timeout=HANG, check=True
     )
     assert done.stdout.splitlines() == ["Is it run?", "[]"]
 
@@ -152,7 +153,7 @@ def test_unknown_names_and_missing_files_get_the_nearest(tmp_path: Path, monkeyp
     assert "does not exist" in refusal(tmp_path / "nothing.py")
     monkeypatch.chdir(tmp_path)
     mine(tmp_path)
-    assert "did you mean ./mine.py?" in refusal("./mine") or "did you mean mine.py?" in refusal("./mine")
+    assert "did you mean mine.py?" in refusal("./mine")
     assert "unknown experiment" in refusal("../mine")
     assert "unknown experiment" in refusal("")
 

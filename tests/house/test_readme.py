@@ -4,16 +4,16 @@ every page, links lead somewhere.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import free_port
+from tests.support.commands import command, running
+from tests.support.processes import HANG, ask, free_port
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -47,20 +47,15 @@ ELSEWHERE = {
 """Commands that need an engine, a network or minutes, and the tests that hold them."""
 
 
-def _ddp(words: list[str], output: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"DDP_OUTPUT": str(output), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ddp_core", *words]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+WALK = [command for command in COMMANDS if command.startswith("ddp ") and command not in ELSEWHERE]
+TOUR = [command for command in _commands(TUTORIAL) if command.startswith("ddp ")]
 
 
 def test_every_command_has_a_test() -> None:
-    here = [command for command in COMMANDS if command.startswith("ddp ") and command not in ELSEWHERE]
-    unknown = [command for command in COMMANDS if command not in ELSEWHERE and command not in here]
-    assert not unknown
+    assert WALK
+    assert TOUR
+    assert set(COMMANDS) == {*WALK, *ELSEWHERE}, "a command without a test, or one that the README has no more"
     assert {path for path in ELSEWHERE.values() if not (ROOT / path).exists()} == set()
-    assert len(here) == len(WALK)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -89,23 +84,12 @@ def test_the_index_names_every_page() -> None:
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 def test_python_runs_as_it_stands(block: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", block],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ask(_execute, block, tmp_path)
 
 
-WALK = [command for command in COMMANDS if command.startswith("ddp ") and command not in ELSEWHERE]
-
-
-TOUR = [command for command in _commands(TUTORIAL) if command.startswith("ddp ")]
+def _execute(block: str, folder: Path) -> None:
+    os.chdir(folder)
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
@@ -115,35 +99,27 @@ def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> N
     """Each `ddp` line in turn, shortened to a few steps, in one output directory."""
     (own_file,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
     (tmp_path / "parity.py").write_text(own_file)
-    port = free_port()
-    server: subprocess.Popen[str] | None = None
-    try:
-        for command in commands:
-            words = shlex.split(command)[1:]
+    port, settings = free_port(), {"DDP_OUTPUT": str(tmp_path)}
+    with contextlib.ExitStack() as stack:
+        for line in commands:
+            words = shlex.split(line)[1:]
             words = [word.replace("29400", str(port)).replace("outputs/", f"{tmp_path}/") for word in words]
             words = [str(tmp_path / word) if word == "parity.py" else word for word in words]
             if words[0] == "rendezvous":
-                server = subprocess.Popen([sys.executable, "-m", "ddp_core", *words], cwd=ROOT, text=True)
+                stack.enter_context(running(*words))
                 continue
             if words[0] in ("verify", "ledger"):
                 words[1] = str(_newest(tmp_path, with_ledger=words[0] == "ledger"))
             if words[0] == "train":
                 words = [re.sub(r"^kill@(\d)0", r"kill@\1", word).replace("=20", "=3") for word in words] + QUICK
             if "--nnodes" in words:
-                other = subprocess.Popen(
-                    [sys.executable, "-m", "ddp_core", *words, "--output", str(tmp_path)],
-                    cwd=ROOT,
-                    stdout=subprocess.DEVNULL,
-                )
-                done = _ddp(words, tmp_path)
-                assert other.wait(60) == 0
+                with running(*words, env=settings) as other:
+                    ended = command(*words, env=settings)
+                    other.communicate(timeout=HANG)
+                assert other.returncode == 0
             else:
-                done = _ddp(words, tmp_path)
-            assert done.returncode == 0, f"{command}\n{done.stderr}"
-    finally:
-        if server is not None:
-            server.terminate()
-            server.wait(10)
+                ended = command(*words, env=settings)
+            assert ended.code == 0, f"{line}\n{ended.errors}"
 
 
 def _newest(output: Path, with_ledger: bool) -> Path:
@@ -154,6 +130,6 @@ def _newest(output: Path, with_ledger: bool) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_verify_layouts_prints_one_digest(tmp_path: Path) -> None:
-    done = _ddp(["verify-layouts", "digits", "--set", "max_steps=310"], tmp_path, 580)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "one digest" in done.stdout
+    ended = command("verify-layouts", "digits", "--set", "max_steps=310", "--output", tmp_path, timeout=580)
+    assert ended.code == 0, ended.output + ended.errors
+    assert "one digest" in ended.output

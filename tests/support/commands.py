@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,11 @@ from typing import Any
 import psutil
 
 from ddp_core.run.directory import RunDirectory, find_runs
-from tests.support.processes import run_processes
+from tests.support.processes import CONTEXT, HANG, run_processes
 
 ROOT = Path(__file__).parents[2]
 MARK = "DDP_TEST_MARK"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Forked:
         self.pid = process.pid
         """Also the number of its process group."""
 
-    def end(self, timeout: float = 60) -> Ended:
+    def end(self, timeout: float = HANG) -> Ended:
         """Wait for it. Raises AssertionError after `timeout` seconds."""
         self._process.join(timeout)
         code = self._process.exitcode
@@ -66,8 +66,8 @@ class Forked:
 
 
 @contextlib.contextmanager
-def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[Forked]:
-    """`ddp WORDS` in a fork of the server: the command itself, but torch is there already.
+def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli") -> Iterator[Forked]:
+    """`ddp WORDS`, or another module's `main`, in a fork of the server: the command itself, but torch is there already.
 
     Raises AssertionError where a process is left when it has ended.
     """
@@ -75,7 +75,7 @@ def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[For
         for name in ("output", "errors"):
             (Path(scratch) / name).touch()
         plain = [str(word) for word in words]
-        child = _CONTEXT.Process(target=_enter, args=(plain, settings, scratch))
+        child = CONTEXT.Process(target=_enter, args=(module, plain, settings, scratch))
         child.start()
         try:
             yield Forked(child, Path(scratch), plain)
@@ -85,15 +85,17 @@ def forked(*words: object, env: Mapping[str, str] | None = None) -> Iterator[For
             child.join()
 
 
-def ddp(*words: object, timeout: float = 60, env: Mapping[str, str] | None = None) -> Ended:
-    """How `ddp WORDS` ends, in a fork of the server. Raises AssertionError after `timeout` seconds."""
-    with forked(*words, env=env) as started:
+def ddp(
+    *words: object, timeout: float = HANG, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
+) -> Ended:
+    """How what `forked` starts ends. Raises AssertionError after `timeout` seconds."""
+    with forked(*words, env=env, module=module) as started:
         return started.end(timeout)
 
 
 def command(
     *words: str | Path,
-    timeout: float = 60,
+    timeout: float = HANG,
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "ddp_core"),
 ) -> Ended:
@@ -135,20 +137,20 @@ def trained(output: Path) -> tuple[RunDirectory, dict[str, Any]]:
     return run
 
 
-def train(output: Path, *words: str | Path, ranks: int = 0, timeout: float = 60) -> dict[str, Any]:
+def train(output: Path, *words: str | Path, ranks: int = 0) -> dict[str, Any]:
     """The record of a training that ends well: in one process, or with `ranks` workers as of a launcher outside."""
     full = ["train", *map(str, words), "--device", "cpu", "--output", str(output)]
     if ranks:
-        codes = run_processes(_work, ranks, [*full, "--layout", "ddp"], timeout=timeout)
+        codes = run_processes(_work, ranks, [*full, "--layout", "ddp"])
         assert codes == [0] * ranks
     else:
-        ended = ddp(*full, timeout=timeout)
+        ended = ddp(*full)
         assert ended.code == 0, ended.errors
     return trained(output)[1]
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Poll until the condition holds."""
+    """Poll until the condition holds. Raises AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
@@ -168,7 +170,7 @@ def _discard_output() -> None:
         os.dup2(nothing.fileno(), 1)
 
 
-def _enter(words: list[str], settings: dict[str, str], scratch: str) -> None:
+def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str) -> None:
     gc.freeze()
     os.setsid()
     os.environ.clear()
@@ -182,9 +184,7 @@ def _enter(words: list[str], settings: dict[str, str], scratch: str) -> None:
     multiprocessing.set_start_method(None, force=True)
     # multiprocessing's children ignore what a terminal sends; a command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from ddp_core.cli import main
-
-    code = main(words)
+    code = importlib.import_module(module).main(words)
     sys.stdout.flush()
     sys.exit(code)
 

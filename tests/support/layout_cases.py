@@ -38,7 +38,7 @@ def digests(
         ([*case, *words, "--output", str(output / str(number))], free_port())
         for number, case in enumerate(cases.values())
     ]
-    run_processes(_run_all, ranks, plan, kind == "ddp", keyed_by_rank, timeout=100)
+    run_processes(_run_all, ranks, plan, kind == "ddp", keyed_by_rank)
     records = [trained(output / str(number))[1] for number in range(len(cases))]
     return {
         name: (record["weights_sha256"], record["optimizer_sha256"])

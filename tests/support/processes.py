@@ -10,11 +10,17 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+HANG = 240
+"""Seconds after which a process is taken to hang. Not a measure of anything: a busy machine may need most of them."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes as forks of a server that has torch and this project loaded."""
 # torch._dynamo is what the first optimizer of a process imports, at the price of torch itself.
-_CONTEXT.set_forkserver_preload(
+CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
         *("ddp_core.cli", "ddp_core.launch.agent", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
@@ -35,6 +41,53 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """Start `function(*arguments)` in a process that has torch already; it ends with this one."""
+    process = CONTEXT.Process(target=_alone, args=(function, arguments), daemon=True)
+    process.start()
+    return process
+
+
+def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _settle()
+    function(*arguments)
+
+
+def _settle() -> None:
+    # What the server has loaded is no garbage; to look at it would copy every page of it.
+    gc.freeze()
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` returns in a process of its own, which has torch already and no launcher.
+
+    Raises AssertionError with its traceback, where it does not end well, or after HANG seconds.
+    """
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = start(_answer, there, function, arguments)
+    there.close()
+    try:
+        assert here.poll(HANG), f"no answer within {HANG} s"
+        succeeded, value = here.recv()
+        assert succeeded, f"it failed:\n{value}"
+        process.join(HANG)
+        assert process.exitcode == 0, f"it left with {process.exitcode} after its answer"
+        return value
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
 def _enter(
     function: Callable[..., Any], rank: int, world_size: int, port: int, arguments: tuple[Any, ...], results: Any
 ) -> None:
@@ -49,27 +102,23 @@ def _enter(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    # What the server has loaded is no garbage; to look at it would copy every page of it.
-    gc.freeze()
-    import torch
-
-    torch.set_num_threads(1)
+    _settle()
     try:
         results.put((rank, True, function(rank, world_size, *arguments)))
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
 
 
-def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = HANG) -> list[Any]:
     """Run `function(rank, world_size, *arguments)` in `world_size` processes; return what each returned, by rank.
 
     The launcher's variables are set; the function starts its own process group. Results must pickle without torch's
     shared memory (return numbers, strings, numpy arrays). Raises AssertionError with the first traceback, or after
     `timeout` seconds.
     """
-    port, results = free_port(), _CONTEXT.Queue()
+    port, results = free_port(), CONTEXT.Queue()
     workers = [
-        _CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
+        CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
         for rank in range(world_size)
     ]
     for worker in workers:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ddp_core.checkpoint import Checkpointer, Fence
 from ddp_core.errors import UserError
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "ddp_core.checkpoint"]
-)
+from tests.support.commands import wait_until
+from tests.support.processes import HANG
 
 
 def state_of(step: int, floats: int = 30_000) -> dict[str, Any]:
@@ -33,34 +29,8 @@ def state_of(step: int, floats: int = 30_000) -> dict[str, Any]:
     }
 
 
-def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
-    """Start `function(*arguments)` in a child with torch already loaded."""
-    child = CONTEXT.Process(target=function, args=arguments, daemon=True)
-    child.start()
-    return child
-
-
-def ask(function: Callable[..., Any], *arguments: Any, timeout: float = 30) -> Any:
-    """What `function(*arguments)` returns in a child."""
-    here, there = CONTEXT.Pipe(duplex=False)
-    child = start(_answer, there, function, arguments)
-    there.close()
-    try:
-        assert here.poll(timeout), "the child did not answer"
-        return here.recv()
-    finally:
-        child.kill()
-        child.join()
-
-
-def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    pipe.send(function(*arguments))
-
-
 def killed_at(directory: Path, point: str, asynchronous: bool, before: list[int], step: int) -> None:
     """Save the steps `before`, then `step`, and die by SIGKILL at `point` of that save."""
-    torch.set_num_threads(1)
     with Checkpointer(directory) as checkpointer:
         for earlier in before:
             checkpointer.save(state_of(earlier), step=earlier, epoch=0, best=True)
@@ -75,7 +45,6 @@ def killed_at(directory: Path, point: str, asynchronous: bool, before: list[int]
 
 def save_without_end(directory: Path, first: int, asynchronous: bool) -> None:
     """Save one step after the other until somebody kills this process."""
-    torch.set_num_threads(1)
     with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
         for step in range(first, first + 100_000):
             checkpointer.save(state_of(step), step=step, epoch=0, best=step % 3 == 0)
@@ -89,21 +58,19 @@ def save_under_a_file_limit(directory: Path, limit: int, asynchronous: bool) -> 
     try:
         checkpointer.save(state_of(20), step=20, epoch=0)
         where = "check"
-        for _ in range(1000):
+        while True:
             checkpointer.check()
             time.sleep(0.005)
-        return "nothing failed", 0, ""
     except UserError as error:
         return where, int(error.exit_code), str(error)
 
 
 def stopped_at(directory: Path, point: str, asynchronous: bool) -> None:
     """Take the fence, save step 30, stop by SIGSTOP at `point`, leave with the exit code of what follows."""
-    torch.set_num_threads(1)
 
     def stop(reached: str) -> None:
         if reached == point:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            _stop_here()
 
     try:
         with Checkpointer(
@@ -117,7 +84,16 @@ def stopped_at(directory: Path, point: str, asynchronous: bool) -> None:
 def stopped_inside_the_fence(directory: Path) -> None:
     """Take the fence and stop oneself while holding its short lock."""
     with Fence.take(directory).holding():
-        os.kill(os.getpid(), signal.SIGSTOP)
+        _stop_here()
+
+
+def _stop_here() -> None:
+    """Stop this process by SIGSTOP before the calling thread does anything more.
+
+    A signal to the process goes to its main thread; until that is scheduled, which takes long on a busy machine, a
+    thread that writes would go on.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def take_many(directory: Path, count: int) -> list[int]:
@@ -125,12 +101,11 @@ def take_many(directory: Path, count: int) -> list[int]:
     return [Fence.take(directory).token for _ in range(count)]
 
 
-def wait_until_stopped(child: BaseProcess, timeout: float = 20) -> None:
+def wait_until_stopped(child: BaseProcess) -> None:
     """Return when the child has been stopped by a signal."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-            return
+
+    def is_stopped() -> bool:
         assert child.is_alive(), f"the child ended with {child.exitcode} instead of stopping"
-        time.sleep(0.005)
-    raise AssertionError("the child did not stop")
+        return psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
+
+    wait_until(is_stopped, HANG, "the child stops")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ddp_core.errors import UserError
 from ddp_core.run.directory import find_runs
 from tests.support.commands import Forked, ddp, forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
+from tests.support.processes import HANG
 
 WORDS = (ADAMW_MLP, "--set", "max_steps=40", "--log-every", "1", "--ledger")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
@@ -46,11 +47,9 @@ def stop(output: Path, *words: str, number: int, send: Callable[[Forked, int], N
     """Start, stop after some steps, and check what a stopped run is."""
     full = ["train", *WORDS, *words, "--device", "cpu", "--fault", "slow@1", "--output", output]
     with forked(*full) as started:
-        wait_until(lambda: has_begun(output), 60, "the first step")
-        asked = time.monotonic()
+        wait_until(lambda: has_begun(output), HANG, "the first step")
         send(started, number)
-        ended = started.end(30)
-        assert time.monotonic() - asked < 10
+        ended = started.end()
     assert ended.code == 75, ended.errors
     assert "Traceback" not in ended.errors
     directory, record = trained(output)
@@ -118,7 +117,7 @@ from ddp_core.spec.experiment import Component, Experiment
 
 class Slow(nn.Linear):
     def forward(self, inputs):
-        time.sleep(1.0)
+        time.sleep(600)
         return super().forward(inputs)
 
 def model():
@@ -133,14 +132,17 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_MODEL)
     output = tmp_path / "out"
     with forked("train", tmp_path / "slow.py", "--device", "cpu", "--output", output) as started:
-        wait_until(lambda: any(record for _, record in find_runs(output)), 30, "the run's record")
-        time.sleep(0.3)
-        os.killpg(started.pid, signal.SIGINT)
-        time.sleep(0.2)
-        os.killpg(started.pid, signal.SIGINT)
-        asked = time.monotonic()
-        assert started.end(10).code == 130
-        assert time.monotonic() - asked < 1.0, "a step takes four seconds"
+        wait_until(lambda: any(record for _, record in find_runs(output)), HANG, "the run's record")
+
+        def has_left() -> bool:
+            # Two that come before the process looks count as one.
+            with contextlib.suppress(ProcessLookupError):
+                to_its_group(started, signal.SIGINT)
+            return not started.lives
+
+        wait_until(has_left, HANG, "it leaves")
+        # 75 is the code after the step, which takes longer than a test may.
+        assert started.end().code == 130
 
 
 def test_the_flag_is_set_by_signals_while_it_is_watched() -> None:

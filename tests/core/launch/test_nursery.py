@@ -16,7 +16,7 @@ import pytest
 from ddp_core.distributed.processes import state_of
 from ddp_core.launch.nursery import Nursery
 from tests.support.commands import wait_until
-from tests.support.processes import run_processes
+from tests.support.processes import HANG, run_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nursery is for Linux")
 
@@ -44,7 +44,7 @@ def codes(place: Path) -> object:
         failed = nursery.start(["raise"], os.environ)
         sleeping = nursery.start(["sleep"], {**os.environ, "RANK": "5"})
         assert sleeping.poll() is None
-        wait_until(lambda: psutil.Process(sleeping.pid).name() == "ddp-rank-5", 5, "it has its name")
+        wait_until(lambda: psutil.Process(sleeping.pid).name() == "ddp-rank-5", HANG, "it has its name")
         sleeping.send_signal(signal.SIGTERM)
         ended = (written.wait(10), failed.wait(10), sleeping.wait(10))
         sleeping.send_signal(signal.SIGTERM)
@@ -63,7 +63,7 @@ def patience(place: Path) -> object:
 def leaving(place: Path) -> object:
     with Nursery(act) as nursery:
         sleeping = nursery.start(["sleep"], os.environ)
-    wait_until(lambda: state_of(sleeping.pid) == "gone", 5, "it has gone with the nursery")
+    wait_until(lambda: state_of(sleeping.pid) == "gone", HANG, "it has gone with the nursery")
     return sleeping.poll()
 
 
@@ -71,7 +71,7 @@ def killed(place: Path) -> object:
     with Nursery(act) as nursery:
         sleeping = nursery.start(["sleep"], os.environ)
         os.kill(nursery.pid, signal.SIGKILL)
-        wait_until(lambda: state_of(sleeping.pid) == "gone", 5, "it has gone with the nursery")
+        wait_until(lambda: state_of(sleeping.pid) == "gone", HANG, "it has gone with the nursery")
         code = sleeping.wait(5)
         try:
             nursery.start(["sleep"], os.environ)

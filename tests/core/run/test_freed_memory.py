@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support.processes import HANG
+
 FAULTS = """
 import resource, sys, torch
 from ddp_core.run.freed_memory import keep_freed_memory
@@ -29,7 +31,7 @@ def test_what_is_freed_is_used_again_without_page_faults() -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=HANG,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         kept, faults = done.stdout.split()

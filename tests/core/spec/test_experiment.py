@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 
 from ddp_core.errors import UserError
 from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule, nearest_multiples, setting_names
+from tests.support.processes import HANG
 
 MINIMAL: dict[str, Any] = {"name": "mine", "model": {"name": "mlp"}, "data": {"name": "digits"}, "global_batch_size": 8}
 
@@ -101,7 +102,7 @@ def test_the_digest_does_not_depend_on_the_process() -> None:
         [sys.executable, "-c", code, json.dumps(record.to_json())],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         cwd=Path(__file__).parents[3],
         env={"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[3])},
         check=True,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +22,8 @@ from ddp_lab.chaos.runner import Runner
 from ddp_lab.chaos.watch import Progress, Words, recovery
 from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult
+from tests.support.commands import command
 
-ROOT = Path(__file__).parents[3]
 KILL: dict[str, object] = {"faults": [{"fault": "kill", "at_step": [10, 50]}, {"fault": "kill", "at_step": 90}]}
 
 
@@ -306,7 +304,8 @@ def test_runner_strikes_at_the_step_and_starts_the_dead_node_again(tmp_path: Pat
     assert fault.at_step is not None
     assert fault.at_step >= 5
     assert fault.steps_lost is not None
-    assert report.skipped == ["oom node-1: cannot be made on scripted"] or "oom" in report.skipped[0]
+    (skipped,) = report.skipped
+    assert skipped.startswith("oom")
     assert not report.remarks
 
 
@@ -356,7 +355,6 @@ def test_node_result_of_a_kill_is_no_mistake() -> None:
     assert NodeResult("node-1", 137).code == 6
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.slow
 def test_killed_local_node_comes_back_and_the_weights_are_the_undisturbed_ones(tmp_path: Path) -> None:
     file = tmp_path / "quick.yaml"
@@ -364,19 +362,10 @@ def test_killed_local_node_comes_back_and_the_weights_are_the_undisturbed_ones(t
         "settings: [epochs=10]\nnodes: 2\ncheckpoint_every: 10\npaced: false\n"
         "faults:\n  - {fault: kill, node: rank-0, at_step: 30, seconds: 1}\n  - {fault: slow, at_step: 31}\n"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "ddp_lab.chaos", "--drill", str(file), "--backend", "local"),
-            *("--output", str(tmp_path / "outputs"), "--seed", "1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped: slow" in done.stdout
+    words = ["--drill", file, "--backend", "local", "--output", tmp_path / "outputs", "--seed", "1"]
+    ended = command(*words, program=("-m", "ddp_lab.chaos"))
+    assert ended.code == 0, ended.output + ended.errors
+    assert "skipped: slow" in ended.output
     (report_file,) = (tmp_path / "outputs").glob("*/*/drill.json")
     report = json.loads(report_file.read_text())
     assert (report["identical"], report["ledger_whole"], report["exit_code"]) == (True, True, 0)

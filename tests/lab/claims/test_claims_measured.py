@@ -12,6 +12,7 @@ from ddp_core.errors import UserError
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
+from tests.support.processes import HANG
 
 
 def fails_on_rank_one(rank: int, world_size: int) -> int:
@@ -21,12 +22,12 @@ def fails_on_rank_one(rank: int, world_size: int) -> int:
 
 
 def never_ends(rank: int, world_size: int) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_failing_rank_is_named_in_one_line() -> None:
     with pytest.raises(UserError, match="rank 1 of 2: ValueError: rank one is unwell") as caught:
-        run_ranks(fails_on_rank_one, 2, timeout=30)
+        run_ranks(fails_on_rank_one, 2, timeout=HANG)
     assert "\n" not in str(caught.value)
 
 
@@ -77,7 +78,6 @@ def test_c08_ddp_sends_what_the_theory_says_and_no_weights(tmp_path: Path) -> No
     assert figure(content, "through the busiest device") == pytest.approx(2, rel=0.05)
 
 
-@pytest.mark.timeout(120)
 def test_c12_gradients_add_up(tmp_path: Path) -> None:
     content = measured("C12", tmp_path)
     assert content["verdict"] == "confirmed"
@@ -85,7 +85,6 @@ def test_c12_gradients_add_up(tmp_path: Path) -> None:
     assert figure(content, "relative difference, BatchNorm") > 1e-3
 
 
-@pytest.mark.timeout(120)
 def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
     """Which is faster depends on what else the machine does; that the losses agree does not."""
     content = measured("C13", tmp_path)
@@ -94,7 +93,6 @@ def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_c14_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     content = measured("C14", tmp_path)
     assert content["verdict"] == "confirmed"
@@ -102,7 +100,6 @@ def test_c14_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_c15_launchers_are_interchangeable(tmp_path: Path) -> None:
     content = measured("C15", tmp_path)
     assert content["verdict"] == "confirmed"
@@ -110,7 +107,6 @@ def test_c15_launchers_are_interchangeable(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_c19_only_exact_reduction_is_the_same_everywhere(tmp_path: Path) -> None:
     content = measured("C19", tmp_path)
     assert content["verdict"] == "confirmed"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,16 @@ from typing import Any
 import pytest
 
 from ddp_core.errors import UserError
+from ddp_core.run.directory import find_runs
 from ddp_lab.cluster import __main__ as command
 from ddp_lab.cluster.cluster import Cluster, Spec, Write
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import NodeResult, judge
+from tests.support.commands import Ended, ddp, train
+from tests.support.commands import command as start
+from tests.support.processes import HANG
 
 
 def of(*codes: int) -> list[NodeResult]:
@@ -204,28 +206,32 @@ def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPat
         check_service("ddp-3gpu", found=3)
 
 
-@pytest.mark.timeout(110)
-def test_two_local_nodes_train_after_their_baseline_and_are_compared(tmp_path: Path) -> None:
-    options = ["--output", str(tmp_path), "--set", "epochs=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_lab.cluster", "up", "--backend", "local", "--nproc", "1", *options],
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "single | " in done.stdout
-    assert "cluster: node-1 exited with 0" in done.stdout
-    assert "cluster: node-2 exited with 0" in done.stdout
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("*/*/run.json")]
+UP = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp")
+
+
+def check_cluster(output: Path, ended: Ended) -> None:
+    """Two nodes have trained and are shown beside their baseline, which has the same weights."""
+    assert ended.code == 0, ended.output + ended.errors
+    assert "cluster: node-1 exited with 0" in ended.output
+    assert "cluster: node-2 exited with 0" in ended.output
+    records = [record for _, record in find_runs(output)]
     assert sorted(record["layout"]["label"] for record in records) == ["ddp-2x1-cpu", "single-cpu"]
     assert len({record["weights_sha256"] for record in records}) == 1
-    assert "ddp-2x1-cpu" in done.stdout.rpartition("cluster: node-2")[2]
+    assert "ddp-2x1-cpu" in ended.output.rpartition("cluster: node-2")[2]
 
 
-@pytest.mark.timeout(60)
+def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp")
+    check_cluster(tmp_path, ddp(*UP, "--output", tmp_path, module="ddp_lab.cluster.__main__"))
+
+
+@pytest.mark.slow
+def test_two_local_nodes_train_after_their_baseline_as_a_user_starts_them(tmp_path: Path) -> None:
+    ended = start(*UP, "--output", tmp_path, program=("-m", "ddp_lab.cluster"))
+    check_cluster(tmp_path, ended)
+    assert "single | " in ended.output
+
+
 @pytest.mark.slow
 def test_local_nodes_save_when_asked_to_leave(tmp_path: Path) -> None:
     spec = Spec("digits", "ddp", 1, 2, ("--set", "epochs=10000"), output=tmp_path)
@@ -239,8 +245,8 @@ def test_local_nodes_save_when_asked_to_leave(tmp_path: Path) -> None:
     with Cluster(spec, backend) as cluster:
         cluster.start()
         cluster.logs(watch)
-        assert training.wait(timeout=40)
+        assert training.wait(HANG)
         backend.terminate()
-        assert cluster.judge(cluster.wait(patience=15, deadline=30)).exit_code == 75
+        assert cluster.judge(cluster.wait(patience=HANG, deadline=HANG)).exit_code == 75
     (record,) = tmp_path.glob("*/*/run.json")
     assert json.loads(record.read_text())["status"] == "stopped"

@@ -173,7 +173,7 @@ class TestCommand:
 
     def test_help_says_how(self) -> None:
         said = build_parser().format_help()
-        assert "held" in said or "not seen" in said
+        assert "not seen" in said
         assert "ddp project --gpu" in said
 
 
@@ -184,7 +184,6 @@ class TestOverlap:
         assert hidden_share({"alone": 1.0, "ddp": 1.0, "afterwards": 1.0}) is None
 
 
-@pytest.mark.timeout(120)
 def test_collectives_are_really_timed() -> None:
     points = measure_collectives((2,), (4096, 2**20), 3, lambda text: None)
     assert {(point.collective, point.size) for point in points} == {

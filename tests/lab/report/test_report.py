@@ -24,6 +24,7 @@ from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import curves, read_runs
 from ddp_lab.report.serving import address, make_server
 from tests.lab.report.files import claim, ddp, dp, single, write_claim, write_drill, write_everything, write_run
+from tests.support.processes import HANG
 
 
 def test_every_directory_is_a_run_or_says_why_not(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 def _fetch(url: str, method: str = "GET") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=HANG) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         error.close()

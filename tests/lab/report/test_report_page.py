@@ -14,6 +14,7 @@ import pytest
 
 from ddp_lab.report.page import write_report
 from tests.lab.report.files import single, write_claim, write_everything, write_run
+from tests.support.processes import HANG
 
 _LOADING = {
     "src",
@@ -207,7 +208,7 @@ def _browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
             [str(BROWSER), "--headless", "--no-sandbox", *quiet, *more, *log, *options, page.as_uri()],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=HANG,
             check=True,
             env={name: value for name, value in os.environ.items() if name != "DBUS_SESSION_BUS_ADDRESS"},
         )
