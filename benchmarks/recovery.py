@@ -49,7 +49,7 @@ def _strike(watch: Watch, strike: Callable[[], object]) -> tuple[float, int]:
     struck = time.time()
     strike()
     # The step that was under way may still be written down.
-    seconds = watch.wait_for_new_step(struck, 120)
+    seconds = watch.wait_for_new_step(struck)
     resume = next(found for found in watch.records("resume") if found["time"] > struck)
     done = max(found["step"] for found in watch.records("step") if found["time"] < resume["time"])
     return seconds, done - int(resume["step"])
