@@ -1,25 +1,24 @@
 """Which samples were trained, by whom, at which step: the proof that none was lost or trained twice.
 
 With `--ledger` every rank appends one line per finished step to `ledger/attempt-<n>-rank-<r>.jsonl`. An attempt that
-starts at step k takes back
-what earlier attempts did from k on, since it continues from the weights of step k.
+starts at step k takes back what earlier attempts did from k on, since it continues from the weights of step k.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from ddp_core.errors import UserError
+from ddp_core.observe.step import StepBatch, StepObserver
 
 
-class Ledger:
-    """One rank's lines of one attempt."""
+class Ledger(StepObserver):
+    """One rank's lines of one attempt: steps counted from 1, their epoch, and the samples that this rank trained."""
 
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
@@ -27,9 +26,9 @@ class Ledger:
         self._file: IO[str] = path.open("w", buffering=1)
         self._write({"from_step": first_step})
 
-    def write(self, step: int, epoch: int, ids: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> None:
-        """Note what this rank trained in finished step number `step`, counted from 1."""
-        self._write({"step": step, "epoch": epoch, "ids": np.concatenate([*ids, np.empty(0, np.int64)]).tolist()})
+    def after_step(self, batch: StepBatch) -> None:
+        ids = np.concatenate([*batch.ids, np.empty(0, np.int64)])
+        self._write({"step": batch.step + 1, "epoch": batch.epoch, "ids": ids.tolist()})
 
     def close(self) -> None:
         """Close the file."""
