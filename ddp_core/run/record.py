@@ -13,9 +13,10 @@ from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.determinism.fingerprint import differences, fingerprint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
-from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
+from ddp_core.run.blame import shortage, unforeseen
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.run.environment import describe_environment
 from ddp_core.run.request import Request
@@ -95,17 +96,19 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            if is_peer_loss(error):
-                lost = peers_lost(error, self.directory.path, self.world, self._step)
-                self._try_to_end(lost.exit_code, str(lost))
-                raise lost from error
-            if is_full(error):
-                full = no_room(self.directory.path, error)
-                self._try_to_end(full.exit_code, str(full))
-                raise full from error
+            known = self._explain(error)
+            if known is not None:
+                self._try_to_end(known.exit_code, str(known))
+                raise known from error
             self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
-            self._try_to_end(ExitCode.BAD_INPUT, f"{self.world.place}: {type(error).__name__}: {error}")
+            exit_code, message = unforeseen(error)
+            self._try_to_end(exit_code, f"{self.world.place}: {message}")
             raise
+
+    def _explain(self, error: Exception) -> UserError | None:
+        if is_peer_loss(error):
+            return peers_lost(error, self.directory.path, self.world, self._step)
+        return shortage(error, self.world.place, self.directory.path)
 
     @property
     def _step(self) -> int:
