@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -28,12 +29,12 @@ from ddp_core.determinism.kernels import make_deterministic
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.faults import FaultScript
 from ddp_core.model.builders import MODELS
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.torchvision_import import import_torchvision
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.spec.experiment import Component, Experiment, Optimizer
 from ddp_core.spec.layout import Layout
@@ -95,17 +96,19 @@ class Again:
         return repeat(self.batch, self.times)
 
 
-class Clock(FaultScript):
-    """Wall time and processor time per step, in seconds, from the end of the first step to the end of the last.
+class Clock(StepObserver):
+    """Seconds per step, on the wall's clock and of this process, from the end of the first step to that of the last.
 
-    It is a script of faults without any fault, so that a trainer calls it after every step.
+    A trainer takes it as an observer of its steps; other loops call `tick`.
     """
 
     def __init__(self, steps: int) -> None:
-        super().__init__()
         self.steps, self.done, self.first, self.last = steps, 0, (0.0, 0.0), (0.0, 0.0)
 
-    def after_step(self, step: int = 0) -> None:
+    def after_step(self, batch: StepBatch) -> None:
+        self.tick()
+
+    def tick(self) -> None:
         """To be called at the end of every step."""
         self.done += 1
         if self.done == 1:
@@ -144,7 +147,7 @@ def bare(case: Case, keep_memory: bool = False) -> Turn:
             train_loss += loss.item()
             total += targets.size(0)
             correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
-            clock.after_step()
+            clock.tick()
         return clock.seconds()
 
     return turn
@@ -171,7 +174,7 @@ def bare_accumulating(case: Case) -> Turn:
                 total += targets.size(0)
                 correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
             optimizer.step()
-            clock.after_step()
+            clock.tick()
         return clock.seconds()
 
     return turn
@@ -218,7 +221,11 @@ def trainer_turn(
     with tempfile.TemporaryDirectory() as scratch, StopRequest() as stop:
         place = Path(scratch)
         console = _Drawing(collectives.world.rank, collectives.world.world_size, place / "log.txt" if first else None)
-        with MetricsWriter(place / "metrics.jsonl" if first else None) as metrics:
+        with (
+            closing(console),
+            MetricsWriter(place / "metrics.jsonl" if first else None) as metrics,
+            Checkpointer(place / "checkpoints", asynchronous=True) if first else nullcontext() as checkpointer,
+        ):
             job = Job(
                 experiment=experiment,
                 layout=layout,
@@ -232,21 +239,15 @@ def trainer_turn(
                 console=console,
                 metrics=metrics,
                 stop=stop,
-                faults=clock,
-                heartbeat=Heartbeat(place, collectives.world),
+                checkpointer=checkpointer,
+                observers=[Heartbeat(place, collectives.world), clock],
             )
-            trainer = build_trainer(job)
-            try:
+            with closing(build_trainer(job)) as trainer:
                 started = time.perf_counter()
-                if first:
-                    with Checkpointer(place / "checkpoints", asynchronous=True) as trainer.checkpointer:
-                        trainer.train()
-                else:
-                    trainer.train()
+                trainer.train()
+                if checkpointer is not None:
+                    checkpointer.wait()
                 whole = time.perf_counter() - started
-            finally:
-                trainer.close()
-                console.close()
     return clock.seconds() | {"run": whole / (steps + 1)}
 
 
@@ -284,7 +285,7 @@ def fabric(case: Case) -> Turn:
             train_loss += loss.item()
             total += targets.size(0)
             correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
-            clock.after_step()
+            clock.tick()
         return clock.seconds()
 
     return turn
@@ -314,7 +315,7 @@ def accelerate(case: Case) -> Turn:
             train_loss += loss.item()
             total += targets.size(0)
             correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
-            clock.after_step()
+            clock.tick()
         return clock.seconds()
 
     return turn
@@ -346,7 +347,7 @@ def lightning(case: Case) -> Turn:
             return loss
 
         def on_train_batch_end(self, *_: object) -> None:
-            clock.after_step()
+            clock.tick()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.model.parameters(), **SETTINGS)

@@ -1,10 +1,11 @@
-"""The one exception that a user sees: a message without a traceback, and the exit code that goes with it."""
+"""How everything ends: exit codes, and the one exception that is said without a traceback."""
 
 from __future__ import annotations
 
 import difflib
 import errno
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from functools import wraps
@@ -24,6 +25,8 @@ class ExitCode(IntEnum):
     RESOURCES = 4
     NUMERICS = 5
     PEERS_LOST = 6
+    INTERNAL = 70
+    """A fault of this program (EX_SOFTWARE in sysexits.h)."""
     STOPPED = 75
 
 
@@ -54,8 +57,17 @@ def no_room(place: Path, error: BaseException) -> UserError:
     )
 
 
+def internal(error: BaseException) -> str:
+    """What the user is told about a fault of this program."""
+    return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
+
+
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """For a command's main: a UserError is said in one line and gives its exit code, an interrupt 130."""
+    """For a command's main: a UserError is said in one line and gives its exit code, a want of memory 4, an interrupt
+    130.
+
+    Any other exception is a fault of the program: it is shown with its traceback, and the exit code is 70.
+    """
 
     def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
         @wraps(main)
@@ -68,6 +80,13 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
             except KeyboardInterrupt:
                 print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
                 return _INTERRUPTED
+            except MemoryError as error:
+                print(f"{speaker}: error: out of memory: {error}; give it more", file=sys.stderr, flush=True)
+                return ExitCode.RESOURCES
+            except Exception as error:
+                traceback.print_exc()
+                print(f"{speaker}: error: {internal(error)}", file=sys.stderr, flush=True)
+                return ExitCode.INTERNAL
 
         return guarded
 

@@ -1,11 +1,10 @@
 """Faults scripted as data: what goes wrong, at which step, on which rank. For tests and drills; a normal run has none.
 
-`kill@60` kills rank 0 with SIGKILL after step 60, `pause@60:2` stops rank 2 (SIGSTOP), `raise@60:1` raises in it,
-`nan@60:3` makes an input
-of it NaN, `slow@60:1` makes each of its steps from there on 0.2 s longer, `exit@60` leaves at once with code 1. Each
-happens once per
-run directory, so that a repeated step is not hit again. `pace@1` is no accident: whoever holds the rank adds 0.05 s to
-each step from there on, also after a restart, so that a drill's run lasts long enough on any machine.
+`kill@60` kills rank 0 with SIGKILL after step 60, `pause@60:2` stops rank 2 (SIGSTOP), `raise@60:1` raises an exception
+in rank 1, `nan@60:3` makes an input of rank 3 NaN in step 60, `slow@60:1` makes each step of rank 1 from there on 0.2 s
+longer, `exit@60` leaves at once with code 1. Each of these happens once per run directory, so that a repeated step is
+not hit again. `pace@1` adds 0.05 s to each step of the rank from there on, also after a restart: a drill's run then
+lasts long enough on any machine.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ddp_core.errors import UserError
+from ddp_core.observe.step import StepBatch, StepObserver
 
 KINDS = ("kill", "pause", "raise", "nan", "slow", "exit", "pace")
 _SLOW_SECONDS = 0.2
@@ -47,27 +45,22 @@ class Fault:
         return f"{self.kind}@{self.step}:{self.rank}"
 
 
-class FaultScript:
-    """The faults of one rank, watched step by step."""
+class FaultScript(StepObserver):
+    """Makes the faults of one rank happen: NaN before the step that it is scripted for, all others after it."""
 
     def __init__(self, faults: Sequence[str] = (), rank: int = 0, directory: Path | None = None) -> None:
         self._faults = [fault for fault in map(Fault.parse, faults) if fault.rank == rank]
         self._directory = directory
         self._slow = False
 
-    def before_step(self, step: int, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Spoil what step number `step` (counted from 1) is about to train on, if scripted."""
-        if not self._faults:
-            return
-        for fault in self._due(step, ("nan",)):
-            if micro_batches and self._first_time(fault):
-                inputs, _ = micro_batches[0]
+    def before_step(self, batch: StepBatch) -> None:
+        for fault in self._due(batch.step + 1, ("nan",)):
+            if batch.tensors and self._first_time(fault):
+                inputs, _ = batch.tensors[0]
                 inputs.fill_(float("nan"))
 
-    def after_step(self, step: int) -> None:
-        """Strike after step number `step`, if scripted."""
-        if not self._faults:
-            return
+    def after_step(self, batch: StepBatch) -> None:
+        step = batch.step + 1
         for fault in self._due(step, ("kill", "pause", "raise", "slow", "exit")):
             if self._first_time(fault):
                 self._strike(fault)

@@ -50,8 +50,12 @@ class Collectives:
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin `sum_` without waiting; the result is there after `.wait()` on what this returns."""
+        """Begin `sum_` without waiting; the result is there after `finish_sum` of what this returns."""
         return dist.all_reduce(tensor, async_op=True) if self.world.world_size > 1 else None
+
+    def finish_sum(self, begun: dist.Work) -> None:
+        """Wait for a sum that was begun."""
+        begun.wait()
 
     def barrier(self) -> None:
         """Wait for every rank."""

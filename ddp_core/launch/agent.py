@@ -52,7 +52,7 @@ _SAYING_SECONDS = 1.0
 _STALE_SECONDS = 1.2
 _MAKING_ROOM = "another node has come; the workers save and start again with it"
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_FINAL = {ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.RESOURCES, ExitCode.NUMERICS, ExitCode.STOPPED}
+_FINAL = set(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import replace_file
 from ddp_core.launch.nursery import die_with_parent
 from ddp_core.observe.lost_peers import is_peer_loss, reason_of
+from ddp_core.run.blame import shortage, unforeseen
 from ddp_core.run.request import Request
 from ddp_core.run.run import run
 
@@ -57,12 +58,10 @@ def run_worker(request: Request, world: World) -> int:
     except Exception as error:
         if is_peer_loss(error):
             return _report(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
-        if is_full(error):
-            full = no_room(Path(request.options.output), error)
-            return _report(world, full.exit_code, f"{world.place}: {full}")
-        return _report(
-            world, ExitCode.BAD_INPUT, f"{world.place}: {type(error).__name__}: {error}", traceback.format_exc()
-        )
+        if known := shortage(error, world.place, Path(request.options.output)):
+            return _report(world, known.exit_code, str(known))
+        exit_code, message = unforeseen(error)
+        return _report(world, exit_code, f"{world.place}: {message}", traceback.format_exc())
     return ExitCode.DONE
 
 
@@ -104,7 +103,7 @@ def _report(world: World, exit_code: int, message: str, trace: str | None = None
     else:
         replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
         if exit_code == ExitCode.PEERS_LOST:
-            # Nothing is left to finish, and its node's launcher waits for it to start again.
+            # This worker has nothing to finish, and the launcher of its node waits for its end to start it again.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(exit_code)
@@ -121,6 +120,6 @@ def _die_with_launcher(directory: Path) -> None:
     parents = (
         [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
     )
-    # It may have died while this worker was still loading; another process is the parent then.
+    # The launcher may have died while this worker was still loading; another process is the parent then.
     if not die_with_parent(parents):
         os._exit(ExitCode.PEERS_LOST)

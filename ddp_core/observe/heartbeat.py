@@ -22,6 +22,7 @@ from ddp_core.distributed.processes import state_of
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import replace_file
+from ddp_core.observe.step import StepBatch, StepObserver
 
 if TYPE_CHECKING:
     from ddp_core.observe.usage import Usage
@@ -33,8 +34,8 @@ _SILENT = 5.0
 _DYING = 0.5
 
 
-class Heartbeat:
-    """Written by one rank; `beat` costs a comparison except once a second, when it also takes a sample of `usage`."""
+class Heartbeat(StepObserver):
+    """Written by one rank; a step costs little except once a second, when `usage` is sampled, too."""
 
     def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
         self._usage = usage
@@ -48,13 +49,20 @@ class Heartbeat:
             "pid": os.getpid(),
         }
         self._own_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_began = time.perf_counter()
+        self._own_part = 0.0
         self._next = 0.0
-        self.beat(0)
+        self._beat(0)
 
-    def beat(self, step: int, own_seconds: float | None = None) -> None:
-        """Report a finished step, and what this rank itself spent on it."""
-        if own_seconds is not None:
-            self._own_seconds.append(own_seconds)
+    def before_wait(self) -> None:
+        self._own_part = time.perf_counter() - self._step_began
+
+    def after_step(self, batch: StepBatch) -> None:
+        self._step_began = time.perf_counter()
+        self._own_seconds.append(self._own_part)
+        self._beat(batch.step + 1)
+
+    def _beat(self, step: int) -> None:
         now = time.time()
         if now < self._next:
             return

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from ddp_core.errors import UserError
-from ddp_core.sampler import Ids
+from ddp_core.observe.step import StepBatch, StepObserver
 
 
-class Ledger:
-    """One rank's lines of one attempt."""
+class Ledger(StepObserver):
+    """One rank's lines of one attempt: steps counted from 1, their epoch, and the samples that this rank trained."""
 
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
@@ -27,9 +26,9 @@ class Ledger:
         self._file: IO[str] = path.open("w", buffering=1)
         self._write({"from_step": first_step})
 
-    def write(self, step: int, epoch: int, ids: Sequence[Ids]) -> None:
-        """Note what this rank trained in finished step number `step`, counted from 1."""
-        self._write({"step": step, "epoch": epoch, "ids": np.concatenate([*ids, np.empty(0, np.int64)]).tolist()})
+    def after_step(self, batch: StepBatch) -> None:
+        ids = np.concatenate([*batch.ids, np.empty(0, np.int64)])
+        self._write({"step": batch.step + 1, "epoch": batch.epoch, "ids": ids.tolist()})
 
     def close(self) -> None:
         """Close the file."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from pathlib import Path
 
+import torch
 from torch.distributed import DistError
 
 from ddp_core.distributed.world import World
@@ -25,8 +27,15 @@ _WORDS = (
     "broken pipe",
     "application timeout",
 )
-
-
+_TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
+# Where collectives run: by themselves, in DDP's forward, and in backward, where DDP's hooks are called.
+_COLLECTIVES = (
+    _OURS / "distributed",
+    _OURS / "reduction",
+    _TORCH / "distributed",
+    _TORCH / "nn" / "parallel" / "distributed.py",
+    _TORCH / "autograd" / "graph.py",
+)
 _SIGNING_SECONDS = 0.5
 
 
@@ -38,14 +47,20 @@ class PeersLost(UserError):
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone or silent."""
+    """Whether a collective failed because another process is gone or silent.
+
+    The same words may come from elsewhere, from the connection of a data set to its storage for example.
+    """
     if isinstance(error, DistError | PeersLost):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+    if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _WORDS):
+        return False
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(files) and any(files[-1].is_relative_to(place) for place in _COLLECTIVES)
 
 
 def reason_of(error: BaseException) -> str:
-    """What a collective said, in its first line, without the place in gloo's sources and its good wishes."""
+    """What a collective said, in its first line, without the place in gloo's sources and gloo's advice."""
     first = str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]
     return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", first)
 
@@ -55,7 +70,7 @@ def peers_lost(error: BaseException, directory: Path, world: World, step: int) -
     reason = reason_of(error)
     sign_again(directory, world)
     if "time" in reason.lower():
-        # All have stopped at the same step; who is only waiting, like this one, signs again within a moment.
+        # All ranks have stopped at the same step; those that only wait, as this one, sign again within a moment.
         time.sleep(_SIGNING_SECONDS)
     who = name_lost_peer(directory, world, reason)
     return PeersLost(f"{world.place} lost {who} at step {step} ({reason}); continue with --resume auto")

@@ -11,22 +11,22 @@ from typing import Any, Self
 import torch
 
 from ddp_core.errors import UserError
+from ddp_core.observe.step import StepBatch, StepObserver
 
 
-class StepProfiler:
-    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`; None traces nothing.
+class StepProfiler(StepObserver):
+    """Traces the steps of `window` ('first:last', counted from 1) into `trace/rank-N.json`.
 
-    Raises UserError for a window that is none.
+    Raises UserError for a window of another form.
     """
 
-    def __init__(self, window: str | None, directory: Path, rank: int) -> None:
-        self._first, self._last = parse_window(window) if window else (0, 0)
+    def __init__(self, window: str, directory: Path, rank: int) -> None:
+        self._first, self._last = parse_window(window)
         self._path = directory / "trace" / f"rank-{rank}.json"
         self._profiler: torch.profiler.profile | None = None
 
-    def before_step(self, step: int) -> None:
-        """Begin where the window does."""
-        if step != self._first:
+    def before_step(self, batch: StepBatch) -> None:
+        if batch.step + 1 != self._first:
             return
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -34,9 +34,8 @@ class StepProfiler:
         self._profiler = torch.profiler.profile(activities=kinds)
         self._profiler.start()
 
-    def after_step(self, step: int) -> None:
-        """End where the window does."""
-        if step == self._last:
+    def after_step(self, batch: StepBatch) -> None:
+        if batch.step + 1 == self._last:
             self._finish()
 
     def __enter__(self) -> Self:

@@ -1,11 +1,10 @@
-"""The ordinary way: gradients add up in `.grad`, and DistributedDataParallel's own all-reduce averages them over the
-ranks.
-"""
+"""Torch's own way: gradients add up in `.grad`, and DistributedDataParallel averages them over the ranks."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,9 +14,9 @@ from ddp_core.shares import share_of
 class PlainReduction:
     """`ExactReduction`'s interface without its promise: sums are made in whatever order is fastest.
 
-    Losses are sums over samples, but DDP divides gradients by the world size and a large batch is best scaled before
-    it is summed: so
-    backward is to be seeded with `world_size / samples`, and `finish` needs no scale.
+    DDP divides what it sums by the number of ranks; a loss weighted by that number undoes it, and every `.grad` is the
+    sum over all micro-batches, as with ExactReduction. A large batch is best weighted by `1 / samples` there as well,
+    before it is summed; `finish` then needs no scale.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int) -> None:
@@ -40,7 +39,9 @@ class PlainReduction:
         return nullcontext()
 
     def finish(self, scale: float = 1.0) -> None:
-        """Nothing is left to do: DDP has waited for the gradients at the end of backward."""
+        """Complete the step: multiply every `.grad` by `scale`. (DDP has waited for them at the end of backward.)"""
+        if scale != 1.0:
+            torch._foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
 
     def close(self) -> None:
         """Nothing to end."""

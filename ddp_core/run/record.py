@@ -6,49 +6,38 @@ import contextlib
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 from ddp_core.checkpoint import Fence
 from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.determinism.fingerprint import differences, fingerprint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
-from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError, is_full, no_room
-from ddp_core.observe.heartbeat import slowest
+from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
-from ddp_core.observe.metrics import read_metrics
-from ddp_core.observe.usage import Usage, of_all
+from ddp_core.observe.usage import Usage
+from ddp_core.run.blame import shortage, unforeseen
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.run.environment import describe_environment
 from ddp_core.run.request import Request
+from ddp_core.run.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.state import TrainState
-
-_FEW_PARAMETERS = 16
 
 
 class RunRecord:
     """Keeps run.json while a run goes on; rank 0 alone writes, and only as long as no later rank 0 has taken over."""
 
-    def __init__(
-        self, request: Request, world: World, directory: RunDirectory, data_digest: str, device: torch.device
-    ) -> None:
-        self.request, self.world, self.directory = request, world, directory
-        self.launch_id = world.launch_id
-        self.fingerprint = fingerprint(device)
+    def __init__(self, request: Request, collectives: Collectives, directory: RunDirectory, data_digest: str) -> None:
+        self.request, self.world, self.directory = request, collectives.world, directory
+        self.fingerprint = fingerprint(collectives.device)
         self.data_digest = data_digest
         self.attempt = 0
         self.fence: Fence | None = None
         self.state: TrainState | None = None
         """The trainer's, once there is one: an error names its step."""
         self.changed_fingerprint: list[str] = []
-        self.device = device
-        self.usage = Usage(device)
+        self.usage = Usage(collectives.device)
         self.started = time.time()
 
     def start(self) -> None:
@@ -78,7 +67,7 @@ class RunRecord:
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),
                 "command": request.command,
-                "launch_id": self.launch_id,
+                "launch_id": self.world.launch_id,
                 "status": "running",
                 "exit_code": None,
                 "message": None,
@@ -107,17 +96,19 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            if is_peer_loss(error):
-                lost = peers_lost(error, self.directory.path, self.world, self._step)
-                self._try_to_end(lost.exit_code, str(lost))
-                raise lost from error
-            if is_full(error):
-                full = no_room(self.directory.path, error)
-                self._try_to_end(full.exit_code, str(full))
-                raise full from error
+            known = self._explain(error)
+            if known is not None:
+                self._try_to_end(known.exit_code, str(known))
+                raise known from error
             self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
-            self._try_to_end(ExitCode.BAD_INPUT, f"{self.world.place}: {type(error).__name__}: {error}")
+            exit_code, message = unforeseen(error)
+            self._try_to_end(exit_code, f"{self.world.place}: {message}")
             raise
+
+    def _explain(self, error: Exception) -> UserError | None:
+        if is_peer_loss(error):
+            return peers_lost(error, self.directory.path, self.world, self._step)
+        return shortage(error, self.world.place, self.directory.path)
 
     @property
     def _step(self) -> int:
@@ -144,76 +135,25 @@ class RunRecord:
                 status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
             )
 
-    def finish(self, trainer: Trainer, collectives: Collectives) -> None:
-        """Digest, result and the final weights."""
-        state = trainer.state
-        weights = weights_digest(trainer.model.state_dict())
-        speed = trainer.job.heartbeat.speed() if trainer.job.heartbeat is not None else {}
-        parts = collectives.gather((weights, self.usage.totals(), (self.world.rank, self.world.node_rank, speed)))
-        other = [rank for rank, part in enumerate(parts) if part[0] != weights]
-        if other:
-            raise RuntimeError(
-                f"{self.world.place}: ranks {other} ended with other weights: this is a bug or broken memory"
-            )
+    def finish(self, trainer: Trainer, speed: dict[str, float]) -> None:
+        """Write result, digests and the final weights; `speed` is what this rank's heartbeat says of its steps."""
+        job = trainer.job
+        end = gather_ends(job.collectives, weights_digest(trainer.model.state_dict()), speed, self.usage.totals())
         if not self.world.is_first:
             return
-        waits = [record["data_wait"] for record in read_metrics(self.directory.metrics, "step")]
-        result: dict[str, Any] = {
-            "train_loss": state.last_epoch_loss,
-            **state.evaluation,
-            "samples_per_second": state.trained_samples / state.trained_seconds if state.trained_seconds else None,
-            "seconds": round(time.time() - self.started, 3),
-            "steps": state.step,
-            "time_split": trainer.clock.per_step(state.step - trainer.first_step),
-            "data_wait": sum(waits) / len(waits) if waits else None,
-            **of_all([part[1] for part in parts]),
-            "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        }
-        if result["parameters"] <= _FEW_PARAMETERS:
-            result["values"] = {
-                name: parameter.detach().flatten().tolist() for name, parameter in trainer.model.named_parameters()
-            }
-        _save_weights(trainer.model, self.directory.path / "model.safetensors")
-        self._end(
-            "completed",
-            0,
-            None,
-            weights_sha256=weights,
-            optimizer_sha256=optimizer_digest(state.optimizer),
-            result=result,
+        result = result_of(trainer, self.directory.metrics, time.time() - self.started) | end.usage
+        save_weights(trainer.model, self.directory.path / "model.safetensors")
+        optimizer = optimizer_digest(trainer.state.optimizer)
+        self._end("completed", 0, None, weights_sha256=end.weights, optimizer_sha256=optimizer, result=result)
+        job.metrics.hyper_parameters(
+            trainer.experiment.to_json() | {"layout": job.layout.label, "reduction": job.options.reduction},
+            {name: value for name, value in result.items() if isinstance(value, int | float)},
         )
-        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
-        trainer.job.metrics.hyper_parameters(
-            trainer.experiment.to_json()
-            | {"layout": self.request.layout.label, "reduction": self.request.options.reduction},
-            numbers,
-        )
-        trainer.job.console.end_progress()
-        if line := slowest([part[2] for part in parts]):
-            trainer.job.console.say(line)
-        trainer.job.console.say(f"done: {_summary(result)}")
-        trainer.job.console.say(f"weights sha256 {weights}")
-
-
-def _summary(result: dict[str, Any]) -> str:
-    figures = [
-        f"{name.replace('_', ' ')} {result[name]:.4f}"
-        for name in ("train_loss", "test_loss", "test_accuracy")
-        if result.get(name) is not None
-    ]
-    figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
-    if result["samples_per_second"]:
-        figures.append(f"{result['samples_per_second']:.0f} samples/s")
-    return ", ".join(figures)
-
-
-def _save_weights(model: nn.Module, path: Path) -> None:
-    from safetensors.torch import save_model
-
-    try:
-        save_model(model, str(path))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
+        job.console.end_progress()
+        if end.slowest is not None:
+            job.console.say(end.slowest)
+        job.console.say(f"done: {summary(result)}")
+        job.console.say(f"weights sha256 {end.weights}")
 
 
 def _utc(moment: float) -> str:

@@ -86,7 +86,7 @@ def promise_broken_by(experiment: Experiment, layout: Layout) -> str | None:
     if experiment.ddp.communication_hook != "none":
         return f"the {experiment.ddp.communication_hook} communication hook rounds what each rank sends"
     if layout.kind == "dp" and layout.device == "cuda":
-        return "nn.DataParallel adds its replicas' gradients inside autograd, in an request of its own"
+        return "nn.DataParallel adds its replicas' gradients inside autograd, in an order of its own"
     return None
 
 

@@ -1,6 +1,7 @@
 """One step, three ways, on one loop."""
 
-from ddp_core.trainers.trainer import Job, Trainer
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.trainer import Trainer
 
 
 def build_trainer(job: Job) -> Trainer:

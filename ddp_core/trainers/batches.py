@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 
-import torch
-
-from ddp_core.data.loader import Loader
+from ddp_core.data.loader import Loader, StepIds
+from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
 from ddp_core.spec.cut import BatchCut, MicroBatch
 from ddp_core.spec.experiment import Experiment
-
-
-@dataclass
-class StepBatch:
-    """What one process computes of one step: its micro-batches with their inputs and targets."""
-
-    step: int
-    epoch: int
-    samples: int
-    """Samples of the whole global batch, over all ranks."""
-    micro_batches: list[MicroBatch]
-    tensors: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Batches:
@@ -42,7 +29,6 @@ class Batches:
         self.shares = shares
         whole, rest = divmod(samples, cut.global_batch_size)
         self.steps_per_epoch = whole + (1 if rest and experiment.last_batch == "keep" else 0)
-        self.wait_seconds = 0.0
         self._mine: dict[int, list[MicroBatch]] = {}
 
     def samples_of(self, step: int) -> int:
@@ -72,13 +58,19 @@ class Batches:
         raise IndexError(micro_batch)
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
-        """The steps [first_step, stop_step); time spent waiting for data adds up in `wait_seconds`."""
-        steps = range(first_step, stop_step)
-        stream = self.loader.stream(
-            (step // self.steps_per_epoch, [self.ids(step, part) for part in self.mine(step)]) for step in steps
-        )
-        for step in steps:
+        """The steps [first_step, stop_step), in order."""
+        asked: deque[list[Ids]] = deque()
+
+        def wanted() -> Iterator[StepIds]:
+            # Loader processes take steps ahead; the ids wait here for their tensors.
+            for step in range(first_step, stop_step):
+                asked.append([self.ids(step, part) for part in self.mine(step)])
+                yield step // self.steps_per_epoch, asked[-1]
+
+        stream = self.loader.stream(wanted())
+        for step in range(first_step, stop_step):
             before = time.perf_counter()
             tensors = next(stream)
-            self.wait_seconds += time.perf_counter() - before
-            yield StepBatch(step, step // self.steps_per_epoch, self.samples_of(step), self.mine(step), tensors)
+            seconds = time.perf_counter() - before
+            epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
+            yield StepBatch(step, epoch, samples, self.mine(step), asked.popleft(), tensors, seconds)

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 
 PARTS = ("data", "forward", "backward", "forward_backward", "exposed_communication", "optimizer", "checkpoint", "other")
 
 
-class StepClock:
+class StepClock(StepObserver):
     """Adds up laps. A lap costs about 0.2 microseconds.
 
     Communication that backward hides costs nothing; what it does not hide begins where the last gradient is done: the
-    model's first parameter is the last to get one, and marks that moment (without a `model` nothing does, and nothing
-    is spent on it). The replicas of `dp` run
-    forward and backward in threads, which count together as `forward_backward`.
+    model's first parameter is the last to get a gradient, and marks that moment (without a `model` no moment is marked,
+    and nothing is spent on it). The replicas of `dp` run forward and backward in threads, which count together as
+    `forward_backward`.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds_aside = 0.0
+        """Spent in blocks of `aside`."""
+        self._steps = 0
         self._last = time.perf_counter()
         self._gradients_done: float | None = None
         parameters = model.parameters() if model is not None else ()
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
         if first is not None:
             first.register_post_accumulate_grad_hook(self._mark)
+
+    def before_step(self, batch: StepBatch) -> None:
+        self.lap("other")
+        self.seconds["other"] -= batch.wait_seconds
+        self.seconds["data"] += batch.wait_seconds
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        self.lap("exposed_communication")
+
+    def after_step(self, batch: StepBatch) -> None:
+        self.lap("optimizer")
+        self._steps += 1
 
     def lap(self, part: str) -> None:
         """Everything since the last lap was `part`."""
@@ -42,13 +61,27 @@ class StepClock:
             self._gradients_done = None
         self.lap("backward")
 
+    @contextlib.contextmanager
+    def aside(self, part: str | None = None) -> Iterator[None]:
+        """Time spent in this block is no training: it counts as `part`, or without one not at all."""
+        self.lap("other")
+        began = self._last
+        try:
+            yield
+        finally:
+            if part is None:
+                self.restart()
+            else:
+                self.lap(part)
+            self.seconds_aside += self._last - began
+
     def restart(self) -> None:
         """Leave out everything since the last lap."""
         self._last = time.perf_counter()
 
-    def per_step(self, steps: int) -> dict[str, float]:
+    def per_step(self) -> dict[str, float]:
         """Seconds per step, by part."""
-        return {part: seconds / steps for part, seconds in self.seconds.items()} if steps else {}
+        return {part: seconds / self._steps for part, seconds in self.seconds.items()} if self._steps else {}
 
     def _mark(self, _: Tensor) -> None:
         self._gradients_done = time.perf_counter()

@@ -1,11 +1,10 @@
 """One process, several replicas: nn.DataParallel on CUDA, and its five moves over threads on CPU.
 
 nn.DataParallel does in every step: scatter the batch, replicate the module, apply the replicas in parallel threads,
-gather the
-outputs, and in backward reduce the gradients onto the first device. On CPU torch's class merely calls the module;
-here the same moves are made
-over copies of it, so that the comparison exists on a laptop. One difference: each thread runs its own backward (torch's
-CPU autograd would run them one after the other), and what is gathered are losses rather than outputs.
+gather the outputs, and in backward reduce the gradients onto the first device. On CPU torch's class merely calls the
+module; here the same moves are made over copies of it, so that the comparison exists on a laptop. One difference: each
+thread runs its own backward (torch's CPU autograd would run them one after the other), and what is gathered are losses
+rather than outputs.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.shares import share_of
-from ddp_core.trainers.batches import StepBatch
+from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
-from ddp_core.trainers.trainer import Job, Trainer
+from ddp_core.trainers.trainer import Trainer
 
 Gradients = list[Tensor | None]
 
@@ -44,7 +45,7 @@ class DataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
-        self.signals.begin()
+        self.signals.begin(batch)
         scattered = self._scatter(batch)
         for replica in self.replicas[1:]:
             replica.copy_from(self.model)
@@ -57,7 +58,7 @@ class DataParallelTrainer(Trainer):
         for losses in found:
             for index, loss in losses:
                 self.signals.put_loss(index, loss)
-        self.meet_others()
+        self.send_signals()
         self._reduce()
 
     def close(self) -> None:
@@ -65,14 +66,15 @@ class DataParallelTrainer(Trainer):
         self.threads.shutdown()
 
     def _scatter(self, batch: StepBatch) -> list[StepBatch]:
-        owned = iter(zip(batch.micro_batches, batch.tensors, strict=True))
-        shares = []
+        """Each replica's part of the batch: shares follow each other in the order of the micro-batches."""
+        parts, stop = [], 0
         for share in self.shares():
-            count = len(self.cut.share(share, batch.samples))
-            pairs = [next(owned) for _ in range(count)]
-            parts, tensors = [part for part, _ in pairs], [pair for _, pair in pairs]
-            shares.append(StepBatch(batch.step, batch.epoch, batch.samples, parts, tensors))
-        return shares
+            start, stop = stop, stop + len(self.cut.share(share, batch.samples))
+            own = slice(start, stop)
+            parts.append(
+                replace(batch, micro_batches=batch.micro_batches[own], ids=batch.ids[own], tensors=batch.tensors[own])
+            )
+        return parts
 
     def _reduce(self) -> None:
         """Sum the replicas' gradients onto the first: in the canonical tree, or from left to right as torch does."""
@@ -126,12 +128,12 @@ class _Replica:
         take_gradients(self.parameters)
         if trainer.exact:
             self.statistics.begin()
-        weight, losses = trainer.loss_weight(share.samples), []
+        weight, losses = trainer.passes.loss_weight(share.samples), []
         for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
             with self.random.micro_batch(share.step, part.index):
-                loss = trainer.forward(self.module, inputs, targets)
+                loss = trainer.passes.loss(self.module, inputs, targets)
             losses.append((part.index, loss.detach()))
-            loss.backward(weight)
+            trainer.passes.backward(loss, weight)
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
@@ -156,18 +158,18 @@ class CudaDataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """One call of nn.DataParallel per round, which scatters, replicates, applies, gathers and reduces."""
-        self.signals.begin()
+        self.signals.begin(batch)
         for parameter in self.model.parameters():
             parameter.grad = None
-        weight = self.loss_weight(batch.samples)
+        weight = self.passes.loss_weight(batch.samples)
         for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
             self.seed_micro_batch(batch.step, batch.micro_batches[members[0]].index)
             pairs = [batch.tensors[member] for member in members]
             inputs, targets = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
-            loss = self.forward(self.module, inputs, targets)
+            loss = self.passes.loss(self.module, inputs, targets)
             self.signals.put_loss(batch.micro_batches[members[0]].index, loss.detach())
-            loss.backward(weight)
-        self.meet_others()
+            self.passes.backward(loss, weight)
+        self.send_signals()
 
 
 def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:

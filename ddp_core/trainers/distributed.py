@@ -1,10 +1,9 @@
-"""One process per device, DistributedDataParallel around the model: gradients travel while backward is still
-running.
-"""
+"""One process per device, DistributedDataParallel around the model: gradients travel while backward still runs."""
 
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.batches import StepBatch
-from ddp_core.trainers.trainer import Job, Trainer
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.trainer import Trainer
 
 
 class DistributedTrainer(Trainer):
@@ -23,7 +23,7 @@ class DistributedTrainer(Trainer):
 
     def __init__(self, job: Job) -> None:
         if job.experiment.sync_batch_norm:
-            job.model = nn.SyncBatchNorm.convert_sync_batchnorm(job.model)
+            job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
         super().__init__(job)
         settings = job.experiment.ddp
         self.module = DistributedDataParallel(
@@ -51,28 +51,26 @@ class DistributedTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; gradients and losses travel during the last backward."""
-        self.signals.begin()
+        self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         # DDP's own all-reduce divides by the number of ranks, the exact reduction does not.
-        weight = self.loss_weight(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
+        weight = self.passes.loss_weight(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
-                loss = self.forward(self.module, inputs, targets)
+                loss = self.passes.loss(self.module, inputs, targets)
                 self.signals.put_loss(part.index, loss.detach())
                 self.clock.lap("forward")
                 if part is batch.micro_batches[-1]:
-                    self.meet_others()
-                loss.backward(weight)
+                    self.send_signals()
+                self.passes.backward(loss, weight)
                 self.clock.lap_backward()
         if not batch.micro_batches:
             self._join_empty_handed()
         self.reduction.finish()
 
     def settle_buffers(self) -> None:
-        """In plain mode each rank's buffers have seen its own last forward: take rank 0's, as DDP does before the
-        next.
-        """
+        """Take rank 0's buffers, as DDP's next forward would: in plain mode each rank's follow its own passes."""
         if not self.exact and self.experiment.ddp.broadcast_buffers:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -86,15 +84,15 @@ class DistributedTrainer(Trainer):
     def _join_empty_handed(self) -> None:
         """An incomplete last batch may leave a rank without a micro-batch; its peers still wait for it."""
         if self.exact:
-            self.meet_others()
+            self.send_signals()
             return
-        # DDP's all-reduce runs in a backward only: one of a sample that counts nothing, and leaves no trace in the
-        # buffers. Forward comes first, as on the other ranks: it may broadcast the buffers.
+        # DDP's all-reduce runs in a backward only, so this rank runs the backward of a sample that counts for nothing.
+        # The forward before it takes part in the broadcast of the buffers, and in eval mode does not change them.
         self.module.eval()
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
-        loss = self.forward(self.module, inputs, targets)
-        self.meet_others()
-        loss.backward(torch.zeros((), device=self.device))
+        loss = self.passes.loss(self.module, inputs, targets)
+        self.send_signals()
+        self.passes.backward(loss, torch.zeros((), device=self.device))
         self.module.train()
 
     def _register_hook(self) -> None:

@@ -1,8 +1,7 @@
 """Evaluation that counts every held-out sample once and gives the same numbers on every layout.
 
 Batches are fixed by index and dealt out in turn; each rank fills in its own entries of a table of zeros, so the sum
-over ranks is exact, and
-`math.fsum` rounds once. (DistributedSampler would pad, counting some samples twice.)
+over ranks is exact, and `math.fsum` rounds once. (DistributedSampler would pad, counting some samples twice.)
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""What all ranks must know of each step: the loss of every micro-batch, and whether anyone wants to stop."""
+"""What all ranks must know of each step: the loss of every micro-batch, and whether a rank was asked to stop."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ddp_core.distributed.process_group import Collectives
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The same on every rank: summed loss of each micro-batch of the step, and whether a rank asked to stop."""
-
-    losses: list[float]
-    stop: bool
+from ddp_core.observe.step import StepBatch, StepReport
 
 
 class StepSignals:
@@ -30,13 +21,16 @@ class StepSignals:
         self._collectives = collectives
         self._micro_batches = micro_batches
         self._alone = collectives.world.world_size == 1
+        self._step = self._samples = 0
         self._losses: dict[int, torch.Tensor] = {}
-        self._work: dist.Work | None = None
-        self._unread: list[tuple[dict[int, torch.Tensor], bool]] = []
-        self._unread_sums: list[torch.Tensor] = []
+        self._sum: dist.Work | None = None
+        # Per step that has not been read: its number, its samples, its losses or their sum over ranks.
+        self._unread: list[tuple[int, int, dict[int, torch.Tensor], bool]] = []
+        self._unread_sums: list[tuple[int, int, torch.Tensor]] = []
 
-    def begin(self) -> None:
-        """Forget the step before."""
+    def begin(self, batch: StepBatch) -> None:
+        """Start a step."""
+        self._step, self._samples = batch.step, batch.samples
         self._losses = {}
 
     def put_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
@@ -46,28 +40,33 @@ class StepSignals:
     def send(self, stop: bool) -> None:
         """Start the sum; call once per step on every rank, after its last forward."""
         if self._alone:
-            self._unread.append((self._losses, stop))
+            self._unread.append((self._step, self._samples, self._losses, stop))
             return
         vector = torch.zeros(self._micro_batches + 1, device=self._collectives.device)
         for micro_batch, loss in self._losses.items():
             vector[micro_batch] = loss
         if stop:
             vector[-1] = 1.0
-        self._work = self._collectives.start_sum(vector)
-        self._unread_sums.append(vector)
+        self._sum = self._collectives.start_sum(vector)
+        self._unread_sums.append((self._step, self._samples, vector))
 
     def receive(self) -> None:
         """Wait for the sum of this step."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._sum is not None:
+            self._collectives.finish_sum(self._sum)
+            self._sum = None
 
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""
-        reports = [StepReport(self._values(losses), stop) for losses, stop in self._unread]
+        reports = [
+            StepReport(step, samples, self._values(losses), stop) for step, samples, losses, stop in self._unread
+        ]
         if self._unread_sums:
-            rows = torch.stack(self._unread_sums).tolist()
-            reports += [StepReport(row[:-1], row[-1] > 0) for row in rows]
+            rows = torch.stack([vector for *_, vector in self._unread_sums]).tolist()
+            reports += [
+                StepReport(step, samples, row[:-1], row[-1] > 0)
+                for (step, samples, _), row in zip(self._unread_sums, rows, strict=True)
+            ]
         self._unread.clear()
         self._unread_sums.clear()
         return reports

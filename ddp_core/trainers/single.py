@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.trainers.batches import StepBatch
-from ddp_core.trainers.trainer import Job, Trainer
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.trainer import Trainer
 
 
 class SingleTrainer(Trainer):
@@ -23,18 +24,18 @@ class SingleTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up."""
-        self.signals.begin()
+        self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
-        weight = self.loss_weight(batch.samples)
+        weight = self.passes.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
-                loss = self.forward(self.model, inputs, targets)
+                loss = self.passes.loss(self.model, inputs, targets)
                 self.signals.put_loss(part.index, loss.detach())
                 self.clock.lap("forward")
-                loss.backward(weight)
+                self.passes.backward(loss, weight)
                 self.clock.lap_backward()
-        self.meet_others()
+        self.send_signals()
         self.reduction.finish()
 
     def close(self) -> None:

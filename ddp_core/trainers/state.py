@@ -1,9 +1,8 @@
-"""Everything that resumes: weights, optimizer, scaler and the position. Random state and schedule follow from the
-position.
-"""
+"""Everything that resumes: weights, optimizer, scaler, and the position, from which random state and rate follow."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,21 @@ class TrainState:
     evaluation: dict[str, float] = field(default_factory=dict)
     trained_seconds: float = 0.0
     trained_samples: int = 0
+
+    def end_epoch(self) -> None:
+        """Take the mean loss over the epoch's samples, and begin to count anew."""
+        if self.epoch_samples:
+            self.last_epoch_loss = self.epoch_loss / self.epoch_samples
+        self.epoch_loss, self.epoch_samples = 0.0, 0
+
+    def take_evaluation(self, evaluation: dict[str, float]) -> bool:
+        """Keep what an evaluation found; says whether it is the best so far, by accuracy or else by loss."""
+        self.evaluation = evaluation
+        score = evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan))
+        if math.isnan(score) or (self.best is not None and score <= self.best):
+            return False
+        self.best = score
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain JSON types only."""

@@ -1,45 +1,46 @@
-"""Watches the loop: times it, writes what it sees, and says it."""
+"""Watches the loop: counts losses, samples and seconds, writes them, and says them."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from ddp_core.observe.metrics import Console, MetricsWriter
-from ddp_core.trainers.batches import Batches, StepBatch
-from ddp_core.trainers.signals import StepReport
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.state import TrainState
 
 
-class Watch:
-    """Times the loop and writes what it sees, every few steps; evaluation and saving do not count as training."""
+class Watch(StepObserver):
+    """Counts every step, and writes a record every few; what the clock has put aside does not count as training."""
 
     def __init__(
         self,
         state: TrainState,
-        batches: Batches,
+        clock: StepClock,
         metrics: MetricsWriter,
         console: Console,
         every: int,
         total_steps: int,
     ) -> None:
-        self.state, self.batches, self.metrics, self.console = state, batches, metrics, console
+        self.state, self.clock, self.metrics, self.console = state, clock, metrics, console
         self.every, self.total_steps = every, total_steps
         self.warmed_up = False
-        self.window_started = time.perf_counter()
-        self.window_samples = 0
-        self.window_wait = 0.0
         self.loss = math.nan
+        self._restart()
 
-    def pause(self, seconds: float) -> None:
-        """Leave some seconds out of the window."""
-        self.window_started += seconds
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        for report in reports:
+            loss = report.loss
+            if math.isfinite(loss):
+                self.state.epoch_loss += loss
+                self.state.epoch_samples += report.samples
+            self.loss = loss / report.samples
 
-    def step_done(self, batch: StepBatch, reports: list[StepReport]) -> None:
-        """Count the step; write a record when it is due."""
+    def after_step(self, batch: StepBatch) -> None:
         self.window_samples += batch.samples
-        if reports:
-            self.loss = sum(reports[-1].losses) / batch.samples
+        self.window_wait += batch.wait_seconds
         if not self.warmed_up:
             # The first step of a process pays for lazy initialisation; it is in no speed.
             self.warmed_up = True
@@ -48,7 +49,7 @@ class Watch:
             self._write(batch)
 
     def epoch_done(self, batch: StepBatch) -> None:
-        """Close the window at the epoch's end."""
+        """Write what has not been written yet."""
         if self.window_samples:
             self._write(batch)
 
@@ -61,8 +62,7 @@ class Watch:
         self.console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
 
     def _write(self, batch: StepBatch) -> None:
-        seconds = time.perf_counter() - self.window_started
-        wait = self.batches.wait_seconds - self.window_wait
+        seconds = time.perf_counter() - self.window_started - (self.clock.seconds_aside - self.window_aside)
         state = self.state
         state.trained_seconds += seconds
         state.trained_samples += self.window_samples
@@ -74,12 +74,13 @@ class Watch:
             loss=self.loss,
             lr=state.optimizer.param_groups[0]["lr"],
             samples_per_second=round(speed, 2),
-            data_wait=round(min(1.0, wait / seconds), 5) if seconds > 0 else 0.0,
+            data_wait=round(min(1.0, self.window_wait / seconds), 5) if seconds > 0 else 0.0,
         )
         self.console.progress(batch.step + 1, self.total_steps, f"loss {self.loss:.4f}")
         self._restart()
 
     def _restart(self) -> None:
         self.window_samples = 0
-        self.window_wait = self.batches.wait_seconds
+        self.window_wait = 0.0
+        self.window_aside = self.clock.seconds_aside
         self.window_started = time.perf_counter()

@@ -220,6 +220,91 @@ def test_workers_of_a_launcher_outside_say_it_once(tmp_path: Path) -> None:
         assert ended.errors.count("\n") == (1 if rank == "0" else 0), ended.errors
 
 
+RAISING = """
+import torch
+from torch import nn
+from ddp_core.data.splits import Splits
+from ddp_core.spec.experiment import *
+
+class Remote:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if '{where}' == 'data' and index == 7:
+            raise {error}
+        return torch.zeros(4), torch.tensor(0)
+
+class Network(nn.Linear):
+    def forward(self, inputs):
+        if '{where}' == 'model':
+            raise {error}
+        return super().forward(inputs)
+
+def remote():
+    return Splits(Remote())
+
+def network():
+    return Network(4, 2)
+
+experiment = Experiment(name='raising', model=Component(name='network'), data=Component(name='remote'),
+                        global_batch_size=8, micro_batch=4)
+"""
+REFUSED = "RuntimeError('S3: connection refused')"
+
+
+def raising(folder: Path, where: str, error: str) -> str:
+    file = folder / "raising.py"
+    file.write_text(RAISING.replace("{where}", where).replace("{error}", error))
+    return str(file)
+
+
+@pytest.mark.parametrize("where", ["data", "model"])
+@pytest.mark.parametrize("mode", ["single", "dp", "torchrun"])
+def test_words_of_a_lost_peer_from_the_experiment_are_its_own(mode: str, where: str, tmp_path: Path) -> None:
+    file = raising(tmp_path, where, REFUSED)
+    ended = ddp("train", file, "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs")
+    assert ended.code == 2, ended.errors
+    lines = [line for line in ended.errors.splitlines() if line.startswith("ddp: error: ")]
+    assert len(lines) == 1
+    assert lines[0].endswith("): RuntimeError: S3: connection refused")
+    assert trained(tmp_path / "outputs")[1]["attempts"][1:] == [], "it would only be repeated"
+
+
+def test_words_of_a_lost_peer_from_a_loader_process_are_the_experiments(tmp_path: Path) -> None:
+    file = raising(tmp_path, "data", REFUSED)
+    ended = ddp("train", file, "--device", "cpu", "--workers", "1", "--output", tmp_path / "outputs")
+    assert ended.code == 2, ended.errors
+    assert "RuntimeError: S3: connection refused" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("mode", "where", "error", "reason"),
+    [
+        ("single", "data", "MemoryError()", "out of memory;"),
+        (
+            "torchrun",
+            "data",
+            "MemoryError('Unable to allocate 7.28 TiB')",
+            "out of memory (Unable to allocate 7.28 TiB);",
+        ),
+        (
+            "single",
+            "model",
+            "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of')",
+            "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB);",
+        ),
+        ("torchrun", "model", "torch.empty(2**60)", "out of memory (can't allocate memory: you tried to allocate"),
+    ],
+)
+def test_a_want_of_memory_says_what_to_do(mode: str, where: str, error: str, reason: str, tmp_path: Path) -> None:
+    file = raising(tmp_path, where, error)
+    ended = ddp("train", file, "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs")
+    one_line(ended, 4, [reason, "rank ", "--set micro_batch=N"])
+    record = trained(tmp_path / "outputs")[1]
+    assert len(record["attempts"]) == 1
+
+
 def break_the_building(rank: int, world_size: int, output: str) -> int:
     def broken(job: object) -> None:
         raise ValueError("no trainer today")
@@ -229,8 +314,8 @@ def break_the_building(rank: int, world_size: int, output: str) -> int:
 
 
 def test_a_trainer_that_cannot_be_built_leaves_a_failed_run(tmp_path: Path) -> None:
-    assert run_processes(break_the_building, 1, str(tmp_path)) == [2]
+    assert run_processes(break_the_building, 1, str(tmp_path)) == [70]
     directory, record = trained(tmp_path)
-    assert (record["status"], record["exit_code"]) == ("failed", 2)
-    assert "no trainer today" in record["message"]
+    assert (record["status"], record["exit_code"]) == ("failed", 70)
+    assert "no trainer today; this is a fault of ddp itself" in record["message"]
     assert "no trainer today" in (directory.path / "error-rank-0.txt").read_text()

@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.observe import lost_peers
-from ddp_core.observe.lost_peers import peers_lost
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
@@ -37,3 +40,20 @@ def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
         thread.join()
     assert all("lost rank 0 (node 0), silent for 1" in line for line in said.values())
     assert said.keys() == {1, 2}
+
+
+def test_the_words_of_a_lost_peer_count_only_where_collectives_run() -> None:
+    words = "Connection closed by peer [127.0.0.1]:1234"
+
+    class Gone:
+        def wait(self) -> None:
+            exec(compile(f"raise RuntimeError({words!r})", torch.distributed.__file__, "exec"))
+
+    with pytest.raises(RuntimeError) as lost:
+        Collectives(World(0, 2), torch.device("cpu")).finish_sum(Gone())  # type: ignore[arg-type]
+    assert is_peer_loss(lost.value)
+    with pytest.raises(RuntimeError) as elsewhere:
+        raise RuntimeError(words)
+    assert not is_peer_loss(elsewhere.value)
+    assert not is_peer_loss(RuntimeError(words))
+    assert is_peer_loss(dist.DistNetworkError(words)), "torch.distributed's own kind"

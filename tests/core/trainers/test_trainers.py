@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,13 @@ from ddp_core.faults import FaultScript
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
 from ddp_core.spec.experiment import Component, Evaluation, Experiment
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.state import TrainState
 
@@ -67,6 +72,7 @@ def trainer_of(
     test: InMemory | None = None,
     faults: tuple[str, ...] = (),
     stop: StopRequest | None = None,
+    observers: Sequence[StepObserver] = (),
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -83,7 +89,7 @@ def trainer_of(
         console=Console(),
         metrics=MetricsWriter(None),
         stop=stop or StopRequest(),
-        faults=FaultScript(faults),
+        observers=[FaultScript(faults), *observers],
     )
     trainer = build_trainer(job)
     try:
@@ -385,3 +391,81 @@ def test_every_rank_sees_its_own_share_of_every_step() -> None:
 def test_a_loss_of_another_shape_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="as many numbers"):
         mean_squared_error(torch.zeros(4, 3), torch.zeros(4))
+
+
+class Recorder(StepObserver):
+    """Keeps what it is called with, and the weights at that moment."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.weights: list[str] = []
+        self.ids: list[list[int]] = []
+        self.reports: list[StepReport] = []
+        self.trainer: Trainer | None = None
+
+    def before_step(self, batch: StepBatch) -> None:
+        self.ids.append(np.concatenate(batch.ids).tolist())
+        self._note("before_step", batch.step)
+
+    def before_wait(self) -> None:
+        self._note("before_wait", self.seen[-1][1])
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        self.reports += reports
+        self._note("gradients_done", batch.step)
+
+    def skipped(self, batch: StepBatch) -> None:
+        self._note("skipped", batch.step)
+
+    def after_step(self, batch: StepBatch) -> None:
+        assert self.trainer is not None
+        assert self.trainer.state.step == batch.step + 1
+        self._note("after_step", batch.step)
+
+    def _note(self, moment: str, step: int) -> None:
+        assert self.trainer is not None
+        self.seen.append((moment, step))
+        self.weights.append(weights_digest(self.trainer.model.state_dict()))
+
+
+MOMENTS = ["before_step", "before_wait", "gradients_done", "after_step"]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+def test_observers_see_the_moments_of_every_step_in_order(layout: Layout) -> None:
+    recorder = Recorder()
+    with trainer_of(experiment(), layout=layout, observers=(recorder,)) as recorder.trainer:
+        recorder.trainer.train()
+    assert recorder.seen == [(moment, step) for step in range(4) for moment in MOMENTS]
+    assert recorder.ids == [GlobalOrder(64, 0).ids(0, step * 16, step * 16 + 16).tolist() for step in range(4)]
+    assert [(report.step, report.samples, len(report.losses)) for report in recorder.reports] == [
+        (step, 16, 4) for step in range(4)
+    ]
+    changes = [before != after for before, after in pairwise(recorder.weights)]
+    assert changes == [moment == "gradients_done" for moment, _ in recorder.seen][:-1]
+
+
+def test_observers_hear_of_a_skipped_step() -> None:
+    data, recorder = samples(64), Recorder()
+    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
+    with trainer_of(experiment(), train=data, on_nan="skip", observers=(recorder,)) as recorder.trainer:
+        recorder.trainer.train()
+    assert [moment for moment, step in recorder.seen if step == 2] == [*MOMENTS[:3], "skipped", "after_step"]
+    assert ("skipped", 1) not in recorder.seen
+    assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
+
+
+def test_a_job_stays_as_it_was_given() -> None:
+    with trainer_of(experiment()) as trainer, pytest.raises(dataclasses.FrozenInstanceError):
+        trainer.job.observers = ()  # type: ignore[misc]
+
+
+def test_time_put_aside_is_no_training() -> None:
+    began, clock = time.perf_counter(), StepClock(None)
+    with clock.aside():
+        time.sleep(0.02)
+    with clock.aside("checkpoint"):
+        time.sleep(0.02)
+    assert clock.seconds["checkpoint"] >= 0.02
+    assert clock.seconds_aside >= 0.04
+    assert sum(clock.seconds.values()) <= time.perf_counter() - began - 0.02, "without a part it counts nowhere"

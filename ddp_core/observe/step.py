@@ -1,0 +1,103 @@
+"""One step of training as an observer sees it: the batch, the losses of all ranks, and the moments of the step.
+
+Needs no torch, so that commands which only read what observers have written start quickly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ddp_core.sampler import Ids
+    from ddp_core.spec.cut import MicroBatch
+
+
+@dataclass
+class StepBatch:
+    """What one process computes of one step: its micro-batches with their sample ids, inputs and targets."""
+
+    step: int
+    """Counted from 0: the number of steps before this one."""
+    epoch: int
+    samples: int
+    """Samples of the whole global batch, over all ranks."""
+    micro_batches: list[MicroBatch]
+    ids: list[Ids]
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]
+    wait_seconds: float = 0.0
+    """How long the loop waited for this batch."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The same on every rank: summed loss of each micro-batch of the step, and whether a rank was asked to stop."""
+
+    step: int
+    """Counted from 0, as in StepBatch."""
+    samples: int
+    losses: list[float]
+    stop: bool
+
+    @property
+    def loss(self) -> float:
+        """The loss summed over the samples of the global batch."""
+        return sum(self.losses)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no loss of the step is NaN or infinite."""
+        return math.isfinite(self.loss)
+
+
+class StepObserver:
+    """Something that is called at the moments of every step; the methods come in the order of the step.
+
+    An observer may wait, write, or raise to end the run. Without a method of its own for a moment it does nothing then.
+    """
+
+    def before_step(self, batch: StepBatch) -> None:
+        """The batch is loaded, and nothing of it has been computed yet."""
+
+    def before_wait(self) -> None:
+        """This rank has run its forward passes; what follows in the step waits for other ranks."""
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        """Every `.grad` holds the mean gradient; weights change next. `reports` are those read now, oldest first."""
+
+    def skipped(self, batch: StepBatch) -> None:
+        """A loss was not finite: the weights stay as they are."""
+
+    def after_step(self, batch: StepBatch) -> None:
+        """The weights have been updated (or the step skipped), and the step counts as done."""
+
+
+class StepObservers(StepObserver):
+    """Several observers as one; they are called in the order given."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def before_step(self, batch: StepBatch) -> None:
+        for observer in self._observers:
+            observer.before_step(batch)
+
+    def before_wait(self) -> None:
+        for observer in self._observers:
+            observer.before_wait()
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        for observer in self._observers:
+            observer.gradients_done(batch, reports)
+
+    def skipped(self, batch: StepBatch) -> None:
+        for observer in self._observers:
+            observer.skipped(batch)
+
+    def after_step(self, batch: StepBatch) -> None:
+        for observer in self._observers:
+            observer.after_step(batch)

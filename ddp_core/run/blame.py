@@ -1,0 +1,58 @@
+"""What an exception means to the user: a want of disk or memory, a mistake in the experiment, or a fault of ours."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from ddp_core.errors import ExitCode, UserError, internal, is_full, no_room
+
+_PACKAGE = Path(__file__).parents[1]
+# From here the experiment's code is called, or our code in its place: models, data sets, losses, scripted faults.
+_CALLS_EXPERIMENT = (
+    "data",
+    "faults.py",
+    "model",
+    "run/experiment_file.py",
+    "trainers/evaluation.py",
+    "trainers/passes.py",
+)
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def shortage(error: BaseException, speaker: str, directory: Path) -> UserError | None:
+    """The error for the user (4) where disk or memory ran out; None for any other exception."""
+    if is_full(error):
+        return no_room(directory, error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    ):
+        return None
+    reason = str(error).strip().partition("\n")[0].partition(". GPU ")[0].rpartition("DefaultCPUAllocator: ")[2]
+    return UserError(
+        f"{speaker}: out of memory{f' ({reason})' if reason else ''}; use a smaller --set micro_batch=N, "
+        "fewer processes on this machine, or a machine with more memory",
+        ExitCode.RESOURCES,
+    )
+
+
+def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
+    """The exit code and the line for any other exception: 2 where the experiment raised it, 70 where we did."""
+    if is_experiments(error):
+        return ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}"
+    return ExitCode.INTERNAL, internal(error)
+
+
+def is_experiments(error: BaseException) -> bool:
+    """Whether the exception came out of the experiment's code: what our code last called tells.
+
+    A reduction's ValueError or RuntimeError says what it cannot reduce in the experiment's model.
+    """
+    places = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [place.relative_to(_PACKAGE) for place in places if place.is_relative_to(_PACKAGE)]
+    if not ours:
+        return False
+    refused = ours[-1].is_relative_to("reduction") and isinstance(error, ValueError | RuntimeError)
+    return refused or any(ours[-1].is_relative_to(place) for place in _CALLS_EXPERIMENT)

@@ -1,0 +1,85 @@
+"""What a run came to: whether all ranks ended with the same weights, and the figures of its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.observe.heartbeat import slowest
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.usage import Totals, of_all
+from ddp_core.trainers import Trainer
+
+_FEW_PARAMETERS = 16
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What all ranks have to say at the end of training."""
+
+    weights: str
+    """The digest of the weights, the same on every rank."""
+    usage: Totals
+    slowest: str | None
+    """A line about the slowest rank, where it stands out."""
+
+
+def gather_ends(collectives: Collectives, weights: str, speed: dict[str, float], usage: Totals) -> Ends:
+    """Every rank gives the digest of its weights, its speed and its usage.
+
+    Raises RuntimeError where the weights differ.
+    """
+    world = collectives.world
+    parts = collectives.gather((weights, (world.rank, world.node_rank, speed), usage))
+    other = [rank for rank, part in enumerate(parts) if part[0] != weights]
+    if other:
+        raise RuntimeError(f"{world.place}: ranks {other} ended with other weights: this is a bug or broken memory")
+    return Ends(weights, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
+
+
+def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:
+    """The figures of the run's record; of a model with a handful of parameters their values, too."""
+    state, parameters = trainer.state, dict(trainer.model.named_parameters())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    waits = [record["data_wait"] for record in read_metrics(metrics, "step")]
+    result = {
+        "train_loss": state.last_epoch_loss,
+        **state.evaluation,
+        "samples_per_second": state.trained_samples / state.trained_seconds if state.trained_seconds else None,
+        "seconds": round(seconds, 3),
+        "steps": state.step,
+        "time_split": trainer.clock.per_step(),
+        "data_wait": sum(waits) / len(waits) if waits else None,
+        "parameters": count,
+    }
+    if count <= _FEW_PARAMETERS:
+        result["values"] = {name: parameter.detach().flatten().tolist() for name, parameter in parameters.items()}
+    return result
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The figures that a person looks for, in one line."""
+    figures = [
+        f"{name.replace('_', ' ')} {result[name]:.4f}"
+        for name in ("train_loss", "test_loss", "test_accuracy")
+        if result.get(name) is not None
+    ]
+    figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
+    if result["samples_per_second"]:
+        figures.append(f"{result['samples_per_second']:.0f} samples/s")
+    return ", ".join(figures)
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the final weights as safetensors. Raises UserError (4)."""
+    from safetensors.torch import save_model
+
+    try:
+        save_model(model, str(path))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

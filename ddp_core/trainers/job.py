@@ -1,0 +1,43 @@
+"""What a trainer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddp_core.checkpoint import Checkpointer
+from ddp_core.data.splits import Splits
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.model.losses import Loss
+from ddp_core.observe.metrics import Console, MetricsWriter
+from ddp_core.observe.step import StepObserver
+from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
+
+
+@dataclass(frozen=True)
+class Job:
+    """The experiment with what was built from it, the layout, and where to speak, write and save."""
+
+    experiment: Experiment
+    layout: Layout
+    options: Options
+    model: nn.Module
+    loss: Loss
+    splits: Splits
+    collectives: Collectives
+    device: torch.device
+    console: Console
+    metrics: MetricsWriter
+    stop: StopRequest
+    hits: Loss | None = None
+    """Counts right answers, for accuracy; None where there is no such thing."""
+    checkpointer: Checkpointer | None = None
+    """Rank 0 alone has a checkpointer."""
+    observers: Sequence[StepObserver] = ()
+    """Called at the moments of every step, in this order, after the trainer's own."""

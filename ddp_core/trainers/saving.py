@@ -1,0 +1,51 @@
+"""When a checkpoint is due, and what is in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.clock import StepClock
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.state import TrainState
+
+
+class Saving(StepObserver):
+    """Commits checkpoints of the state; rank 0 writes, the other ranks keep time with it."""
+
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
+        self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
+        self._every = job.options.checkpoint_every
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        if self._job.checkpointer is not None:
+            self._job.checkpointer.before_update()
+
+    def after_step(self, batch: StepBatch) -> None:
+        if self._job.checkpointer is not None:
+            self._job.checkpointer.check()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the options ask for a checkpoint after `step` steps: at the end of every epoch unless they say."""
+        return step % (self._every or self._steps_per_epoch) == 0
+
+    def save(self, best: bool = False, wait: bool = False) -> None:
+        """Commit a checkpoint of this step boundary (rank 0); all ranks return together when `wait`."""
+        job, state, before = self._job, self._state, time.perf_counter()
+        with self._clock.aside("checkpoint"):
+            if job.checkpointer is not None:
+                job.checkpointer.save(
+                    state.state_dict(),
+                    step=state.step,
+                    epoch=state.step // self._steps_per_epoch,
+                    metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
+                    metric=state.best if best else None,
+                    best=best,
+                    changing=state.model.buffers(),
+                )
+                if wait:
+                    job.checkpointer.wait()
+            if wait:
+                job.collectives.barrier()
+        job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)

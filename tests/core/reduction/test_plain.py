@@ -1,0 +1,74 @@
+"""The plain reduction: the exact one's interface, and its gradients up to rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_core.distributed.process_group import process_group
+from ddp_core.distributed.world import World
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.plain import PlainReduction
+from tests.support.processes import run_processes
+
+MICRO_BATCHES, SAMPLES = 4, 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def gradients(
+    reduction: ExactReduction | PlainReduction, module: nn.Module, scale: float, loss_weight: float = 1.0
+) -> list[Tensor]:
+    """Of the squares of all outputs, summed over the micro-batches of this rank and reduced over the ranks."""
+    inputs = torch.randn(MICRO_BATCHES, SAMPLES, 5, generator=torch.Generator().manual_seed(1))
+    reduction.begin(MICRO_BATCHES)
+    for index in reduction.share:
+        with reduction.micro_batch(index):
+            (module(inputs[index]).square().sum() * loss_weight).backward()
+    reduction.finish(scale)
+    found = [parameter.grad for parameter in module.parameters()]
+    reduction.close()
+    return [gradient for gradient in found if gradient is not None]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) == 4 and all(map(torch.allclose, ours, theirs))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.04])
+def test_the_scale_means_what_it_means_to_the_exact_reduction(scale: float) -> None:
+    exact, plain = model(), model()
+    expected = gradients(ExactReduction(exact, MICRO_BATCHES), exact, scale)
+    assert same(gradients(PlainReduction(plain, MICRO_BATCHES), plain, scale), expected)
+
+
+def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
+    module = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    reduction = PlainReduction(module, 1)
+    reduction.begin(1)
+    with reduction.micro_batch(0):
+        module[0](torch.ones(1, 2)).sum().backward()
+    reduction.finish(scale=0.5)
+    assert module[0].weight.grad.tolist() == [[0.5, 0.5]]
+    assert module[1].weight.grad is None
+
+
+def _on_two_ranks(rank: int, world_size: int) -> bool:
+    with process_group(World.from_environment(), torch.device("cpu"), 30):
+        plain = model()
+        expected = copy.deepcopy(plain)
+        wrapped = DistributedDataParallel(plain)
+        # DDP divides by the number of ranks.
+        found = gradients(PlainReduction(wrapped, MICRO_BATCHES), wrapped, 0.04, loss_weight=world_size)
+        return same(found, gradients(ExactReduction(expected, MICRO_BATCHES), expected, 0.04))
+
+
+def test_the_scale_means_the_same_on_two_ranks() -> None:
+    assert run_processes(_on_two_ranks, 2) == [True, True]
