@@ -12,7 +12,9 @@ from ddp_core.files import replace_file
 from ddp_lab.report import values
 from ddp_lab.report.charts.drawing import DARK, LIGHT
 from ddp_lab.report.charts.shapes import CSS_DASHES
-from ddp_lab.report.sections import TONES, Report, build_report, interval, run_anchor
+from ddp_lab.report.contents import Report, build_report
+from ddp_lab.report.sections.claims import interval
+from ddp_lab.report.sections.runs import run_anchor
 
 
 def write_report(output: Path, to: Path) -> Report:
@@ -49,7 +51,7 @@ def render(report: Report, template: str) -> str:
         plural=values.plural,
         number=values.number,
         duration=values.duration,
-        tone=lambda word: TONES.get(str(word), "quiet"),
+        tone=lambda word: values.TONES.get(str(word), "quiet"),
         dashes=CSS_DASHES,
     )
     surroundings.globals.update(light=LIGHT, dark=DARK, anchor=run_anchor, interval=interval)

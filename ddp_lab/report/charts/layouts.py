@@ -8,7 +8,7 @@ from ddp_lab.report.charts.plots import Plot, PlotSet, make_plot
 from ddp_lab.report.charts.shapes import Axis, Bar, BarChart, Line, LineChart
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS
-from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, number, plural, text
+from ddp_lab.report.values import Column, Spread, Table, figure, plural, text
 
 _PARTS = {
     "data": "waiting for data",
@@ -210,56 +210,3 @@ def _time_split(name: str, groups: Sequence[Group]) -> Plot | None:
         caption += " These runs tell the wait for data from the rest only."
     table = Table([Column("layout"), *(Column(f"{name} (ms)", True) for name, _ in keys)], rows)
     return make_plot(f"{name}-time-split", "Where a step's time goes", caption, chart, table)
-
-
-def comparison_table(family: Family) -> Table:
-    """The layouts in figures: one row per group."""
-    gpu = any(group.spread("gpu_utilisation") for group in family.groups)
-    columns = [
-        Column("layout"),
-        Column("N", True, "processes of ddp, replicas of dp"),
-        Column("runs", True, "completed of all"),
-        Column("samples/s", True),
-        Column("speed-up", True, "against single on the same device type"),
-        Column("efficiency", True),
-        Column("memory (MB)", True, "of the process or device that needed most"),
-        Column("cores", True, "kept busy by each process"),
-        *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
-        Column("data wait", True),
-        Column("test accuracy", True),
-        Column("loss", True, "test loss, or training loss where nothing was held out"),
-        Column("seconds", True),
-    ]
-    rows = []
-    for group in family.groups:
-        gain = family.speed_up(group)
-        speed, memory, wait = (group.spread(name) for name in ("samples_per_second", "peak_memory_bytes", "data_wait"))
-        accuracy, loss, seconds = (group.spread(name) for name in ("test_accuracy", "test_loss", "seconds"))
-        loss = loss or group.spread("train_loss")
-        efficiency = gain.over(group.shares) if gain else None
-        done, total = len(group.completed), len(group.runs)
-        rows.append(
-            [
-                Cell(group.label, note="over CPU threads" if group.runs[0].layout.description.endswith(")") else ""),
-                figure(group.shares, str(group.shares)),
-                figure(done, str(done) if done == total else f"{done} of {total}", "" if done == total else "warn"),
-                _spread_cell(speed, digits=3),
-                _spread_cell(gain, suffix=TIMES),
-                _spread_cell(efficiency, 100, suffix=" %"),
-                _spread_cell(memory, 1e-6),
-                _spread_cell(group.spread("cpu_utilisation")),
-                *([_spread_cell(group.spread("gpu_utilisation"), 100, suffix=" %")] if gpu else []),
-                _spread_cell(wait, 100, suffix=" %"),
-                _spread_cell(accuracy, 100, 4, " %"),
-                _spread_cell(loss, digits=4),
-                _spread_cell(seconds),
-            ]
-        )
-    return Table(columns, rows)
-
-
-def _spread_cell(spread: Spread | None, scale: float = 1.0, digits: int = 3, suffix: str = "") -> Cell:
-    if spread is None:
-        return figure(None)
-    note = f"{number(spread.low * scale, digits)} to {number(spread.high * scale, digits)}" if spread.count > 1 else ""
-    return Cell(f"{number(spread.median * scale, digits)}{suffix}", spread.median * scale, note=note)

@@ -16,12 +16,13 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.lock import RunLock
 from ddp_lab.report import main, values
 from ddp_lab.report.charts.claims import claim_plots
-from ddp_lab.report.charts.layouts import comparison_table, layout_plots, styles
+from ddp_lab.report.charts.layouts import layout_plots, styles
 from ddp_lab.report.charts.learning import learning_plots
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import Claim, read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import curves, read_runs
+from ddp_lab.report.sections.experiments import comparison_table
 from ddp_lab.report.serving import address, make_server
 from tests.lab.report.files import claim, ddp, dp, single, write_claim, write_drill, write_everything, write_run
 from tests.support.processes import HANG
