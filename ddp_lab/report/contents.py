@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_lab.report.charts.layouts import styles
-from ddp_lab.report.charts.plots import Plot
+from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Findings, read_findings
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import Inventory, read_runs
@@ -38,7 +38,7 @@ class Report:
     @property
     def plots(self) -> list[Plot]:
         """Every plot, to be written as a file."""
-        found = [plot for section in self.families for plot in (*section.layouts.plots, *section.learning.plots)]
+        found = [plot for section in self.families for plot in (*section.layouts, *section.learning)]
         return found + [plot for claim in self.claims for plot in claim.plots]
 
     @property
@@ -52,7 +52,7 @@ class Report:
 
 
 def build_report(output: Path) -> Report:
-    """Return everything below `output`, read and judged."""
+    """Return everything below `output`, read and judged, its charts drawn but not yet saved."""
     inventory, findings = read_runs(output), read_findings(output)
     families = find_families(inventory.runs)
     style = styles(families)

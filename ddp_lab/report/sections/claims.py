@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_lab.records import Figure
 from ddp_lab.report import values
 from ddp_lab.report.charts.claims import claim_plots
-from ddp_lab.report.charts.plots import Plot
-from ddp_lab.report.reading.claims import Claim, Figure, MeasuredClaim, Picture
+from ddp_lab.report.charts.plot import Plot
+from ddp_lab.report.reading.claims import Claim, MeasuredClaim, Picture
 from ddp_lab.report.reading.families import flatten
 from ddp_lab.report.values import TIMES, TONES, Column, Table, number, plain, slug, text
 

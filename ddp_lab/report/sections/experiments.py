@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddp_lab.report.charts.layouts import layout_plots
-from ddp_lab.report.charts.learning import learning_plots
-from ddp_lab.report.charts.plots import PlotSet
+from ddp_lab.report.charts.learning import learning_note, learning_plots
+from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, number
 
@@ -18,13 +18,20 @@ class FamilySection:
 
     family: Family
     table: Table
-    layouts: PlotSet
-    learning: PlotSet
+    layouts: list[Plot]
+    learning: list[Plot]
+    learning_note: str
 
 
 def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
     """Return the section of one experiment; `style` has the number of each layout's colour and dash."""
-    return FamilySection(family, comparison_table(family), layout_plots(family, style), learning_plots(family, style))
+    return FamilySection(
+        family,
+        comparison_table(family),
+        layout_plots(family, style),
+        learning_plots(family, style),
+        learning_note(family),
+    )
 
 
 def comparison_table(family: Family) -> Table:
