@@ -1,8 +1,8 @@
-"""Run directories, claims and drills become one page: `python -m ddp_lab.report`.
+"""The report: run directories, claims and drills on one page (`ddp report`).
 
-Files are read, never live objects: `reading` and `claims` turn them into records, `families` sets runs side by side,
-the `…_charts`, `plots` and `drawing` make plots, `sections` puts it together, `page` writes HTML and Markdown, and
-`serving` shows them.
+`reading` turns files into records, `charts` turns records into plots, `sections` decides what each section shows,
+`contents` puts the sections together, `page` fills in `templates`, and `serving` serves the result.
+Only what works on files belongs here: the report never looks at a live run.
 """
 
 from __future__ import annotations

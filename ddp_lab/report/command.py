@@ -1,4 +1,4 @@
-"""The command: where the runs are, where the report goes, and whether it is served."""
+"""The command `ddp report`: its options, and what it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report written: index.html (one file, nothing from outside), report.md, and the plots as SVG and PNG."""
+"""Writes the report: index.html (one file that loads nothing), report.md, and the plots as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from markupsafe import Markup
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import replace_file
 from ddp_lab.report import values
-from ddp_lab.report.charts.drawing import DARK, LIGHT
-from ddp_lab.report.charts.shapes import CSS_DASHES
-from ddp_lab.report.sections import TONES, Report, build_report, interval, run_anchor
+from ddp_lab.report.charts.plot import standing_alone
+from ddp_lab.report.charts.style import DARK, LIGHT
+from ddp_lab.report.contents import Report, build_report
+from ddp_lab.report.sections.claims import interval
+from ddp_lab.report.sections.runs import run_anchor
 
 
 def write_report(output: Path, to: Path) -> Report:
-    """Read `output`, write the report into `to`.
+    """Read the runs, claims and drills below `output`, write the report into the folder `to`, and return it.
 
     Raises UserError (2) where there is no such folder, (4) where `to` cannot be written.
     """
@@ -26,8 +28,8 @@ def write_report(output: Path, to: Path) -> Report:
     try:
         (to / "plots").mkdir(parents=True, exist_ok=True)
         for plot in report.plots:
-            replace_file(to / "plots" / f"{plot.name}.svg", plot.drawing.svg)
-            replace_file(to / "plots" / f"{plot.name}.png", plot.drawing.png)
+            replace_file(to / "plots" / f"{plot.name}.svg", standing_alone(plot.svg))
+            replace_file(to / "plots" / f"{plot.name}.png", plot.png())
         for name, template in (("report.md", "report.md.j2"), ("index.html", "page.html.j2")):
             replace_file(to / name, render(report, template))
     except OSError as error:
@@ -39,7 +41,7 @@ def write_report(output: Path, to: Path) -> Report:
 
 
 def render(report: Report, template: str) -> str:
-    """One template filled in."""
+    """Return a template filled in: `page.html.j2` or `report.md.j2`."""
     loader = PackageLoader("ddp_lab.report", "templates")
     html = template.endswith(".html.j2")
     surroundings = Environment(
@@ -49,16 +51,18 @@ def render(report: Report, template: str) -> str:
         plural=values.plural,
         number=values.number,
         duration=values.duration,
-        tone=lambda word: TONES.get(str(word), "quiet"),
-        dashes=CSS_DASHES,
+        tone=lambda word: values.TONES.get(str(word), "quiet"),
+        light=LIGHT,
+        dark=DARK,
+        anchor=run_anchor,
+        interval=interval,
     )
-    surroundings.globals.update(light=LIGHT, dark=DARK, anchor=run_anchor, interval=interval)
     surroundings.filters.update(markup=Markup, cell=_markdown_cell, sentence=_sentence)
     return surroundings.get_template(template).render(report=report)
 
 
 def _sentence(words: str) -> str:
-    """With a capital, unless it begins with a name such as torch.distributed, and a full stop."""
+    """The words with a full stop and a capital; a name such as torch.distributed keeps its small letter."""
     first = words.split(" ", 1)[0]
     begun = words[:1].upper() + words[1:] if first.isalpha() else words
     return begun + ("" if words.endswith((".", "!", "?", ":")) else ".")

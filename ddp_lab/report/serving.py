@@ -1,4 +1,4 @@
-"""The report's folder over HTTP: to be read only, no listings, nothing outside it."""
+"""Serves the report's folder over HTTP: reading only, no listings, nothing that lies outside it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ddp_core.errors import ExitCode, UserError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """GET and HEAD of files that lie inside the folder, links followed; everything else is 404."""
+    """GET and HEAD of files inside the folder; a link is followed first, so one that leads outside is a 404 too."""
 
     server_version = "ddp-report"
     sys_version = ""
 
     def translate_path(self, path: str) -> str:
-        """The file asked for, or a path that does not exist where it lies outside or is hidden."""
+        """Return the file asked for; for one that is hidden or outside the folder, a path where there is nothing."""
         root, found = Path(self.directory).resolve(), Path(super().translate_path(path)).resolve()
         hidden = any(part.startswith(".") for part in found.parts[len(root.parts) :])
         return str(found if found.is_relative_to(root) and not hidden else root / ".nothing")
 
     def list_directory(self, path: object) -> None:
-        """No listings."""
+        """Answer 404: folders are not listed."""
         self.send_error(404)
 
     def end_headers(self) -> None:
-        """Always the newest report."""
+        """Tell browsers to ask again each time, so that they show the newest report."""
         self.send_header("Cache-Control", "no-cache")
         self.send_header("X-Content-Type-Options", "nosniff")
         super().end_headers()
 
     def log_message(self, format: str, *words: object) -> None:
-        """Requests are not worth a line."""
+        """Write nothing: a line per request would bury the report's own lines."""
 
 
 def address(words: str) -> tuple[str, int]:
-    """HOST:PORT taken apart. Raises UserError (2)."""
+    """Return host and port of HOST:PORT. Raises UserError (2) for anything else."""
     host, _, port = words.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--serve {words}: expected HOST:PORT, for example --serve 127.0.0.1:8000")
@@ -47,7 +47,7 @@ def address(words: str) -> tuple[str, int]:
 
 
 def make_server(folder: Path, place: tuple[str, int]) -> ThreadingHTTPServer:
-    """A server that listens, not yet serving. Raises UserError (4) where it cannot listen."""
+    """Return a server that listens but does not answer yet. Raises UserError (4) where it cannot listen."""
     try:
         return ThreadingHTTPServer(place, partial(_Handler, directory=str(folder)))
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Numbers as people read them, and tables that know how to sort."""
+"""Numbers as people read them, and the tables that the page and the Markdown show."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -11,17 +12,31 @@ from typing import Any, Self
 
 ABSENT = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+TONES = {
+    "completed": "good",
+    "failed": "bad",
+    "stopped": "warn",
+    "interrupted": "warn",
+    "running": "quiet",
+    "unreadable": "bad",
+    "confirmed": "good",
+    "refuted": "bad",
+    "inconclusive": "warn",
+    "not measurable here": "quiet",
+    "recovered": "good",
+}
+"""How the status of a run, the verdict on a claim and the outcome of a fault are set."""
 
 
 def finite(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
+    """Return a finite number as a float, and None for anything else that a JSON file may hold."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, with thousands set apart; large ones and counts whole."""
+    """Return the number with so many significant digits; counts and large numbers whole, thousands set apart."""
     if value is None:
         return ABSENT
     if isinstance(value, int):
@@ -38,12 +53,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one as a percentage."""
+    """Return a share of one as a percentage."""
     return ABSENT if share is None else f"{100 * share:.1f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as 0.42 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
+    """Return seconds as 0.420 s, 12.3 s, 4 min 05 s, 2 h 03 min."""
     if seconds is None:
         return ABSENT
     if seconds < 60:
@@ -55,19 +70,33 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes in MB or GB (powers of ten)."""
+    """Return bytes as MB or GB (powers of ten)."""
     if count is None:
         return ABSENT
     return f"{number(count / 1e6)} MB" if count < 1e9 else f"{number(count / 1e9)} GB"
 
 
+def moment(stamp: str | None) -> str:
+    """Return an ISO time to the minute, without its letters."""
+    return stamp.replace("T", " ").removesuffix("Z")[:16] if stamp else ABSENT
+
+
+def plain(value: Any) -> str:
+    """Return any value of a JSON file in words."""
+    if value is None or value == "":
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def slug(text: str) -> str:
-    """A name for files and anchors."""
+    """Return the text as a name for files and anchors: small letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
 
 
 def plural(count: int, word: str) -> str:
-    """1 run, 2 runs."""
+    """Return the count with its word: 1 run, 2 runs."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
@@ -82,20 +111,21 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Self | None:
-        """The spread of the values that are there; None where none is."""
+        """Return the spread of the values that are not None; None where there are no others."""
         found = [value for value in values if value is not None]
         return cls(statistics.median(found), min(found), max(found), len(found)) if found else None
 
     def over(self, divisor: float) -> Spread:
-        """All three divided."""
+        """Return the same with all values divided."""
         return Spread(self.median / divisor, self.low / divisor, self.high / divisor, self.count)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a table shows, with a `note` below it.
+    """One cell of a table: its text, with a `note` below it.
 
-    `order` is what it sorts by, `tone` how it is set (good, bad, warn, quiet, code), `link` an anchor.
+    `order` is what the column is sorted by (the text where None), `tone` says how the text is set (good, bad, warn,
+    quiet, code), and `link` is an anchor on the page.
     """
 
     text: str
@@ -112,7 +142,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; numbers are set right."""
+    """The heading of a column, with a hint; numbers are aligned to the right and sorted by value."""
 
     title: str
     numeric: bool = False
@@ -121,17 +151,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under columns."""
+    """Rows of cells, one cell for each column."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
 
 
 def text(value: Any, tone: str = "", link: str = "") -> Cell:
-    """A cell of text."""
+    """Return a cell of text."""
     return Cell(ABSENT if value is None or value == "" else str(value), None, tone, link)
 
 
 def figure(value: float | None, shown: str | None = None, tone: str = "") -> Cell:
-    """A cell with a number; sorted by the number, whatever it is shown as."""
+    """Return a cell with a number; it is sorted by the number, however that is shown."""
     return Cell(number(value) if shown is None else shown, value, tone)

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "make test": "tests/lab/cluster/test_cluster.py",
     "make chaos": "tests/lab/chaos/test_chaos.py",
     "make claims": "tests/lab/claims/test_claims_suite.py",
-    "make report": "tests/lab/report/test_report.py",
+    "make report": "tests/lab/report/test_command.py",
     "make verify-layouts": "tests/house/test_readme.py",
     "docker compose up ddp-cpu": "tests/docker/test_layouts.py",
     "docker compose up ddp-4gpu": "tests/house/test_compose.py",

@@ -3,68 +3,66 @@
 from __future__ import annotations
 
 import itertools
+import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from ddp_lab.records import Line as ClaimLine
-from ddp_lab.records import Series
-from ddp_lab.report.charts.plots import Plot, make_plot
-from ddp_lab.report.charts.shapes import Axis, Line, LineChart
+from matplotlib.axes import Axes
+
+from ddp_lab.records import Axis, Line, Series
+from ddp_lab.report.charts.plot import Plot, make_plot
+from ddp_lab.report.charts.style import in_our_look, new_axes, series_color, series_look, series_points
 from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.values import Column, Table, figure, finite, slug, text
 
+_FEW = 12
+"""A line of so many points or fewer shows each point with its own interval; a longer one shows a band."""
+
 
 def claim_plots(claim: Claim) -> list[Plot]:
-    """A plot for each series of the claim that can be drawn."""
+    """Return a plot for each series of the claim that can be drawn."""
     found = (_claim_plot(claim, series, index) for index, series in enumerate(claim.series))
     return [plot for plot in found if plot is not None]
 
 
-@dataclass(frozen=True)
-class _Point:
+class _Point(NamedTuple):
     x: float
     y: float
     low: float | None
     high: float | None
 
 
+@in_our_look
 def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
-    categories = (
-        [str(value) for value in series.x.values] if any(isinstance(value, str) for value in series.x.values) else []
-    )
-    places = (
-        [float(place) for place in range(len(categories))]
-        if categories
-        else [finite(value) for value in series.x.values]
-    )
-    named = [(line.name, style + 1, _points(places, line)) for style, line in enumerate(series.lines)]
-    drawn = [item for item in named if item[2]]
-    joined = all(_is_number(name) for name in categories)
-    # Side by side where nothing joins them: intervals at one place would hide each other.
-    shifts = [0.0 if joined else 0.12 * (order - (len(drawn) - 1) / 2) for order in range(len(drawn))]
-    lines = [_line(*item, shift, joined) for item, shift in zip(drawn, shifts, strict=True)]
-    if not lines:
+    """Values of x that are words stand side by side; lines join them only if all are numbers, as those of a sweep."""
+    words = any(isinstance(value, str) for value in series.x.values)
+    categories = [str(value) for value in series.x.values] if words else []
+    places = range(len(categories)) if words else [finite(value) for value in series.x.values]
+    lines = [(line.name, number, _points(places, line)) for number, line in enumerate(series.lines, 1)]
+    drawn = [line for line in lines if line[2]]
+    if not drawn:
         return None
-    x = Axis(series.x.name, _unit(series.x.unit))
-    y = Axis(series.y.name, _unit(series.y.unit), series.y.zero)
-    rows = [
-        [
-            text(name),
-            text(categories[int(point.x)]) if categories else figure(point.x),
-            *(figure(value) for value in (point.y, point.low, point.high)),
-        ]
-        for name, _, points in named
-        for point in points
-    ]
-    columns = [Column("line"), Column(x.label or "x", not categories)]
-    columns += [Column(title, True) for title in (y.label or "y", "low", "high")]
-    name = f"claim-{slug(claim.id)}-{index + 1}"
-    ticks = [] if categories else _ticks([place for line in lines for place in line.x])
-    chart = LineChart(x, y, lines, categories=categories, ticks=ticks)
-    return make_plot(name, series.title or claim.title, "", chart, Table(columns, rows))
+    joined = all(_is_number(word) for word in categories)
+    axes = new_axes()
+    for order, line in enumerate(drawn):
+        # Points that no line joins are moved apart: at one place their intervals would hide each other.
+        shift = 0.0 if joined else 0.12 * (order - (len(drawn) - 1) / 2)
+        _draw_line(axes, *line, shift, joined, wide=max(1.5, 4.2 - 0.9 * order))
+    if words:
+        axes.set_xticks(range(len(categories)), [textwrap.fill(word, 16) for word in categories])
+        axes.set_xlim(-0.5, len(categories) - 0.5)
+    elif ticks := _ticks([point.x for _, _, points in drawn for point in points]):
+        axes.set_xticks(ticks)
+    if series.y.zero:
+        axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
+    axes.set_xlabel(_label(series.x))
+    axes.set_title(_label(series.y))
+    table = _table(series, lines, categories)
+    return make_plot(f"claim-{slug(claim.id)}-{index + 1}", series.title or claim.title, "", axes, table)
 
 
-def _points(places: Sequence[float | None], line: ClaimLine) -> list[_Point]:
+def _points(places: Sequence[float | None], line: Line) -> list[_Point]:
     """The points that have both a place and a value; columns of unlike length end with the shortest."""
 
     def at(column: Sequence[float | None] | None, place: int) -> float | None:
@@ -78,19 +76,39 @@ def _points(places: Sequence[float | None], line: ClaimLine) -> list[_Point]:
     return found
 
 
-def _line(name: str, style: int, points: Sequence[_Point], shift: float, joined: bool) -> Line:
-    low = [point.low for point in points if point.low is not None]
-    high = [point.high for point in points if point.high is not None]
-    banded = len(low) == len(high) == len(points)
+def _draw_line(
+    axes: Axes, name: str, number: int, points: Sequence[_Point], shift: float, joined: bool, wide: float
+) -> None:
     x, y = [point.x + shift for point in points], [point.y for point in points]
-    few = len(points) <= 12
-    return Line(
-        name, x, y, low if banded else None, high if banded else None, style, points=few, joined=joined or not few
-    )
+    bounds = [(point.low, point.high) if None not in point else (math.nan, math.nan) for point in points]
+    low, high = zip(*bounds, strict=True)
+    color = series_color(number)
+    if len(points) > _FEW:
+        axes.plot(x, y, label=name, lw=wide, **series_look(number))
+        axes.fill_between(x, low, high, color=color, alpha=0.16, lw=0)
+    else:
+        axes.plot(x, y, label=name, **series_points(number) | ({} if joined else {"ls": "none"}))
+        axes.vlines(x, low, high, color=color, lw=1.4)
 
 
-def _unit(word: str) -> str:
-    return "times" if word == "x" else word
+def _table(series: Series, lines: Sequence[tuple[str, int, Sequence[_Point]]], categories: Sequence[str]) -> Table:
+    columns = [Column("line"), Column(_label(series.x) or "x", not categories)]
+    columns += [Column(title, True) for title in (_label(series.y) or "y", "low", "high")]
+    rows = [
+        [
+            text(name),
+            text(categories[int(point.x)]) if categories else figure(point.x),
+            *(figure(value) for value in (point.y, point.low, point.high)),
+        ]
+        for name, _, points in lines
+        for point in points
+    ]
+    return Table(columns, rows)
+
+
+def _label(axis: Axis) -> str:
+    unit = "times" if axis.unit == "x" else axis.unit
+    return f"{axis.name} ({unit})" if unit else axis.name
 
 
 def _is_number(word: str) -> bool:

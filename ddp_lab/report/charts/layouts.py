@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddp_lab.report.charts.plots import Plot, PlotSet, make_plot
-from ddp_lab.report.charts.shapes import Axis, Bar, BarChart, Line, LineChart
+from matplotlib.axes import Axes
+
+from ddp_lab.report.charts.plot import Plot, make_plot
+from ddp_lab.report.charts.style import INK, MUTED, in_our_look, new_axes, series_color, series_points
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS
-from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, number, plural, text
+from ddp_lab.report.values import Column, Spread, Table, figure, number, plural, text
 
+_REST = "computing and communication"
 _PARTS = {
     "data": "waiting for data",
-    "forward": "forward",
-    "backward": "backward",
     "exposed_communication": "exposed communication",
-    "optimizer": "optimizer",
-    "checkpoint": "checkpoint",
     "forward_backward": "forward and backward",
-    "other": "other",
 }
+"""In words, where the name of a part is not one."""
 
 
 def styles(families: Sequence[Family]) -> dict[str, int]:
-    """The same colour for the same way of running, in the whole report; single runs take the ink."""
+    """Return the number of the colour and dash of each layout, by label: the same in all charts of a report.
+
+    Number 0, close to the colour of text, is for single runs.
+    """
     groups = {group.label: group for family in families for group in family.groups}
     found: dict[str, int] = {}
     following = 1
@@ -36,110 +38,64 @@ def styles(families: Sequence[Family]) -> dict[str, int]:
     return found
 
 
-def layout_plots(family: Family, style: Mapping[str, int]) -> PlotSet:
-    """Throughput, speed-up, efficiency, memory and the split of the step; only what there are figures for."""
+@in_our_look
+def layout_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
+    """Return throughput, speed-up, efficiency, memory, processor use and the split of a step, where there are figures.
+
+    `style` has the number of each layout's colour. Only completed runs count.
+    """
     groups = [group for group in family.groups if group.completed]
-    name = family.anchor
-    plots = []
-    if any(group.spread("samples_per_second") for group in groups):
-        plots.append(_throughput(name, groups, style))
-    if len(groups) > 1 and sum(1 for group in groups if family.speed_up(group)) > 1:
-        plots += [_speed_up(name, family, groups), _efficiency(name, family, groups, style)]
-    if any(group.spread("peak_memory_bytes") for group in groups):
-        plots.append(_memory(name, groups, style))
-    if any(group.spread("cpu_utilisation") for group in groups):
-        plots.append(_cores(name, groups, style))
-    split = _time_split(name, groups)
-    return PlotSet([*plots, split] if split else plots)
-
-
-def _bars(
-    groups: Sequence[Group], values: Sequence[Spread | None], style: Mapping[str, int], scale: float = 1.0
-) -> list[Bar]:
-    return [
-        Bar(group.label, [value.median * scale], value.low * scale, value.high * scale, style.get(group.label, 0))
-        for group, value in zip(groups, values, strict=True)
-        if value is not None
+    compared = len(groups) > 1 and sum(1 for group in groups if family.speed_up(group)) > 1
+    found = [
+        _throughput(family, groups, style),
+        _speed_up(family, groups) if compared else None,
+        _efficiency(family, groups, style) if compared else None,
+        _memory(family, groups, style),
+        _processor_use(family, groups, style),
+        _time_split(family, groups),
     ]
+    return [plot for plot in found if plot is not None]
 
 
-def _spread_table(groups: Sequence[Group], values: Sequence[Spread | None], what: str, scale: float = 1.0) -> Table:
-    columns = [
-        Column("layout"),
-        Column(what, True),
-        Column("lowest", True),
-        Column("highest", True),
-        Column("runs", True),
-    ]
-    rows = [
-        [
-            text(group.label),
-            *(figure(part * scale) for part in (value.median, value.low, value.high)),
-            figure(value.count, str(value.count)),
-        ]
-        for group, value in zip(groups, values, strict=True)
-        if value is not None
-    ]
-    return Table(columns, rows)
-
-
-def _repeats(values: Sequence[Spread | None]) -> str:
-    counts = [value.count for value in values if value]
-    if not counts or max(counts) == 1:
-        return "One run each, so no spread is known."
-    return "Bars show the median; the line across runs from the lowest to the highest run."
-
-
-def _throughput(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plot:
-    values = [group.spread("samples_per_second") for group in groups]
-    chart = BarChart(Axis("samples per second", zero=True), _bars(groups, values, style))
-    return make_plot(
-        f"{name}-throughput",
-        "Throughput",
-        f"More is better. {_repeats(values)}",
-        chart,
-        _spread_table(groups, values, "samples/s"),
+def _throughput(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
+    spreads = {group.label: group.spread("samples_per_second") for group in groups}
+    repeated = any(spread and spread.count > 1 for spread in spreads.values())
+    caption = "More is better. " + (
+        "Bars show the median; the line across runs from the lowest to the highest run."
+        if repeated
+        else "One run each, so no spread is known."
     )
+    return _bars(f"{family.anchor}-throughput", "Throughput", caption, "samples per second", spreads, style)
 
 
-def _speed_up(name: str, family: Family, groups: Sequence[Group]) -> Plot:
-    by_kind: dict[str, list[tuple[float, Spread]]] = {}
+def _speed_up(family: Family, groups: Sequence[Group]) -> Plot:
+    gains = {group.label: family.speed_up(group) for group in groups}
+    lines: dict[str, list[tuple[int, Spread]]] = {}
     for group in groups:
-        gain = family.speed_up(group)
+        run, gain = group.runs[0], gains[group.label]
         if gain is not None:
-            run = group.runs[0]
             line = "single" if run.layout.kind == "single" else f"{run.layout.kind}, {run.record.options.reduction}"
-            by_kind.setdefault(line, []).append((float(group.shares), gain))
-    lines = []
-    for index, (kind, points) in enumerate(by_kind.items()):
-        points.sort(key=lambda point: point[0])
-        x, gains = [point[0] for point in points], [point[1] for point in points]
-        lines.append(
-            Line(
-                kind,
-                x,
-                [gain.median for gain in gains],
-                [gain.low for gain in gains],
-                [gain.high for gain in gains],
-                index,
-                points=True,
-            )
-        )
-    cores = _core_count(groups)
+            lines.setdefault(line, []).append((group.shares, gain))
     most = max(group.shares for group in groups)
-    limit = (float(cores), plural(cores, "core")) if cores is not None and cores < most else None
     caption = "Throughput over that of one process; the broken line is the ideal, N times as fast on N."
-    if limit:
-        caption += f" The machine has {plural(cores or 0, 'core')}: beyond that no gain can be expected."
-    chart = LineChart(
-        Axis("processes or replicas", zero=True, whole=True),
-        Axis("speed-up", "times", zero=True),
-        lines,
-        ideal="ideal",
-        limit=limit,
-    )
-    values = [family.speed_up(group) for group in groups]
-    return make_plot(f"{name}-speed-up", "Speed-up", caption, chart, _spread_table(groups, values, "speed-up"))
+    axes = new_axes()
+    axes.axline((0, 0), slope=1, color=MUTED, lw=1.2, ls="--", label="ideal")
+    cores = _core_count(groups)
+    if cores is not None and cores < most:
+        axes.axvline(cores, color=MUTED, lw=1.2, ls=":", label=plural(cores, "core"))
+        caption += f" The machine has {plural(cores, 'core')}: beyond that no gain can be expected."
+    for index, (line, points) in enumerate(lines.items()):
+        points.sort(key=lambda point: point[0])
+        x = [shares for shares, _ in points]
+        low, median, high = zip(*((gain.low, gain.median, gain.high) for _, gain in points), strict=True)
+        axes.plot(x, median, label=line, **series_points(index))
+        axes.vlines(x, low, high, color=series_color(index), lw=1.4)
+    axes.set_xlim(0, 1.06 * most)
+    axes.set_ylim(0, 1.06 * max(most, axes.dataLim.y1))
+    axes.locator_params("x", integer=True)
+    axes.set_xlabel("processes or replicas")
+    axes.set_title("speed-up (times)")
+    return make_plot(f"{family.anchor}-speed-up", "Speed-up", caption, axes, _spread_table("speed-up", gains))
 
 
 def _core_count(groups: Sequence[Group]) -> int | None:
@@ -150,22 +106,20 @@ def _core_count(groups: Sequence[Group]) -> int | None:
     return cores if isinstance(cores, int) else None
 
 
-def _efficiency(name: str, family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot:
-    groups = [group for group in groups if group.shares > 1]
-    gains = [family.speed_up(group) for group in groups]
-    values = [gain.over(group.shares) if gain else None for group, gain in zip(groups, gains, strict=True)]
-    chart = BarChart(
-        Axis("speed-up per process or replica", "%", zero=True), _bars(groups, values, style, 100), mark=(100, "ideal")
-    )
+def _efficiency(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
+    spreads = {
+        group.label: gain.over(group.shares / 100) if (gain := family.speed_up(group)) else None
+        for group in groups
+        if group.shares > 1
+    }
     caption = "Speed-up divided by N; the broken line is 100 %, where no process waits for another."
-    return make_plot(
-        f"{name}-efficiency", "Efficiency", caption, chart, _spread_table(groups, values, "efficiency (%)", 100)
-    )
+    label = "speed-up per process or replica (%)"
+    return _bars(f"{family.anchor}-efficiency", "Efficiency", caption, label, spreads, style, mark=100)
 
 
-def _memory(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plot:
-    values = [group.spread("peak_memory_bytes") for group in groups]
-    chart = BarChart(Axis("peak memory", "MB", zero=True), _bars(groups, values, style, 1e-6))
+def _memory(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
+    peaks = {group.label: group.spread("peak_memory_bytes") for group in groups}
+    spreads = {label: peak.over(1e6) if peak else None for label, peak in peaks.items()}
     devices = {group.runs[0].layout.device for group in groups}
     what = "the process's peak resident size, with its part of the libraries in it"
     if devices == {"cuda"}:
@@ -173,93 +127,92 @@ def _memory(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plo
     elif len(devices) > 1:
         what = "the peak allocation on CUDA, the peak resident size on CPU"
     caption = f"Of the process or device that needed most: {what}."
-    return make_plot(f"{name}-memory", "Memory", caption, chart, _spread_table(groups, values, "MB", 1e-6))
+    return _bars(f"{family.anchor}-memory", "Memory", caption, "peak memory (MB)", spreads, style)
 
 
-def _cores(name: str, groups: Sequence[Group], style: Mapping[str, int]) -> Plot:
-    values = [group.spread("cpu_utilisation") for group in groups]
-    bars = _bars(groups, values, style)
+def _processor_use(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
+    spreads = {group.label: group.spread("cpu_utilisation") for group in groups}
     caption = (
         "Processor time over wall time of the training, mean over the processes. Below 1 they waited for each other, "
         "for data or for a free core; DP over CPU threads is one process and may use several."
     )
-    return make_plot(
-        f"{name}-cores",
-        "Processor use",
-        caption,
-        BarChart(Axis("cores kept busy by each process", zero=True), bars, mark=(1, "1 core")),
-        _spread_table(groups, values, "cores per process"),
-    )
+    label = "cores kept busy by each process"
+    return _bars(f"{family.anchor}-cores", "Processor use", caption, label, spreads, style, mark=1)
 
 
-def _time_split(name: str, groups: Sequence[Group]) -> Plot | None:
+def _bars(
+    name: str,
+    title: str,
+    caption: str,
+    label: str,
+    spreads: Mapping[str, Spread | None],
+    style: Mapping[str, int],
+    mark: float | None = None,
+) -> Plot | None:
+    """One bar for each layout: the median, and a line from the lowest to the highest; `mark` is a broken line."""
+    known = {layout: spread for layout, spread in spreads.items() if spread}
+    if not known:
+        return None
+    axes = _bar_axes(list(known), label)
+    for place, (layout, spread) in enumerate(known.items()):
+        axes.barh(place, spread.median, height=0.62, color=series_color(style.get(layout, 0)))
+        if spread.high > spread.low:
+            axes.plot([spread.low, spread.high], [place, place], color=INK, lw=1.4, marker="|", ms=7)
+        _write_behind(axes, place, max(spread.median, spread.high), spread.median)
+    if mark is not None:
+        axes.axvline(mark, color=MUTED, lw=1.2, ls="--")
+    return make_plot(name, title, caption, axes, _spread_table(label, spreads))
+
+
+def _time_split(family: Family, groups: Sequence[Group]) -> Plot | None:
+    """A bar for each layout, made up of the parts of a step."""
     splits = {group.label: split for group in groups if (split := group.time_split())}
     if not splits:
         return None
     found = {part for split in splits.values() for part in split}
-    parts = [part for part in (*STEP_PARTS, "computing and communication") if part in found]
-    keys = [(_PARTS.get(part, part), 1 + STEP_PARTS.index(part) if part in STEP_PARTS else 7) for part in parts]
-    bars = [Bar(label, [split.get(part, 0.0) * 1e3 for part in parts]) for label, split in splits.items()]
-    chart = BarChart(Axis("time per step", "ms", zero=True), bars, parts=keys)
-    rows = [
-        [text(label), *(figure(split[part] * 1e3 if part in split else None) for part in parts)]
-        for label, split in splits.items()
-    ]
+    parts = {part: _PARTS.get(part, part) for part in (*STEP_PARTS, _REST) if part in found}
+    axes = _bar_axes(list(splits), "time per step (ms)")
+    ends = [0.0] * len(splits)
+    for part, words in parts.items():
+        widths = [1e3 * split.get(part, 0.0) for split in splits.values()]
+        color = series_color(1 + STEP_PARTS.index(part) if part in STEP_PARTS else 7)
+        axes.barh(range(len(splits)), widths, left=ends, height=0.62, color=color, label=words)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for place, end in enumerate(ends):
+        _write_behind(axes, place, end, end)
     caption = "Mean over the steps; less is better."
-    if found == {"data", "computing and communication"}:
+    if found == {"data", _REST}:
         caption += " These runs tell the wait for data from the rest only."
-    table = Table([Column("layout"), *(Column(f"{name} (ms)", True) for name, _ in keys)], rows)
-    return make_plot(f"{name}-time-split", "Where a step's time goes", caption, chart, table)
-
-
-def comparison_table(family: Family) -> Table:
-    """The layouts in figures: one row per group."""
-    gpu = any(group.spread("gpu_utilisation") for group in family.groups)
-    columns = [
-        Column("layout"),
-        Column("N", True, "processes of ddp, replicas of dp"),
-        Column("runs", True, "completed of all"),
-        Column("samples/s", True),
-        Column("speed-up", True, "against single on the same device type"),
-        Column("efficiency", True),
-        Column("memory (MB)", True, "of the process or device that needed most"),
-        Column("cores", True, "kept busy by each process"),
-        *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
-        Column("data wait", True),
-        Column("test accuracy", True),
-        Column("loss", True, "test loss, or training loss where nothing was held out"),
-        Column("seconds", True),
+    rows = [
+        [text(layout), *(figure(1e3 * split[part] if part in split else None) for part in parts)]
+        for layout, split in splits.items()
     ]
-    rows = []
-    for group in family.groups:
-        gain = family.speed_up(group)
-        speed, memory, wait = (group.spread(name) for name in ("samples_per_second", "peak_memory_bytes", "data_wait"))
-        accuracy, loss, seconds = (group.spread(name) for name in ("test_accuracy", "test_loss", "seconds"))
-        loss = loss or group.spread("train_loss")
-        efficiency = gain.over(group.shares) if gain else None
-        done, total = len(group.completed), len(group.runs)
-        rows.append(
-            [
-                Cell(group.label, note="over CPU threads" if group.runs[0].layout.description.endswith(")") else ""),
-                figure(group.shares, str(group.shares)),
-                figure(done, str(done) if done == total else f"{done} of {total}", "" if done == total else "warn"),
-                _spread_cell(speed, digits=3),
-                _spread_cell(gain, suffix=TIMES),
-                _spread_cell(efficiency, 100, suffix=" %"),
-                _spread_cell(memory, 1e-6),
-                _spread_cell(group.spread("cpu_utilisation")),
-                *([_spread_cell(group.spread("gpu_utilisation"), 100, suffix=" %")] if gpu else []),
-                _spread_cell(wait, 100, suffix=" %"),
-                _spread_cell(accuracy, 100, 4, " %"),
-                _spread_cell(loss, digits=4),
-                _spread_cell(seconds),
-            ]
-        )
-    return Table(columns, rows)
+    table = Table([Column("layout"), *(Column(f"{words} (ms)", True) for words in parts.values())], rows)
+    return make_plot(f"{family.anchor}-time-split", "Where a step's time goes", caption, axes, table)
 
 
-def _spread_cell(spread: Spread | None, scale: float = 1.0, digits: int = 3, suffix: str = "") -> Cell:
-    if spread is None:
-        return figure(None)
-    note = f"{number(spread.low * scale, digits)} to {number(spread.high * scale, digits)}" if spread.count > 1 else ""
-    return Cell(f"{number(spread.median * scale, digits)}{suffix}", spread.median * scale, note=note)
+def _bar_axes(names: Sequence[str], label: str) -> Axes:
+    """Axes for horizontal bars, the first on top; the chart is as high as its bars need, so all are equally thick."""
+    axes = new_axes(max(130, 80 + 28 * len(names)))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.grid(visible=False, axis="y")
+    axes.spines.bottom.set_visible(False)
+    axes.margins(x=0.2)
+    axes.set_title(label)
+    return axes
+
+
+def _write_behind(axes: Axes, place: int, end: float, value: float) -> None:
+    axes.annotate(number(value), (end, place), xytext=(5, 0), textcoords="offset points", va="center")
+
+
+def _spread_table(what: str, spreads: Mapping[str, Spread | None]) -> Table:
+    titles = [what, "lowest", "highest", "runs"]
+    rows = [
+        [text(layout), *map(figure, (spread.median, spread.low, spread.high)), figure(spread.count, str(spread.count))]
+        for layout, spread in spreads.items()
+        if spread is not None
+    ]
+    return Table([Column("layout"), *(Column(title, True) for title in titles)], rows)

@@ -5,38 +5,36 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from ddp_lab.report.charts.plots import Plot, PlotSet, make_plot
-from ddp_lab.report.charts.shapes import Axis, Line, LineChart
+from ddp_lab.report.charts.plot import Plot, make_plot
+from ddp_lab.report.charts.style import in_our_look, new_axes, series_look
 from ddp_lab.report.reading.families import Family, Group
-from ddp_lab.report.reading.runs import Curve, Run
+from ddp_lab.report.reading.runs import Curve
 from ddp_lab.report.values import Column, Table, figure, number, slug, text
 
 _MOST_POINTS = 150
 _WIDE = 100
-"""From this ratio of the highest to the lowest loss on, the axis is logarithmic: near zero nothing could be told."""
+"""From this ratio of the highest to the lowest loss on, the axis is logarithmic: low losses can be told apart."""
 _TITLES = {"train_loss": "Training loss", "test_loss": "Test loss", "test_accuracy": "Test accuracy"}
 
 
-def learning_plots(family: Family, style: Mapping[str, int]) -> PlotSet:
-    """Each quantity over steps and over time, all groups overlaid; the band is the spread over seeds."""
-    drawable = (name for run in family.runs for name, curve in run.curves.items() if len(curve.steps) > 1)
-    quantities = sorted(
-        dict.fromkeys(drawable), key=lambda name: (list(_TITLES).index(name) if name in _TITLES else len(_TITLES), name)
-    )
+def learning_plots(family: Family, style: Mapping[str, int]) -> list[Plot]:
+    """Return two plots for each quantity that a run has measured more than once: over steps and over time.
+
+    `style` has the number of each layout's colour and dash.
+    """
+    measured = {name for run in family.runs for name, curve in run.curves.items() if len(curve.steps) > 1}
+    quantities = [name for name in _TITLES if name in measured] + sorted(measured - _TITLES.keys())
     plots = []
     for quantity in quantities:
-        lines = [line for group in family.groups for line in _group_lines(family, group, quantity, style)]
-        plots += [_learningmake_plot(family, quantity, lines, by_time) for by_time in (False, True)]
-    return PlotSet(plots, _learning_note(family))
+        bands = [band for group in family.groups for band in _bands(family, group, quantity, style)]
+        plots += [_learning_plot(family, quantity, bands, by_time) for by_time in (False, True)]
+    return plots
 
 
-def _rank(quantity: str) -> tuple[int, str]:
-    """The usual ones first."""
-    return list(_TITLES).index(quantity) if quantity in _TITLES else len(_TITLES), quantity
-
-
-def _learning_note(family: Family) -> str:
+def learning_note(family: Family) -> str:
+    """Return what a reader of the curves has to know, in sentences."""
     seeds = sorted({run.seed for run in family.runs if run.completed and run.seed is not None})
     parts = []
     if len(seeds) > 1:
@@ -59,116 +57,101 @@ def _learning_note(family: Family) -> str:
 
 @dataclass(frozen=True)
 class _Band:
-    """A group's curve with its spread, by step; `seconds` is when the group got there."""
+    """The curve of one run, and the range over it and its repetitions; every list has an entry for each step."""
 
     label: str
     style: int
+    unfinished: bool
     steps: Sequence[float]
     seconds: Sequence[float]
     values: Sequence[float]
-    low: Sequence[float] | None
-    high: Sequence[float] | None
-    unfinished: bool
+    low: Sequence[float]
+    high: Sequence[float]
+
+    @property
+    def spread(self) -> bool:
+        """Whether the runs differ."""
+        return self.low != self.high
 
 
-def _group_lines(family: Family, group: Group, quantity: str, style: Mapping[str, int]) -> list[_Band]:
-    color = style.get(group.label, 0)
-    found = []
-    completed = [(run, run.curves[quantity]) for run in group.completed if quantity in run.curves]
-    if completed:
-        found.append(_band(group.label, color, completed, family.common_seed))
+def _bands(family: Family, group: Group, quantity: str, style: Mapping[str, int]) -> list[_Band]:
+    """All completed runs of the group in one band, and a line for each unfinished one."""
+    number, scale = style.get(group.label, 0), 100.0 if quantity.endswith("accuracy") else 1.0
+    done = [run for run in group.completed if quantity in run.curves]
+    done.sort(key=lambda run: run.seed != family.common_seed)
+    curves = [_thinned(run.curves[quantity], scale) for run in done]
+    found = [_band(group.label, number, False, curves)] if curves else []
     for run in group.unfinished:
         curve = run.curves.get(quantity)
         if curve is not None and len(curve.steps) > 1:
-            thin = _thinned(curve)
-            name = f"{group.label} · {run.status}"
-            found.append(_Band(name, color, thin.steps, thin.seconds, thin.values, None, None, True))
+            found.append(_band(f"{group.label} · {run.status}", number, True, [_thinned(curve, scale)]))
     return found
 
 
-def _band(label: str, style: int, members: Sequence[tuple[Run, Curve]], seed: int | None) -> _Band:
-    curves = [_thinned(curve) for _, curve in members]
-    chosen = next((curve for (run, _), curve in zip(members, curves, strict=True) if run.seed == seed), curves[0])
-    by_step = [dict(zip(curve.steps, curve.values, strict=True)) for curve in curves]
-    times = [dict(zip(curve.steps, curve.seconds, strict=True)) for curve in curves]
-    common = [step for step in chosen.steps if all(step in values for values in by_step)]
-    if len(curves) == 1 or not common:
-        return _Band(label, style, chosen.steps, chosen.seconds, chosen.values, None, None, False)
-    own = dict(zip(chosen.steps, chosen.values, strict=True))
-    return _Band(
-        label,
-        style,
-        common,
-        [statistics.median(time[step] for time in times) for step in common],
-        [own[step] for step in common],
-        [min(values[step] for values in by_step) for step in common],
-        [max(values[step] for values in by_step) for step in common],
-        False,
-    )
+def _band(label: str, style: int, unfinished: bool, curves: Sequence[Curve]) -> _Band:
+    """The first curve, with the range over all at the steps that they share; if they share none, the first alone."""
+    points = [{step: point for step, *point in zip(it.steps, it.seconds, it.values, strict=True)} for it in curves]
+    common = [step for step in curves[0].steps if all(step in curve for curve in points)]
+    if not common:
+        return _band(label, style, unfinished, curves[:1])
+    seconds = [statistics.median(curve[step][0] for curve in points) for step in common]
+    values = [[curve[step][1] for curve in points] for step in common]
+    first, low, high = ([pick(some) for some in values] for pick in (itemgetter(0), min, max))
+    return _Band(label, style, unfinished, common, seconds, first, low, high)
 
 
-def _thinned(curve: Curve) -> Curve:
-    """At most some hundred points, each the mean of as many neighbours; the place is that of the last."""
+def _thinned(curve: Curve, scale: float) -> Curve:
+    """At most some hundred points, each the mean of as many neighbours, at the place of the last of them."""
     count = len(curve.steps)
     width = -(-count // _MOST_POINTS)
-    if width <= 1:
-        return curve
     cuts = range(0, count, width)
-    return Curve(
-        [curve.steps[min(cut + width, count) - 1] for cut in cuts],
-        [curve.seconds[min(cut + width, count) - 1] for cut in cuts],
-        [statistics.fmean(curve.values[cut : cut + width]) for cut in cuts],
-    )
+    last = [min(cut + width, count) - 1 for cut in cuts]
+    means = [scale * statistics.fmean(curve.values[cut : cut + width]) for cut in cuts]
+    return Curve([curve.steps[place] for place in last], [curve.seconds[place] for place in last], means)
 
 
-def _learningmake_plot(family: Family, quantity: str, bands: Sequence[_Band], by_time: bool) -> Plot:
+@in_our_look
+def _learning_plot(family: Family, quantity: str, bands: Sequence[_Band], by_time: bool) -> Plot:
     title = _TITLES.get(quantity, quantity.replace("_", " ").capitalize())
-    share = quantity.endswith("accuracy")
-    scale = 100.0 if share else 1.0
-    lines = [
-        Line(
-            band.label,
-            band.seconds if by_time else band.steps,
-            [value * scale for value in band.values],
-            None if band.low is None else [value * scale for value in band.low],
-            None if band.high is None else [value * scale for value in band.high],
-            band.style,
-            band.unfinished,
-        )
-        for band in bands
-    ]
-    heights = [value for line in lines for value in line.y]
-    log = quantity.endswith("loss") and min(heights) > 0 and max(heights) > _WIDE * min(heights)
-    y = Axis(title.lower(), "%" if share else "", zero=quantity.endswith("loss"), log=log)
-    x = Axis("time in training", "s", zero=True) if by_time else Axis("step", whole=True, zero=True)
     place = "time" if by_time else "steps"
-    caption = "The axis does not begin at zero." if share else "The axis is logarithmic." if log else ""
+    share, loss = quantity.endswith("accuracy"), quantity.endswith("loss")
+    axes = new_axes()
+    for order, band in enumerate(bands):
+        x = band.seconds if by_time else band.steps
+        look = series_look(band.style)
+        if band.unfinished:
+            look |= {"lw": 1.4, "marker": "x", "markevery": [-1], "ms": 7, "mew": 2}
+        else:
+            # From wide to narrow, so that lines which coincide all stay in sight.
+            look |= {"lw": max(1.5, 4.2 - 0.9 * order)}
+        axes.plot(x, band.values, label=band.label, **look)
+        if band.spread:
+            axes.fill_between(x, band.low, band.high, color=look["color"], alpha=0.16, lw=0)
+    heights = [value for band in bands for value in band.values]
+    logarithmic = loss and min(heights) > 0 and max(heights) > _WIDE * min(heights)
+    if logarithmic:
+        axes.set_yscale("log")
+    elif loss:
+        axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))
+    if not by_time:
+        axes.locator_params("x", integer=True)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time in training (s)" if by_time else "step")
+    axes.set_title(title.lower() + (" (%)" if share else ""))
+    caption = "The axis does not begin at zero." if share else "The axis is logarithmic." if logarithmic else ""
     name = f"{family.anchor}-{slug(quantity)}-over-{place}"
-    return make_plot(
-        name, f"{title} over {place}", caption, LineChart(x, y, lines), _curve_table(bands, lines, x, title)
-    )
+    return make_plot(name, f"{title} over {place}", caption, axes, _curve_table(axes.get_title("left"), bands))
 
 
-def _curve_table(bands: Sequence[_Band], lines: Sequence[Line], x: Axis, title: str) -> Table:
-    """Long form: one row per point, so that lines with unlike places fit one table."""
-    banded = any(line.low is not None for line in lines)
-    columns = [
-        Column("layout"),
-        Column("step", True),
-        Column(x.label if x.unit else "seconds", True),
-        Column(title.lower(), True),
-    ]
-    columns += [Column("lowest", True), Column("highest", True)] if banded else []
+def _curve_table(what: str, bands: Sequence[_Band]) -> Table:
+    """One row per point and line, because the lines have their points at unlike steps."""
+    titles = ["step", "time in training (s)", what, "lowest", "highest"]
     rows = []
-    for band, line in zip(bands, lines, strict=True):
-        for index, step in enumerate(band.steps):
-            row = [
-                text(line.name),
-                figure(step, f"{step:.0f}"),
-                figure(band.seconds[index], f"{band.seconds[index]:.2f}"),
-            ]
-            row.append(figure(line.y[index], number(line.y[index], 4)))
-            if banded:
-                row += [figure(line.low[index] if line.low else None), figure(line.high[index] if line.high else None)]
-            rows.append(row)
-    return Table(columns, rows)
+    for band in bands:
+        columns = (band.steps, band.seconds, band.values, band.low, band.high)
+        for step, seconds, value, low, high in zip(*columns, strict=True):
+            known = [figure(step, f"{step:.0f}"), figure(seconds, f"{seconds:.2f}"), figure(value, number(value, 4))]
+            rows.append([text(band.label), *known, *map(figure, (low, high) if band.spread else (None, None))])
+    if not any(band.spread for band in bands):
+        titles, rows = titles[:3], [row[:4] for row in rows]
+    return Table([Column("layout"), *(Column(title, True) for title in titles)], rows)

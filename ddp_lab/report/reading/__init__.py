@@ -1,1 +1,5 @@
-"""Files become records: runs, claims and drills as they lie on disk. Nothing here draws or formats."""
+"""Reading: run directories, claims and drills become records, in whatever state their files are.
+
+`runs` and `claims` read one kind of file each, `families` sets runs of one experiment side by side and judges them.
+A file that cannot be read becomes a record that says why. Nothing here draws, or decides what the page shows.
+"""

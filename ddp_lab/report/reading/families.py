@@ -1,4 +1,8 @@
-"""Runs set side by side: a family is one experiment, whatever its seed; a group is a family's runs on one layout."""
+"""Runs set side by side.
+
+A family is all runs of one experiment, whatever their seeds; a group is those runs of a family that were carried out
+the same way (layout, reduction, loader workers, backend).
+"""
 
 from __future__ import annotations
 
@@ -19,14 +23,14 @@ _KINDS = ("single", "dp", "ddp")
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one family that were carried out the same way; they differ in seed, or repeat each other."""
+    """Runs of one family that were carried out the same way: with different seeds, or as repetitions."""
 
     label: str
     runs: list[Run]
 
     @property
     def layout_order(self) -> tuple[int, int, str]:
-        """Single first, then by kind and size."""
+        """What to sort by: single first, then dp and ddp, small before large."""
         layout = self.runs[0].layout
         return _KINDS.index(layout.kind), layout.shares, self.label
 
@@ -37,7 +41,7 @@ class Group:
 
     @property
     def unfinished(self) -> list[Run]:
-        """The others."""
+        """The runs that failed, were stopped or interrupted, or still go on."""
         return [run for run in self.runs if not run.completed]
 
     @property
@@ -46,11 +50,11 @@ class Group:
         return self.runs[0].layout.shares
 
     def spread(self, name: str) -> Spread | None:
-        """A number of the completed runs' results."""
+        """Return the spread of a number that the completed runs have in their results."""
         return Spread.of(run.result(name) for run in self.completed)
 
     def time_split(self) -> dict[str, float] | None:
-        """Mean seconds per step by part, over the completed runs that have the same parts as the newest."""
+        """Return the mean seconds of a step by part, over the completed runs with the same parts as the newest."""
         splits = [split for run in self.completed if (split := run.time_split())]
         if not splits:
             return None
@@ -60,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SeedVerdict:
-    """What the digests of the runs with one seed say: `tone` is good, bad, warn or quiet."""
+    """Whether the runs with one seed ended with the same weights, in words and as a tone: good, bad, warn or quiet."""
 
     seed: int | None
     text: str
@@ -69,7 +73,10 @@ class SeedVerdict:
 
 @dataclass(frozen=True)
 class Family:
-    """One experiment with all its seeds and layouts; `difference` tells it from others of its name."""
+    """One experiment with all its seeds and layouts.
+
+    `difference` names the settings in which it differs from another family with the same experiment name.
+    """
 
     name: str
     question: str | None
@@ -81,12 +88,12 @@ class Family:
 
     @property
     def title(self) -> str:
-        """The name, and what tells it apart."""
+        """The name, and the difference from others of that name."""
         return f"{self.name}, {self.difference}" if self.difference else self.name
 
     @property
     def compared(self) -> bool:
-        """Whether there is more than one way of running it to look at."""
+        """Whether it was run in more than one way."""
         return len(self.groups) > 1
 
     @property
@@ -102,7 +109,7 @@ class Family:
 
     @property
     def verdict(self) -> SeedVerdict:
-        """All seeds in one: the worst of what could be judged."""
+        """One verdict for all seeds: the worst of those that could be judged."""
         judged = [item for item in self.verdicts if item.tone != "quiet"]
         if not judged:
             return SeedVerdict(None, "nothing to compare yet", "quiet")
@@ -114,7 +121,7 @@ class Family:
         return SeedVerdict(None, f"identical on {layouts} layout{'s' if layouts > 1 else ''}", "good")
 
     def reference_for(self, group: Group) -> Group | None:
-        """The single runs on the same device type, with the same reduction where there are any."""
+        """Return the single runs that `group` is compared with: on the same device type, if possible same reduction."""
         layout, options = group.runs[0].layout, group.runs[0].record.options
         found = [
             other
@@ -127,14 +134,14 @@ class Family:
         return next(iter([*same, *found]), None)
 
     def speed_up(self, group: Group) -> Spread | None:
-        """Throughput over the reference's median."""
+        """Return the throughput over the median throughput of the reference; None where one is unknown."""
         speed, reference = group.spread("samples_per_second"), self.reference_for(group)
         base = reference.spread("samples_per_second") if reference else None
         return speed.over(base.median) if speed and base and base.median else None
 
     @property
     def common_seed(self) -> int | None:
-        """The seed that most groups have completed; the lowest of several."""
+        """The seed that most groups have completed, of several the lowest."""
         counts = Counter(
             seed for group in self.groups for seed in {run.seed for run in group.completed} if seed is not None
         )
@@ -142,7 +149,10 @@ class Family:
 
 
 def find_families(runs: Sequence[Run]) -> list[Family]:
-    """Families by name; within a name the largest first, the others told by where they differ from it."""
+    """Return the families by name.
+
+    Of several with one name the one with most runs comes first; the others say in which settings they differ from it.
+    """
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         by_key.setdefault(_key(run), []).append(run)
@@ -186,7 +196,7 @@ def _family(name: str, members: Sequence[Run], difference: str, taken: set[str])
 
 
 def way_of(run: Run) -> str:
-    """How a run was carried out: its layout, and every option that is not the usual one."""
+    """Return how a run was carried out: its layout, and the options that differ from the usual ones."""
     options = run.record.options
     extra = [options.reduction] if options.reduction != "exact" else []
     extra += [plural(options.workers, "loader worker")] if options.workers else []
@@ -195,7 +205,7 @@ def way_of(run: Run) -> str:
 
 
 def judge(runs: Iterable[Run]) -> list[SeedVerdict]:
-    """The verdict of `ddp compare` for every experiment digest, that is for every seed."""
+    """Return what `ddp compare` says of the runs with one experiment digest, for each digest, that is for each seed."""
     by_digest: dict[str, list[Run]] = {}
     for run in runs:
         by_digest.setdefault(run.record.experiment_sha256, []).append(run)
@@ -217,7 +227,7 @@ def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, as `--set` takes them."""
+    """Return nested settings under dotted names, as `--set` takes them."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         dotted = f"{prefix}{name}".replace(".options.", ".")
@@ -229,7 +239,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def digest_letters(runs: Iterable[Run]) -> dict[str, str]:
-    """A letter for each digest that several runs ended with, so that a reader sees at once which are the same."""
+    """Return a letter for each digest that several runs ended with: letters are easier to compare than digests."""
     counts = Counter(run.record.weights_sha256 for run in runs if run.record.weights_sha256)
     shared = [digest for digest, count in counts.items() if count > 1]
     return {digest: _letter(index) for index, digest in enumerate(shared)}

@@ -1,4 +1,4 @@
-"""Run directories read from disk, whatever state they are in: nothing in one can stop the report."""
+"""Run directories read from disk: a broken one becomes a record that says what is wrong, and stops nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ STEP_PARTS = (
     *("data", "forward", "backward", "exposed_communication", "optimizer", "checkpoint"),
     *("forward_backward", "other"),
 )
-"""What a step's seconds are spent on, where a run has measured it."""
+"""The parts of a step's time that a run can measure."""
 
 
 class _Loose(BaseModel):
-    """What the report needs of a record; fields it does not know are kept out of the way."""
+    """A record of which the report reads only the fields that it needs."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
 class RunOptions(_Loose):
-    """The options that tell runs of one layout apart."""
+    """The options in which runs of one experiment on one layout may differ."""
 
     reduction: str
     launcher: str = "?"
@@ -39,7 +39,7 @@ class RunOptions(_Loose):
 
 
 class Record(_Loose):
-    """run.json as far as the report reads it; only what makes it a run is required."""
+    """run.json, as far as the report reads it; a record without the required fields is no run."""
 
     experiment: dict[str, Any]
     experiment_sha256: str
@@ -64,7 +64,7 @@ class Record(_Loose):
 
 @dataclass(frozen=True)
 class Curve:
-    """One measured quantity over a run: value at each step, and the seconds of training until then."""
+    """One quantity over a run: its value at each step, and after how many seconds of training it was measured."""
 
     steps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A readable run: its record, its status as far as it can be told from outside, its curves."""
+    """A run that could be read: its record, its status, its curves."""
 
     path: Path
     name: str
@@ -82,7 +82,7 @@ class Run:
     raw: Mapping[str, Any]
     layout: Layout
     status: str
-    """completed, failed, stopped, running, or interrupted: says it is running, but nobody is."""
+    """completed, failed, stopped, running, or interrupted: its record says running, but no process works in it."""
     curves: Mapping[str, Curve]
     metrics: list[dict[str, Any]]
     problem: str | None = None
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that is known of."""
+        """The highest step in its metrics or its result."""
         steps = [finite(record.get("step")) for record in self.metrics]
         known = [step for step in [*steps, self.result("steps")] if step is not None]
         return int(max(known)) if known else None
@@ -121,9 +121,10 @@ class Run:
         return samples / speed if speed and samples else None
 
     def time_split(self) -> dict[str, float] | None:
-        """Seconds per step by what they were spent on.
+        """Return the seconds of a mean step, by what they were spent on; None where nothing is known.
 
-        Measured parts where the run has them (`result.time_split`, or `timing` records); else waiting and the rest.
+        Where the run has measured the parts (`result.time_split`, or `timing` records), these; else only the wait for
+        data and the rest.
         """
         recorded = (self.record.result or {}).get("time_split")
         sources = [recorded] if isinstance(recorded, dict) else []
@@ -143,7 +144,7 @@ class Run:
 
 @dataclass(frozen=True)
 class BrokenRun:
-    """A directory that should be a run but cannot be read as one."""
+    """A directory that looks like a run but cannot be read as one."""
 
     path: Path
     name: str
@@ -152,16 +153,16 @@ class BrokenRun:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything found below an output folder that trains."""
+    """All run directories below an output folder."""
 
     runs: list[Run]
     broken: list[BrokenRun]
     left_out: int
-    """Runs that a claim made for itself: the claims speak for them."""
+    """How many runs a claim made to measure something: they are shown as that claim, not as runs."""
 
 
 def read_runs(output: Path) -> Inventory:
-    """Every run below `output`, oldest first, and every directory that failed to be one."""
+    """Return every run below `output`, the oldest first, and every directory that cannot be read as one."""
     runs, broken, left_out = [], [], 0
     readable = {directory.path: record for directory, record in find_runs(output)}
     for path in [*readable, *sorted(_other_places(output) - set(readable))]:
@@ -178,7 +179,7 @@ def read_runs(output: Path) -> Inventory:
 
 
 def _other_places(output: Path) -> set[Path]:
-    """Directories that look like runs, also those whose record was never written."""
+    """Directories that look like runs although their record may never have been written."""
     marks = ("run.json", "metrics.jsonl", "run.lock", "fence.json")
     places = {file.parent for mark in marks for file in output.glob(f"**/{mark}")}
     return places | {file.parent for file in output.glob("*/*-*Z-*/checkpoints")}
@@ -228,7 +229,10 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dict[str, Curve]:
-    """Losses and every evaluated quantity. Seconds count from the first step; the pause before a resume is left out."""
+    """Return the training loss and every evaluated quantity as curves.
+
+    Seconds count from the first step, without the pause before a resume. `samples_per_step` is the global batch.
+    """
     found: dict[str, Curve] = {}
     for seconds, record in _clocked(records, samples_per_step):
         step = finite(record.get("step"))
@@ -243,6 +247,7 @@ def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dic
 
 
 def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Each record that has a time, with its seconds of training."""
     start: float | None = None
     last = 0.0
     for record in records:
@@ -258,7 +263,7 @@ def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> I
 
 
 def _seconds_before(record: dict[str, Any], samples_per_step: float | None) -> float:
-    """What the steps of a first record took: nobody notes when the first of them began."""
+    """How long the steps up to the first record took, by their throughput: when they began is not recorded."""
     speed, step = finite(record.get("samples_per_second")), finite(record.get("step"))
     return step * samples_per_step / speed if speed and step and samples_per_step else 0.0
 

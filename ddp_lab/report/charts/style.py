@@ -1,0 +1,93 @@
+"""How every chart looks: colours, dashes, markers, and matplotlib's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+WIDTH, HEIGHT = 390, 250
+"""Pixels of a chart at its natural size: as wide as a phone."""
+
+# The page has CSS variables of the same names. The series colours (s0 to s7) are distinct for the common kinds of
+# colour blindness (after Okabe and Ito), and have a contrast of at least 3:1 to the surface.
+LIGHT = {"surface": "#ffffff", "ink": "#1d2025", "muted": "#5b626d", "grid": "#e6e2d9"}
+LIGHT |= {"s0": "#3d434c", "s1": "#0072b2", "s2": "#d55e00", "s3": "#00875f"}
+LIGHT |= {"s4": "#b0568a", "s5": "#a87000", "s6": "#2e8bc0", "s7": "#7a2048"}
+DARK = {"surface": "#1a1e23", "ink": "#e6e8eb", "muted": "#9da6b1", "grid": "#31373f"}
+DARK |= {"s0": "#c9d1d9", "s1": "#56b4e9", "s2": "#ff8b3d", "s3": "#2cc99b"}
+DARK |= {"s4": "#e79ac6", "s5": "#f0c04a", "s6": "#9ad0f5", "s7": "#e0708f"}
+
+INK, MUTED = LIGHT["ink"], LIGHT["muted"]
+
+DASHES: tuple[Any, ...] = (
+    "solid",
+    (0, (5, 2)),
+    (0, (2, 1.5)),
+    (0, (7, 2, 1.5, 2)),
+    (0, (1, 1.5)),
+    (0, (4, 1, 1, 1, 1, 1)),
+)
+MARKERS = ("s", "o", "^", "D", "v", "P")
+"""Of lines and of points: who cannot tell the colours can tell these."""
+
+LOOK: dict[Any, Any] = {
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 160,  # of a PNG
+    "figure.facecolor": LIGHT["surface"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": LIGHT["grid"],
+    # The title says what the y axis shows: above the axis it need not be turned.
+    "axes.titlelocation": "left",
+    "axes.titlesize": "medium",
+    "axes.titlecolor": MUTED,
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    # A dollar sign in a user's name for something does not begin a formula.
+    "text.parse_math": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    # Text stays text in an SVG, so that it can be searched and takes the page's font.
+    "svg.fonttype": "none",
+}
+
+in_our_look = mpl.rc_context(LOOK)
+"""A decorator for functions that draw or save a chart: matplotlib looks up its settings at both moments."""
+
+
+def new_axes(height: float = HEIGHT) -> Axes:
+    """Return the empty axes of a new chart, `height` pixels high without its legend."""
+    axes = Figure(figsize=(WIDTH / 72, height / 72)).add_subplot()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_formatter("{x:,.10g}")
+    return axes
+
+
+def series_color(number: int) -> str:
+    """Return the colour of a series; after the eighth they repeat."""
+    return LIGHT[f"s{number % 8}"]
+
+
+def series_look(number: int) -> dict[str, Any]:
+    """Return the colour and the dash of a series' line, as keywords of `Axes.plot`."""
+    return {"color": series_color(number), "ls": DASHES[number % len(DASHES)]}
+
+
+def series_points(number: int) -> dict[str, Any]:
+    """Return the look of a line whose points are marked, as keywords of `Axes.plot`."""
+    return series_look(number) | {"lw": 2, "marker": MARKERS[number % len(MARKERS)], "ms": 5.5}

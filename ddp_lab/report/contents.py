@@ -1,0 +1,74 @@
+"""Everything that the page shows, put together: this is what the templates are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_lab.report.charts.layouts import styles
+from ddp_lab.report.charts.plot import Plot
+from ddp_lab.report.reading.claims import Findings, read_findings
+from ddp_lab.report.reading.families import find_families
+from ddp_lab.report.reading.runs import Inventory, read_runs
+from ddp_lab.report.sections.claims import ClaimSection, claim_section, claims_table
+from ddp_lab.report.sections.environments import environments_table, find_environments
+from ddp_lab.report.sections.experiments import FamilySection, family_section
+from ddp_lab.report.sections.faults import DrillSection, drill_section
+from ddp_lab.report.sections.overview import Tile, runs_table, tiles
+from ddp_lab.report.sections.runs import RunSection, run_section
+from ddp_lab.report.values import Table, moment
+
+
+@dataclass(frozen=True)
+class Report:
+    """The sections of the page, and the records that they were made from."""
+
+    inventory: Inventory
+    findings: Findings
+    tiles: list[Tile]
+    runs_table: Table
+    families: list[FamilySection]
+    claims: list[ClaimSection]
+    claims_table: Table
+    drills: list[DrillSection]
+    environments: Table
+    shared_environment: list[tuple[str, str]]
+    runs: list[RunSection]
+
+    @property
+    def plots(self) -> list[Plot]:
+        """Every plot, to be written as a file."""
+        found = [plot for section in self.families for plot in (*section.layouts, *section.learning)]
+        return found + [plot for claim in self.claims for plot in claim.plots]
+
+    @property
+    def period(self) -> str:
+        """When the runs were begun."""
+        moments = sorted(run.record.started_at for run in self.inventory.runs if run.record.started_at)
+        if not moments:
+            return ""
+        first, last = moments[0], moments[-1]
+        return moment(first) if first == last else f"{moment(first)} to {moment(last)}"
+
+
+def build_report(output: Path) -> Report:
+    """Return everything below `output`, read and judged, its charts drawn but not yet saved."""
+    inventory, findings = read_runs(output), read_findings(output)
+    families = find_families(inventory.runs)
+    style = styles(families)
+    environments = find_environments(inventory.runs)
+    claims = [claim_section(measured) for measured in findings.claims]
+    differing, shared = environments_table(environments)
+    return Report(
+        inventory,
+        findings,
+        tiles(inventory, families, findings),
+        runs_table(inventory, environments),
+        [family_section(family, style) for family in families],
+        claims,
+        claims_table(claims),
+        [drill_section(drill) for drill in findings.drills],
+        differing,
+        shared,
+        [run_section(run, environments) for run in reversed(inventory.runs)],
+    )

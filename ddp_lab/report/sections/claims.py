@@ -1,0 +1,64 @@
+"""Claims: the table of verdicts, and each claim with its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_lab.records import Figure
+from ddp_lab.report import values
+from ddp_lab.report.charts.claims import claim_plots
+from ddp_lab.report.charts.plot import Plot
+from ddp_lab.report.reading.claims import Claim, MeasuredClaim, Picture
+from ddp_lab.report.reading.families import flatten
+from ddp_lab.report.values import TIMES, TONES, Column, Table, number, plain, slug, text
+
+
+@dataclass(frozen=True)
+class ClaimSection:
+    """One claim with its plots, drawn here or found beside its file."""
+
+    claim: Claim
+    plots: list[Plot]
+    pictures: list[Picture]
+    environment: list[tuple[str, str]]
+
+    @property
+    def tone(self) -> str:
+        """How the verdict is set."""
+        return TONES.get(self.claim.verdict, "quiet")
+
+
+def claim_section(measured: MeasuredClaim) -> ClaimSection:
+    """Return the section of one claim."""
+    claim = measured.claim
+    facts = [(name, plain(value)) for name, value in flatten(claim.environment).items()]
+    return ClaimSection(claim, claim_plots(claim), measured.pictures, facts)
+
+
+def claims_table(sections: Sequence[ClaimSection]) -> Table:
+    """Return a row for each claim, with a link to it."""
+    columns = [Column("id"), Column("claim"), Column("verdict"), Column("measured")]
+    rows = [
+        [
+            text(section.claim.id, link=f"claim-{slug(section.claim.id)}"),
+            text(section.claim.title),
+            text(section.claim.verdict, section.tone),
+            text(section.claim.reason),
+        ]
+        for section in sections
+    ]
+    return Table(columns, rows)
+
+
+def interval(item: Figure) -> str:
+    """Return the value with its unit, and its interval in brackets."""
+    if isinstance(item.value, bool):
+        return "yes" if item.value else "no"
+    if not isinstance(item.value, int | float):
+        return values.ABSENT if item.value is None else str(item.value)
+    unit = TIMES if item.unit == "x" else f" {item.unit}" if item.unit else ""
+    shown = f"{number(item.value)}{unit}"
+    if item.low is None or item.high is None:
+        return shown
+    return f"{shown} [{number(values.finite(item.low))}, {number(values.finite(item.high))}]"

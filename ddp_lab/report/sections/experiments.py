@@ -1,0 +1,84 @@
+"""One experiment on all its layouts: the layouts in figures, their plots, and the learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_lab.report.charts.layouts import layout_plots
+from ddp_lab.report.charts.learning import learning_note, learning_plots
+from ddp_lab.report.charts.plot import Plot
+from ddp_lab.report.reading.families import Family, Group
+from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, number
+
+
+@dataclass(frozen=True)
+class FamilySection:
+    """One experiment on all its layouts."""
+
+    family: Family
+    table: Table
+    layouts: list[Plot]
+    learning: list[Plot]
+    learning_note: str
+
+
+def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
+    """Return the section of one experiment; `style` has the number of each layout's colour and dash."""
+    return FamilySection(
+        family,
+        comparison_table(family),
+        layout_plots(family, style),
+        learning_plots(family, style),
+        learning_note(family),
+    )
+
+
+def comparison_table(family: Family) -> Table:
+    """Return the layouts in figures, one row per group of runs."""
+    gpu = any(group.spread("gpu_utilisation") for group in family.groups)
+    columns = [
+        Column("layout"),
+        Column("N", True, "processes of ddp, replicas of dp"),
+        Column("runs", True, "completed of all"),
+        Column("samples/s", True),
+        Column("speed-up", True, "against single on the same device type"),
+        Column("efficiency", True),
+        Column("memory (MB)", True, "of the process or device that needed most"),
+        Column("cores", True, "kept busy by each process"),
+        *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
+        Column("data wait", True),
+        Column("test accuracy", True),
+        Column("loss", True, "test loss, or training loss where nothing was held out"),
+        Column("seconds", True),
+    ]
+    return Table(columns, [_comparison_row(family, group, gpu) for group in family.groups])
+
+
+def _comparison_row(family: Family, group: Group, gpu: bool) -> list[Cell]:
+    gain = family.speed_up(group)
+    efficiency = gain.over(group.shares) if gain else None
+    loss = group.spread("test_loss") or group.spread("train_loss")
+    done, total = len(group.completed), len(group.runs)
+    return [
+        Cell(group.label, note="over CPU threads" if group.runs[0].layout.description.endswith(")") else ""),
+        figure(group.shares, str(group.shares)),
+        figure(done, str(done) if done == total else f"{done} of {total}", "" if done == total else "warn"),
+        _spread_cell(group.spread("samples_per_second")),
+        _spread_cell(gain, suffix=TIMES),
+        _spread_cell(efficiency, 100, suffix=" %"),
+        _spread_cell(group.spread("peak_memory_bytes"), 1e-6),
+        _spread_cell(group.spread("cpu_utilisation")),
+        *([_spread_cell(group.spread("gpu_utilisation"), 100, suffix=" %")] if gpu else []),
+        _spread_cell(group.spread("data_wait"), 100, suffix=" %"),
+        _spread_cell(group.spread("test_accuracy"), 100, 4, " %"),
+        _spread_cell(loss, digits=4),
+        _spread_cell(group.spread("seconds")),
+    ]
+
+
+def _spread_cell(spread: Spread | None, scale: float = 1.0, digits: int = 3, suffix: str = "") -> Cell:
+    if spread is None:
+        return figure(None)
+    note = f"{number(spread.low * scale, digits)} to {number(spread.high * scale, digits)}" if spread.count > 1 else ""
+    return Cell(f"{number(spread.median * scale, digits)}{suffix}", spread.median * scale, note=note)

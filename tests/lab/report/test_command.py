@@ -1,0 +1,87 @@
+"""`ddp report`: what it writes and says, and the server that shows it."""
+
+from __future__ import annotations
+
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_lab.report import main
+from ddp_lab.report.serving import address, make_server
+from tests.lab.report.files import single, write_claim, write_run
+from tests.support.processes import HANG
+
+
+def test_the_command_writes_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, single(), steps=0)
+    write_claim(tmp_path, series=[])
+    (tmp_path / "digits" / "ddp-1x2-cpu-20260101T000100Z-aaaaaa" / "checkpoints").mkdir(parents=True)
+    assert main(["--output", str(tmp_path), "--to", str(tmp_path / "here")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("report: 1 run, 1 experiment, 1 claim -> ")
+    assert "no run.json" in captured.err
+    assert (tmp_path / "here" / "index.html").exists()
+    assert {file.suffix for file in (tmp_path / "here" / "plots").iterdir()} == {".svg", ".png"}
+
+
+def test_the_users_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output", str(tmp_path / "none")]) == ExitCode.BAD_INPUT
+    (tmp_path / "file").write_text("")
+    assert main(["--output", str(tmp_path), "--to", str(tmp_path / "file")]) == ExitCode.RESOURCES
+    assert main(["--output", str(tmp_path), "--serve", "8000"]) == ExitCode.BAD_INPUT
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 3
+    assert all(line.startswith("report: error: ") for line in errors)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A served folder with a secret beside it."""
+    folder = tmp_path / "report"
+    (folder / "plots").mkdir(parents=True)
+    (folder / "index.html").write_text("the page")
+    (folder / ".hidden").write_text("secret")
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    with make_server(folder, ("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", folder
+        server.shutdown()
+        thread.join(5)
+
+
+def _fetch(url: str, method: str = "GET") -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=HANG) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code, ""
+
+
+def test_the_server_shows_the_folder_and_nothing_else(site: tuple[str, Path]) -> None:
+    url, _ = site
+    assert _fetch(f"{url}/") == (200, "the page")
+    for path in ("plots/", "link.txt", ".hidden", "../secret.txt", "%2e%2e/secret.txt", "none.html"):
+        assert _fetch(f"{url}/{path}")[0] == 404, path
+    assert _fetch(f"{url}/index.html", "POST")[0] == 501
+
+
+def test_a_port_in_use_is_said(site: tuple[str, Path]) -> None:
+    url, folder = site
+    with pytest.raises(UserError, match="the port is in use") as caught:
+        make_server(folder, ("127.0.0.1", int(url.rpartition(":")[2])))
+    assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+def test_addresses() -> None:
+    assert address("0.0.0.0:8000") == ("0.0.0.0", 8000)
+    for words in ("8000", "localhost:", "localhost:http", "h:99999"):
+        with pytest.raises(UserError, match="expected HOST:PORT"):
+            address(words)

@@ -1,0 +1,158 @@
+"""The report's reading and judging: run directories in any state, families of runs, claims and drills."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddp_core.run.lock import RunLock
+from ddp_lab.report import values
+from ddp_lab.report.page import write_report
+from ddp_lab.report.reading.claims import read_findings
+from ddp_lab.report.reading.families import find_families
+from ddp_lab.report.reading.runs import curves, read_runs
+from ddp_lab.report.sections.experiments import comparison_table
+from tests.lab.report.files import ddp, single, write_claim, write_drill, write_everything, write_run
+
+
+def test_every_directory_is_a_run_or_says_why_not(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    found = read_runs(tmp_path)
+    assert len(found.runs) == 11
+    assert {run.status for run in found.runs} == {"completed", "interrupted", "failed", "stopped"}
+    problems = {broken.name.rpartition("-")[2]: broken.problem for broken in found.broken}
+    assert problems["aaaaaa"] == "no run.json: it ended before its record was written"
+    assert "no readable run.json" in problems["bbbbbb"]
+    assert "experiment: Field required" in problems["cccccc"]
+    assert "not of format ddp-run/1" in problems["dddddd"]
+
+
+def test_a_run_that_somebody_works_in_is_running(tmp_path: Path) -> None:
+    path = write_run(tmp_path, single(), status="running")
+    assert read_runs(tmp_path).runs[0].status == "interrupted"
+    with RunLock(path):
+        assert read_runs(tmp_path).runs[0].status == "running"
+
+
+@pytest.mark.parametrize("line", ['{"kind": "resume"}', "\x00\xff", '{"kind": "step", "step": "x", "loss": []}', "[]"])
+def test_odd_metrics_do_not_stop_the_report(tmp_path: Path, line: str) -> None:
+    path = write_run(tmp_path, single())
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    run = read_runs(tmp_path).runs[0]
+    assert run.problem is not None or len(run.curves["train_loss"].steps) == 4
+
+
+def test_odd_fields_of_a_record_do_not_stop_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, single(), steps=0, attempts=[{}], environment={}, fingerprint={}, question=None)
+    odd = {"samples_per_second": "fast", "time_split": "none"}
+    write_run(tmp_path, ddp(2), steps=0, result=odd, environment={"packages": [1]})
+    write_run(tmp_path, ddp(2), layout={"kind": "tp"})
+    write_report(tmp_path, tmp_path / "report")
+    found = read_runs(tmp_path)
+    assert (len(found.runs), len(found.broken)) == (2, 1)
+    assert "kind" in found.broken[0].problem
+
+
+def test_runs_made_by_claims_are_left_to_the_claims(tmp_path: Path) -> None:
+    write_run(tmp_path, single())
+    write_run(tmp_path / "claims" / "runs", single())
+    found = read_runs(tmp_path)
+    assert (len(found.runs), found.left_out) == (1, 1)
+
+
+def test_the_clock_begins_before_the_first_record_and_skips_pauses() -> None:
+    records = [
+        {"kind": "step", "time": 102.0, "step": 10, "loss": 1.0, "samples_per_second": 50.0},
+        {"kind": "step", "time": 104.0, "step": 20, "loss": 0.5},
+        {"kind": "resume", "time": 9000.0, "step": 20},
+        {"kind": "step", "time": 9003.0, "step": 30, "loss": 0.25},
+        {"kind": "evaluation", "time": 9004.0, "step": 30, "test_loss": 0.5, "note": "x"},
+    ]
+    found = curves(records, 10.0)
+    assert found["train_loss"].seconds == [2.0, 4.0, 7.0]
+    assert found["train_loss"].steps == [10, 20, 30]
+    assert found["test_loss"].seconds == [8.0]
+    assert set(found) == {"train_loss", "test_loss"}
+
+
+def test_families_are_one_experiment_over_seeds_and_layouts(tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    family, toy = find_families(read_runs(tmp_path).runs)
+    assert (family.title, toy.title) == ("digits", "toy")
+    assert [group.label for group in family.groups] == [
+        *("single-cpu", "dp-2-cpu", "ddp-1x2-cpu", "ddp-1x2-cpu · plain", "ddp-1x4-cpu"),
+    ]
+    assert family.verdict.tone == "good"
+    assert family.verdict.text == "identical on 3 layouts"
+    assert {item.seed: item.tone for item in family.verdicts} == {0: "good", 1: "good", 2: "good"}
+    assert family.common_seed == 0
+
+
+def test_other_settings_are_another_family_named_by_the_difference(tmp_path: Path) -> None:
+    write_run(tmp_path, single())
+    write_run(tmp_path, ddp(2))
+    other = write_run(tmp_path, single())
+    record = json.loads((other / "run.json").read_text())
+    record["experiment"]["optimizer"]["lr"] = 0.5
+    (other / "run.json").write_text(json.dumps(record))
+    main_one, different = find_families(read_runs(tmp_path).runs)
+    assert (main_one.title, different.title) == ("digits", "digits, optimizer.lr=0.5")
+    assert main_one.anchor != different.anchor
+
+
+@pytest.mark.parametrize(
+    ("threads", "tone", "words"),
+    [(1, "bad", "digests differ"), (2, "warn", "differ, on unlike machines")],
+)
+def test_unlike_digests_are_said(tmp_path: Path, threads: int, tone: str, words: str) -> None:
+    write_run(tmp_path, single(), digest="a" * 64)
+    write_run(tmp_path, ddp(2), digest="b" * 64, fingerprint={"torch": "2.13.0", "threads": threads})
+    verdict = find_families(read_runs(tmp_path).runs)[0].verdict
+    assert (verdict.tone, verdict.text) == (tone, words)
+
+
+def test_plain_runs_are_not_judged(tmp_path: Path) -> None:
+    write_run(tmp_path, single(), digest="a" * 64)
+    write_run(tmp_path, ddp(2), digest="b" * 64, reduction="plain")
+    assert find_families(read_runs(tmp_path).runs)[0].verdict.tone == "quiet"
+
+
+def test_speed_up_is_against_the_single_runs_median(tmp_path: Path) -> None:
+    for seed, speed in enumerate((900, 1000, 1300)):
+        write_run(tmp_path, single(), seed=seed, speed=speed)
+    write_run(tmp_path, ddp(2), speed=1500)
+    write_run(tmp_path, ddp(4), status="failed", speed=9000)
+    family = find_families(read_runs(tmp_path).runs)[0]
+    gains = {group.label: family.speed_up(group) for group in family.groups}
+    assert gains["ddp-1x2-cpu"] == values.Spread(1.5, 1.5, 1.5, 1)
+    assert gains["single-cpu"] == values.Spread(1.0, 0.9, 1.3, 3)
+    assert gains["ddp-1x4-cpu"] is None
+    table = comparison_table(family)
+    row = {column.title: cell.line for column, cell in zip(table.columns, table.rows[1], strict=True)}
+    assert row["layout"] == "ddp-1x2-cpu"
+    assert row["speed-up"] == "1.50×"  # noqa: RUF001
+    assert row["efficiency"] == "75.0 %"
+    assert table.rows[0][3].line == "1,000 (900 to 1,300)"
+    assert table.rows[2][2].text == "0 of 1"
+
+
+def test_without_a_split_the_wait_for_data_is_told_from_the_rest(tmp_path: Path) -> None:
+    write_run(tmp_path, single(), speed=500, result={"data_wait": 0.25})
+    split = read_runs(tmp_path).runs[0].time_split()
+    assert split == pytest.approx({"data": 0.025, "computing and communication": 0.075})
+
+
+def test_the_newest_of_a_claim_counts_and_odd_ones_are_said(tmp_path: Path) -> None:
+    write_claim(tmp_path, verdict="refuted", measured_at="2026-01-02T00:00:00Z")
+    write_claim(tmp_path / "old", verdict="confirmed", measured_at="2026-01-01T00:00:00Z")
+    write_claim(tmp_path, id="C07").write_text('{"format": "ddp-cl')
+    write_claim(tmp_path, id="C08", format="other/1")
+    write_claim(tmp_path, id="C09", verdict=[])
+    write_drill(tmp_path)
+    found = read_findings(tmp_path)
+    assert [(measured.claim.id, measured.claim.verdict) for measured in found.claims] == [("C06", "refuted")]
+    assert [name for name, _ in found.unreadable] == ["claims/C07.json", "claims/C08.json", "claims/C09.json"]
+    assert len(found.drills) == 1
