@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,19 +12,16 @@ from ddp_core.observe.usage import Totals, Usage, of_all
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def spend(seconds: float) -> None:
-    until = time.process_time() + seconds
-    while time.process_time() < until:
-        pass
-
-
-def test_cores_are_processor_time_over_wall_time() -> None:
+def test_cores_are_processor_time_over_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"wall": 5.0, "processor": 2.0}
+    clocks = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["processor"])
+    monkeypatch.setattr("ddp_core.observe.usage.time", clocks)
     usage = Usage(CPU)
-    spend(0.2)
-    busy = usage.totals()["cpu_utilisation"]
+    now.update(wall=9.0, processor=4.0)
+    assert usage.totals()["cpu_utilisation"] == 0.5
     usage.restart()
-    time.sleep(0.3)
-    assert usage.totals()["cpu_utilisation"] < 0.5 * busy
+    now.update(wall=10.0)
+    assert usage.totals()["cpu_utilisation"] == 0
     assert usage.totals()["gpu_utilisation"] is None
 
 
