@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A room imports from rooms on lower floors only: two on one floor do not know each other.
 # A room is a module or a whole package; a part of a package that is named here is a room of its own.
 FLOORS = [
-    ["ddp_core.errors", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
+    ["ddp_core.errors", "ddp_core.torch_internals", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
     ["ddp_core.faults", "ddp_core.sampler", "ddp_core.reduction"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
     ["ddp_core.model", "ddp_core.observe"],
