@@ -17,7 +17,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
-        *("ddp_core.cli", "ddp_core.launch.agent", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
+        *("ddp_core.cli", "ddp_core.launch.elastic", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
         *(
             "ddp_core.trainers.distributed",
             "ddp_core.trainers.single",
