@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from ddp_core.torch_internals import PRIVATE_NAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +38,8 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
+# What only a subclass can use: launch/agent.py overrides these methods of torch's agent and counts its restarts.
+OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # `python -m` enters here: the door of a room that has its floor above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
 
@@ -151,6 +156,32 @@ def test_reports_read_run_directories_never_live_objects() -> None:
     live = ("ddp_core.trainers", "ddp_core.launch", "ddp_core.run.run", "ddp_core.run.record")
     for module in (name for name in LAB if name.startswith("ddp_lab.report")):
         assert [name for name in imports(LAB[module]) if name.startswith(live)] == [], module
+
+
+def private_torch(file: Path) -> set[str]:
+    """What the file reaches for below torch's public names: by import, by attribute, by a method that it overrides."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names |= {ast.unparse(node), node.attr}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Constant):  # in getattr, or a variable of the environment
+            names |= {str(node.value)} & PRIVATE_NAMES.keys()
+    return {name for name in names if name in PRIVATE_NAMES or re.match(r"torch\b[\w.]*\._[a-zA-Z]", name)}
+
+
+def test_private_names_of_torch_stand_in_one_place() -> None:
+    place = "ddp_core.torch_internals"
+    assert private_torch(CORE[place]) >= PRIVATE_NAMES.keys()
+    found = {module: private_torch(file) for module, file in EVERYTHING.items() if module != place}
+    found["ddp_core.launch.agent"] -= OVERRIDDEN
+    wrong = {module: names for module, names in found.items() if names}
+    assert wrong == {}, "use them through ddp_core.torch_internals, which says why"
 
 
 @pytest.mark.parametrize(
