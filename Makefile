@@ -20,7 +20,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-docker test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-docker test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,18 @@ image-test: setup
 
 test: setup ## Fast tests: no Docker, no network, under three minutes
 	$(BIN)/python -m pytest @tests/fast.args
+
+test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch that pyproject.toml admits
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST)"
+
+# All other packages as constraints.txt pins them, but for those that torch itself pins.
+.venv-oldest/.installed: pyproject.toml constraints.txt | setup
+	rm -rf .venv-oldest && $(BIN)/python -m venv .venv-oldest
+	grep -vE '^(torch|torchvision|setuptools|triton|cuda-|nvidia-)' constraints.txt >.venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt pip hatchling
+	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt --no-build-isolation -e '.[cluster,test]' \
+	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
+	touch $@
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker
@@ -82,5 +94,5 @@ sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JS
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_core.torch_internals import foreach_copy_, module_versions, set_module_versions
+
 Shapes = dict[str, list[Any]]
 """Dotted name → [dtype without "torch.", list of sizes]."""
 
@@ -96,9 +98,9 @@ def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
         if not isinstance(state, OrderedDict):
             return dict(items)
         ordered = OrderedDict(items)
-        if hasattr(state, "_metadata"):  # a module's state_dict carries the versions of its submodules
-            versions = Tree(state._metadata)
-            ordered._metadata = versions.over(versions.tensors)  # type: ignore[attr-defined]
+        if (versions := module_versions(state)) is not None:
+            tree = Tree(versions)
+            set_module_versions(ordered, tree.over(tree.tensors))
         return ordered
     return type(state)([_rebuild(value, tensors) for value in state])
 
@@ -175,7 +177,7 @@ class Snapshots:
         """The same state over buffers of this object; it is valid until the next call."""
         self._fit(tree)
         if tree.tensors:
-            torch._foreach_copy_(self._buffers, tree.tensors, non_blocking=True)
+            foreach_copy_(self._buffers, tree.tensors, non_blocking=True)
         self._events = []
         for device in {tensor.device for tensor in tree.tensors if tensor.is_cuda}:
             event = torch.cuda.Event()

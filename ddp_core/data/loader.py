@@ -23,6 +23,7 @@ from ddp_core.data.splits import Dataset, InMemory
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.sampler import Ids
+from ddp_core.torch_internals import end_loader_workers
 
 Batch = tuple[Tensor, Tensor]
 StepIds = tuple[int, Sequence[Ids]]
@@ -98,7 +99,7 @@ class Loader:
                     raise step
                 yield step
         finally:
-            ahead._shutdown_workers()  # type: ignore[attr-defined]
+            end_loader_workers(ahead)
 
     def _require_shared_memory(self, step_ids: StepIds) -> None:
         """Raises UserError (4) where /dev/shm cannot hold what the workers prepare ahead: torch would crash or hang."""

@@ -30,7 +30,7 @@ from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Request
 
 if TYPE_CHECKING:
-    from ddp_core.launch.agent import Elastic
+    from ddp_core.launch.elastic import Elastic
 
 
 _IMPATIENT = 128 + signal.SIGINT
@@ -48,8 +48,9 @@ class Meeting:
 
 
 def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
-    """Carry out the request; returns the exit code. Workers are started by `entry`, the command's
-    own main, with `arguments`, the command's words.
+    """Carry out the request; returns the exit code.
+
+    Workers are started by `entry`, the command's own main, with `arguments`, the command's words.
 
     Raises UserError before any process is started where the request cannot be carried out.
     """
@@ -64,7 +65,7 @@ def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: 
         return run_worker(request, world)
     if request.options.launcher == "spawn":
         return _spawn(request, arguments, entry)
-    from ddp_core.launch.agent import Elastic
+    from ddp_core.launch.elastic import Elastic
 
     launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
     settings = Elastic(
@@ -101,7 +102,8 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
     The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
     when it is not to be had.
     """
-    from ddp_core.launch.agent import RendezvousLost, run_elastic
+    from ddp_core.launch.elastic import run_elastic
+    from ddp_core.launch.joining import RendezvousLost
 
     pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if settings.endpoint is not None and settings.max_restarts else []
     for pause in pauses:

@@ -1,6 +1,6 @@
 """Batch normalisation that does not depend on who computed which micro-batch.
 
-A `_BatchNorm` layer folds each forward into its running statistics, so their bits depend on how many micro-batches its
+A batch-norm layer folds each forward into its running statistics, so their bits depend on how many micro-batches its
 process saw, in which order. Here, while a step's micro-batches run, momentum is 1.0: the buffers then hold the
 statistics of just that micro-batch. Those are summed over micro-batches in the canonical tree, like gradients, and
 one update is made per step:
@@ -18,7 +18,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_core.torch_internals import foreach_copy_, foreach_zero_
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
 class BatchStatistics:
@@ -32,7 +35,7 @@ class BatchStatistics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self._modules = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._modules):
             raise ValueError("SyncBatchNorm normalises over the ranks of a layout, so no reduction can make it exact")
         self._step: _Step | None = None
@@ -61,7 +64,7 @@ class BatchStatistics:
         if step is None:
             return torch.empty(0)
         weights = torch.stack(step.counters).clamp(max=1).to(step.before.dtype) * weight
-        torch._foreach_zero_(step.counters)
+        foreach_zero_(step.counters)
         return torch.cat([torch.cat(step.running) * weights[step.owner], weights])
 
     def zeros(self) -> Tensor:
@@ -94,7 +97,7 @@ class BatchStatistics:
 class _Step:
     """The active layers' buffers, and what they held before: all means, then all variances, laid end to end."""
 
-    def __init__(self, modules: Sequence[_BatchNorm]) -> None:
+    def __init__(self, modules: Sequence[BatchNorm]) -> None:
         self.modules = modules
         self.running = [_buffer(module.running_mean) for module in modules]
         self.running += [_buffer(module.running_var) for module in modules]
@@ -112,14 +115,14 @@ class _Step:
         """For each number of `before`, the layer that it belongs to."""
         for module in modules:
             module.momentum = 1.0
-        torch._foreach_zero_(self.counters)
+        foreach_zero_(self.counters)
 
     def restore(self) -> None:
         """Put everything back."""
         for module, momentum in zip(self.modules, self.plain_momenta, strict=True):
             module.momentum = momentum
-        torch._foreach_copy_(self.running, list(self.before.split(self.sizes)))
-        torch._foreach_copy_(self.counters, list(self.steps.unbind()))
+        foreach_copy_(self.running, list(self.before.split(self.sizes)))
+        foreach_copy_(self.counters, list(self.steps.unbind()))
 
 
 def _buffer(buffer: Tensor | None) -> Tensor:
@@ -136,7 +139,7 @@ def foreign_buffers(module: nn.Module) -> dict[str, Tensor]:
     handled = {
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, BatchNorm)
         for name in ("running_mean", "running_var", "num_batches_tracked")
     }
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name not in handled}

@@ -10,10 +10,16 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.shares import share_of
+from ddp_core.torch_internals import (
+    foreach_copy_,
+    foreach_mul_,
+    keep_static_graph_from_reducing,
+    rebuild_buckets,
+    timeout_of,
+)
 
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
 from .communication import CommunicationThread
@@ -111,7 +117,7 @@ class ExactReduction:
         overlapped = self._ddp is not None and _can_overlap(self._ddp) and micro_batches >= self._world_size
         if self._ddp is not None and not overlapped:
             # A collective that DDP would run in the next forward, which a rank with an empty share does not have.
-            self._ddp.reducer._rebuild_buckets()
+            rebuild_buckets(self._ddp)
         self._step = _Step(micro_batches, share_of(micro_batches, self._rank, self._world_size), overlapped)
         take_gradients(self._parameters)
         self._statistics.begin()
@@ -175,7 +181,7 @@ class ExactReduction:
         self._finish_statistics(step)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
+            foreach_mul_(gradients, scale)
         self._step = None
         self._refuse_foreign_buffers()
 
@@ -292,7 +298,7 @@ class _Channel:
             self.sum(own, out, step.micro_batches)
             sizes = [gradient.numel() for gradient in gradients]
             parts = [part.view(g.shape) for part, g in zip(torch.split(out, sizes), gradients, strict=True)]
-            torch._foreach_copy_(gradients, parts)
+            foreach_copy_(gradients, parts)
 
     def _used_anywhere(self, subtrees: Sequence[Subtree], parameters: Sequence[Tensor]) -> list[bool]:
         used = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device if parameters else None)
@@ -303,13 +309,13 @@ class _Channel:
         return [count > 0 for count in used.tolist()]
 
 
-def _hook(state: _Channel, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _hook(state: _Channel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The DDP communication hook; DDP insists on the name `bucket`."""
     return state.reduce_bucket(bucket.buffer(), bucket.parameters())
 
 
 # DDP compares the annotations with classes, not with the strings that `from __future__ import annotations` leaves.
-_hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
+_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
 
 
 def _fold_into_bucket(
@@ -395,7 +401,7 @@ def _flat_groups(positions: Sequence[int], parameters: Sequence[Tensor]) -> list
 def _no_sync(ddp: DistributedDataParallel) -> Iterator[None]:
     """`ddp.no_sync()`, mended for static graphs: their first backward would reduce even so."""
     if ddp.static_graph:
-        ddp._static_graph_delay_allreduce_enqueued = True
+        keep_static_graph_from_reducing(ddp)
     with ddp.no_sync():
         yield
 
@@ -416,7 +422,7 @@ def _own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelt
     own = dist.new_group(
         ranks,
         # Not inherited by itself: a rank that is gone should be noticed here as soon as in the rest of the program.
-        timeout=timeout or group._get_backend(device).options._timeout,
+        timeout=timeout or timeout_of(group, device),
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc="exact reduction",

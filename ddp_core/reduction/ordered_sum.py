@@ -222,7 +222,10 @@ class OrderedSum:
         if self._group is None or self.world_size == 1:
             plan.add_([(flat, None) for flat in own], out)
         elif out.numel():
-            backend = self._group._get_backend(out.device).name()
-            if backend not in self._exchanges:
-                self._exchanges[backend] = Collectives(self._group) if backend == "nccl" else PointToPoint(self._group)
-            self._exchanges[backend].sum_(own, out, plan)
+            device = out.device.type
+            if device not in self._exchanges:
+                # Such as "cpu:gloo,cuda:nccl".
+                backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+                exchange = Collectives if backends[device] == "nccl" else PointToPoint
+                self._exchanges[device] = exchange(self._group)
+            self._exchanges[device].sum_(own, out, plan)

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ddp_core.shares import share_of
+from ddp_core.torch_internals import foreach_add_
 
 
 class Span(NamedTuple):
@@ -85,7 +85,7 @@ def add_(left: list[Tensor | None], right: Sequence[Tensor | None]) -> None:
         elif theirs is not None:
             left[position] = theirs
     if pairs:
-        torch._foreach_add_([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
+        foreach_add_([ours for ours, _ in pairs], [theirs for _, theirs in pairs])
 
 
 class GradientTree:

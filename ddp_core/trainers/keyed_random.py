@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.torch_internals import TorchDispatchMode
 
 
 class KeyedRandom:
@@ -51,9 +51,7 @@ class _OwnGenerator(TorchDispatchMode):
 
 
 def _with_generator(func: Any) -> Callable[..., Any]:
-    """The overload of a random operation that takes a generator: the same one, or its sibling."""
-    if any(argument.name == "generator" for argument in func._schema.arguments):
-        return func  # type: ignore[no-any-return]
-    packet, name = func.overloadpacket, func._overloadname
-    sibling = "generator" if name == "default" else f"{name}_generator"
-    return getattr(packet, sibling)  # type: ignore[no-any-return]
+    """The overload of a random operation that takes a generator: its sibling of that name, or the operation itself."""
+    packet, overload = func.overloadpacket, func.name().partition(".")[2]
+    sibling = f"{overload}_generator" if overload else "generator"
+    return getattr(packet, sibling) if sibling in packet.overloads() else func  # type: ignore[no-any-return]

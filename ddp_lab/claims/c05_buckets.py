@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.model.builders import mlp, resnet18
 from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.torch_internals import ddp_facts
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
@@ -91,7 +92,7 @@ def time_ways(
 
 def _messages(module: DistributedDataParallel) -> int:
     """How many buckets DDP really makes; it rebuilds them after the first step."""
-    facts = module._get_ddp_logging_data()
+    facts = ddp_facts(module)
     sizes = facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]
     return len(str(sizes).split(","))
 

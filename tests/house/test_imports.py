@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.torch_internals import PRIVATE_NAMES
 from tests.support.processes import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 # From the ground up. A room imports from rooms on lower floors only: two on one floor do not know each other.
 # A room is a module or a whole package; a part of a package that is named here is a room of its own.
 FLOORS = [
-    ["ddp_core.errors", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
+    ["ddp_core.errors", "ddp_core.torch_internals", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
     ["ddp_core.sampler", "ddp_core.reduction"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
     ["ddp_core.model", "ddp_core.observe"],
@@ -37,6 +39,8 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
+# What only a subclass can use: launch/agent.py overrides these methods of torch's agent and counts its restarts.
+OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # `python -m` enters here: the door of a room that has its floor above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
 
@@ -157,6 +161,32 @@ def test_reports_read_run_directories_never_live_objects() -> None:
     assert modules
     for module in modules:
         assert [name for name in imports(LAB[module]) if name.startswith(live)] == [], module
+
+
+def private_torch(file: Path) -> set[str]:
+    """What the file reaches for below torch's public names: by import, by attribute, by a method that it overrides."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names |= {ast.unparse(node), node.attr}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Constant):  # in getattr, or a variable of the environment
+            names |= {str(node.value)} & PRIVATE_NAMES.keys()
+    return {name for name in names if name in PRIVATE_NAMES or re.match(r"torch\b[\w.]*\._[a-zA-Z]", name)}
+
+
+def test_private_names_of_torch_stand_in_one_place() -> None:
+    place = "ddp_core.torch_internals"
+    assert private_torch(CORE[place]) >= PRIVATE_NAMES.keys()
+    found = {module: private_torch(file) for module, file in EVERYTHING.items() if module != place}
+    found["ddp_core.launch.agent"] -= OVERRIDDEN
+    wrong = {module: names for module, names in found.items() if names}
+    assert wrong == {}, "use them through ddp_core.torch_internals, which says why"
 
 
 @pytest.mark.parametrize(

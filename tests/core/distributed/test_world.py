@@ -98,7 +98,7 @@ def test_a_single_process_needs_no_store() -> None:
 
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """The names stand in world.py alone, and where a launcher hands one to its workers."""
-    handed_on = {("launch/agent.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
+    handed_on = {("launch/elastic.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
     named = {
         (name, node.value)
         for name, tree in sources()
@@ -116,9 +116,10 @@ def test_few_modules_touch_the_environment() -> None:
         "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
         "distributed/process_group.py": "checks gloo's network interface",
         "distributed/world.py": "reads the launcher's variables",
-        "launch/agent.py": "tells torchrun's agent and its workers",
+        "launch/elastic.py": "tells torchrun's agent and its workers",
         "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
+        "launch/starting.py": "hands the launcher's environment on to a worker",
         "run/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {

@@ -1,0 +1,141 @@
+"""One launch on this node with torchrun's agent: join the other nodes, run the workers, end with one exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+
+from ddp_core.distributed.stop import signal_named
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.launch.agent import Agent, WouldRepeat, say
+from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.joining import RendezvousLost, join, own_address
+from ddp_core.launch.nursery import Nursery
+from ddp_core.launch.watchdog import leaves_when_cut_off
+from ddp_core.launch.worker import first_telling, read_reports, write_launcher
+from ddp_core.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
+
+_CUT_OFF_SECONDS = 20.0
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How many nodes, how many workers on each, and where they meet (None: this machine alone)."""
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    endpoint: str | None
+    launch_id: str
+    max_restarts: int
+    timeout: float
+    stop_signal: str | None = None
+
+
+def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
+    """Run `python -m ddp_core ARGUMENTS` as the workers of this node, restarted as needed; returns the exit code.
+
+    The nursery starts them; without one each is a fresh interpreter.
+
+    Raises UserError where the rendezvous cannot be reached or is not completed.
+    """
+    os.environ[SEPARATE_STORES] = "1"
+    # Its loggers have levels of their own; what they say ends here. The launcher says what the user must know.
+    agents = logging.getLogger("torch.distributed.elastic")
+    agents.addHandler(logging.NullHandler())
+    agents.propagate = False
+    early = [signal_named(settings.stop_signal)] if settings.stop_signal else []
+    os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in (*_HEARD, *early))
+    address = own_address(settings.endpoint)
+    if settings.endpoint is None:
+        # One machine talks to itself; its host name need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with TemporaryDirectory(prefix="ddp-") as scratch:
+        reports = Path(scratch) / "reports"
+        reports.mkdir()
+        write_launcher(reports, *([nursery.pid] if nursery else []))
+        os.environ["DDP_REPORT_DIR"] = str(reports)
+        try:
+            return _run(settings, arguments, address, reports, nursery)
+        finally:
+            del os.environ["DDP_REPORT_DIR"]
+
+
+def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Path, nursery: Nursery | None) -> int:
+    # Longer than another node's workers may take to finish: only then does its launcher come to the meeting.
+    join_seconds = int(max(settings.timeout, 2 * FINISHING_SECONDS))
+    nnodes = (settings.min_nodes, settings.max_nodes)
+    handler = join(settings.endpoint, settings.launch_id, nnodes, address, join_seconds)
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=settings.nproc_per_node,
+        entrypoint=sys.executable,
+        args=("-m", "ddp_core", *arguments),
+        rdzv_handler=handler,
+        max_restarts=settings.max_restarts,
+        local_addr=address,
+    )
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(reports.parent / "logs")), reports, nursery)
+    try:
+        with leaves_when_cut_off(settings.endpoint, max(2 * settings.timeout, _CUT_OFF_SECONDS), agent.kill_workers):
+            result = agent.run()
+    except SignalException as stopped:
+        # Not shut down: that would close the rendezvous for the nodes that go on.
+        return _code_after(stopped.sigval, reports)
+    except WouldRepeat as mistake:
+        with contextlib.suppress(RendezvousError, DistError):
+            handler.shutdown()
+        mistake.report.tell()
+        return mistake.report.exit_code
+    except RendezvousTimeoutError:
+        raise UserError(
+            f"only some of {settings.min_nodes} nodes met at {settings.endpoint} within {join_seconds} s; "
+            "start the missing ones, or allow fewer with --nnodes MIN:MAX",
+            ExitCode.PEERS_LOST,
+        ) from None
+    except RendezvousClosedError:
+        raise UserError("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST) from None
+    except (RendezvousError, DistError) as error:
+        raise RendezvousLost(settings.endpoint, error) from None
+    with contextlib.suppress(RendezvousError, DistError):
+        # Nobody needs to wait for this node any more.
+        handler.shutdown()
+    return ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
+
+
+def _code_of(result: RunResult, directory: Path) -> int:
+    """The code for the launcher, after saying what the most telling worker had to say."""
+    if not result.is_failed():
+        return ExitCode.DONE
+    reports = read_reports(directory)
+    report = first_telling(reports)
+    if report is None:
+        say("the workers died and no restarts are left; continue with --resume auto")
+        return ExitCode.PEERS_LOST
+    report.tell()
+    if report.trace and len(reports) > 1:
+        others = ", ".join(str(other.rank) for other in sorted(reports[1:], key=lambda other: other.rank))
+        say(f"rank {others} left after it")
+    return report.exit_code
+
+
+def _code_after(number: signal.Signals, directory: Path) -> int:
+    """The code after a signal to the launcher: 75 where the workers saved and left."""
+    report = first_telling(read_reports(directory))
+    if report is None:
+        return 128 + number
+    report.tell()
+    return report.exit_code

@@ -1,0 +1,92 @@
+"""How this node joins the others: the address that it gives them, and torch's rendezvous with settings that were tried.
+
+Keep-alives are short, nodes are known by address and not by host name, and a lost rendezvous is one error of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
+
+from ddp_core.errors import ExitCode, UserError
+
+_ANSWER_SECONDS = 10
+
+
+class RendezvousLost(UserError):
+    """The store that the nodes meet at is gone; another launch may find it again."""
+
+    def __init__(self, endpoint: str | None, error: BaseException) -> None:
+        reason = str(error).strip().partition("\n")[0]
+        super().__init__(f"the rendezvous at {endpoint} is lost ({reason})", ExitCode.PEERS_LOST)
+
+
+def join(
+    endpoint: str | None, launch_id: str, nnodes: tuple[int, int], address: str, join_seconds: int
+) -> RendezvousHandler:
+    """Reach the place where the nodes of this launch meet; with no endpoint, this node alone, the place is made here.
+
+    `nnodes`: how many may take part, at least and at most. `join_seconds`: how long to wait for the least. Raises
+    RendezvousLost.
+    """
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=endpoint or "127.0.0.1:0",
+        run_id=launch_id,
+        min_nodes=nnodes[0],
+        max_nodes=nnodes[1],
+        local_addr=address,
+        is_host="false" if endpoint else "true",
+        join_timeout=join_seconds,
+        last_call_timeout=2,
+        keep_alive_interval=1,
+        keep_alive_max_attempt=3,
+        read_timeout=30,
+    )
+    if endpoint is not None:
+        _await_answer(endpoint)
+    try:
+        return registry.get_rendezvous_handler(parameters)
+    except RendezvousError as error:
+        raise RendezvousLost(endpoint, error) from None
+
+
+def own_address(endpoint: str | None) -> str:
+    """The address by which peers reach this node: the one that it would use towards the rendezvous.
+
+    Raises UserError (2) where the endpoint is not HOST:PORT, and RendezvousLost where its name is not known.
+    """
+    if endpoint is None:
+        return "127.0.0.1"
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT", ExitCode.BAD_INPUT)
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        # A container's name is known only while it runs, and a node that is cut off knows none: both may come back.
+        raise RendezvousLost(endpoint, error) from None
+
+
+def _await_answer(endpoint: str) -> None:
+    """Wait for somebody to listen there; torch would wait for a minute, and show its call stack."""
+    host, _, port = endpoint.rpartition(":")
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RendezvousLost(endpoint, error) from None
+        time.sleep(0.2)
