@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 _BACK_SECONDS = 1.0
 _START_LIMIT = 15
 # A node that ended with one of these would end with it again.
-_MISTAKES = {ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.NUMERICS, 1}
+_MISTAKES = {ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.NUMERICS, ExitCode.INTERNAL, 1}
 
 
 class DrillFailed(Exception):

@@ -14,6 +14,7 @@ _TELLING = (
     ExitCode.RESOURCES,
     ExitCode.NO_CHECKPOINT,
     ExitCode.BAD_INPUT,
+    ExitCode.INTERNAL,
 )
 _MEANING = {
     ExitCode.DONE: "done",
@@ -22,6 +23,7 @@ _MEANING = {
     ExitCode.RESOURCES: "a resource is missing",
     ExitCode.NUMERICS: "NaN or infinity",
     ExitCode.PEERS_LOST: "peers lost",
+    ExitCode.INTERNAL: "a fault of ddp itself",
     ExitCode.STOPPED: "stopped on request, resumable",
 }
 

@@ -10,12 +10,13 @@ import pytest
 from ddp_core.cli import main
 from ddp_core.errors import UserError
 from ddp_core.observe.ledger import Ledger, audit, committed_steps
+from ddp_core.observe.step import StepBatch
 
 
 def write(directory: Path, attempt: int, rank: int, first_step: int, steps: dict[int, tuple[int, list[int]]]) -> None:
     ledger = Ledger(directory, attempt, rank, first_step)
     for step, (epoch, ids) in steps.items():
-        ledger.write(step, epoch, [np.array(ids, dtype=np.int64)])
+        ledger.after_step(StepBatch(step - 1, epoch, len(ids), [], [np.array(ids, dtype=np.int64)], []))
     ledger.close()
 
 
