@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.shares import share_of
+from ddp_core.torch_internals import foreach_mul_
 
 
 class PlainReduction:
@@ -41,7 +41,7 @@ class PlainReduction:
     def finish(self, scale: float = 1.0) -> None:
         """Complete the step: multiply every `.grad` by `scale`. (DDP has waited for them at the end of backward.)"""
         if scale != 1.0:
-            torch._foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
+            foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
 
     def close(self) -> None:
         """Nothing to end."""
