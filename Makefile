@@ -51,7 +51,7 @@ test: setup ## Fast tests: no Docker, no network, under three minutes
 	$(BIN)/python -m pytest @tests/fast.args
 
 test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch that pyproject.toml admits
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST)"
+	.venv-oldest/bin/python -m pytest @tests/fast.args
 
 # All other packages as constraints.txt pins them, but for those that torch itself pins.
 .venv-oldest/.installed: pyproject.toml constraints.txt | setup
