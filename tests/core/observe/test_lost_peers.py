@@ -42,6 +42,14 @@ def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     assert said.keys() == {1, 2}
 
 
+@pytest.mark.parametrize("place", lost_peers._COLLECTIVES, ids=lambda place: place.name)
+def test_every_place_where_collectives_run_is_there_and_counts(place: Path) -> None:
+    assert place.exists()
+    with pytest.raises(RuntimeError) as lost:
+        exec(compile("raise RuntimeError('Connection reset by peer')", str(place), "exec"))
+    assert is_peer_loss(lost.value)
+
+
 def test_the_words_of_a_lost_peer_count_only_where_collectives_run() -> None:
     words = "Connection closed by peer [127.0.0.1]:1234"
 
