@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ddp_core.cli.options import Group, asked_in, from_fields
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, said_by
 
 if TYPE_CHECKING:
     from ddp_core.spec.layout import LayoutKind
@@ -30,6 +30,7 @@ Examples:
 """
 
 
+@said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code, having said any error in one line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -38,16 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         from ddp_core.distributed.world import World
 
-        if World.is_set():
-            from ddp_core.launch.worker import report_error
+        if not World.is_set():
+            raise
+        from ddp_core.launch.worker import report_error
 
-            return report_error(error)
-        print(f"ddp: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return report_error(error)
     except BrokenPipeError:
         return ExitCode.DONE
-    except KeyboardInterrupt:
-        return 130
 
 
 def _call(words: list[str]) -> int:
