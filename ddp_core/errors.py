@@ -33,8 +33,7 @@ class ExitCode(IntEnum):
 class UserError(Exception):
     """An error that the user can mend: its message says what is wrong, where, and what to do now.
 
-    A process that meets this error ends with `exit_code`. Docstrings write UserError (4) for the error with exit code
-    4, and UserError alone for exit code 2.
+    A process that meets this error ends with `exit_code`. Docstrings write UserError (4) for an error with exit code 4.
     """
 
     def __init__(self, message: str, exit_code: int = ExitCode.BAD_INPUT) -> None:

@@ -1,4 +1,4 @@
-"""Turns what the user asked of `ddp train` into a request, and checks all that can be checked before a process starts."""
+"""Turns what the user asked of `ddp train` into a request; checks all that can be checked before a process starts."""
 
 from __future__ import annotations
 

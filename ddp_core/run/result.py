@@ -43,7 +43,10 @@ def gather_ends(collectives: Collectives, weights: str, speed: dict[str, float],
 
 
 def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:
-    """The figures for the run's record, with the parameters' values where there are at most 16; `seconds`: of the run."""
+    """The figures for the run's record, with the parameters' values where there are at most 16.
+
+    `seconds` is how long the run took.
+    """
     state, parameters = trainer.state, dict(trainer.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
     waits = [record["data_wait"] for record in read_metrics(metrics, "step")]

@@ -39,7 +39,10 @@ class StepSignals:
         self._losses[micro_batch] = loss
 
     def send(self, stop: bool) -> None:
-        """Start the sum; call this once per step on every rank, after its last forward. `stop`: it was asked to stop."""
+        """Start the sum; call this once per step on every rank, after its last forward.
+
+        `stop` says whether this rank was asked to stop.
+        """
         if self._alone:
             self._unread.append((self._step, self._samples, self._losses, stop))
             return
