@@ -1,4 +1,4 @@
-"""How everything ends: exit codes, and the one exception that is said without a traceback."""
+"""Exit codes, and the one exception that the user sees as a line of text without a traceback."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """Something the user can mend: says what, where and what to do now.
+    """An error that the user can mend: its message says what is wrong, where, and what to do now.
 
-    `exit_code` is what the process that meets it ends with.
+    A process that meets this error ends with `exit_code`. Docstrings write UserError (4) for an error with exit code 4.
     """
 
     def __init__(self, message: str, exit_code: int = ExitCode.BAD_INPUT) -> None:
@@ -45,12 +45,12 @@ class UserError(Exception):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room: disk, quota, or a limit on the size of files."""
+    """Whether a write failed because a disk, a quota, or the allowed size of a file is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(place: Path, error: BaseException) -> UserError:
-    """What the user is told about it (4)."""
+    """The UserError (4) for a write at `place` that `is_full` has recognised."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return UserError(
         f"disk full: {reason} in {place}; free some space and continue with --resume auto", ExitCode.RESOURCES
@@ -58,15 +58,15 @@ def no_room(place: Path, error: BaseException) -> UserError:
 
 
 def internal(error: BaseException) -> str:
-    """What the user is told about a fault of this program."""
+    """The message for a fault of this program."""
     return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
 
 
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """For a command's main: a UserError is said in one line and gives its exit code, a want of memory 4, an interrupt
-    130.
+    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
 
-    Any other exception is a fault of the program: it is shown with its traceback, and the exit code is 70.
+    A UserError is printed in one line and gives its own exit code, a lack of memory gives 4, and an interrupt gives
+    130. Any other exception is a fault of this program: it is printed with its traceback, and the exit code is 70.
     """
 
     def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
@@ -94,7 +94,7 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
 
 
 def nearest_name(wrong: str, known: Iterable[str]) -> str:
-    """' - did you mean X?' for the nearest known name, or the list of all when none is near."""
+    """'did you mean X?' for the nearest known name, or the list of all names when none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"

@@ -1,10 +1,10 @@
 """Faults scripted as data: what goes wrong, at which step, on which rank. For tests and drills; a normal run has none.
 
-`kill@60` kills rank 0 with SIGKILL after step 60, `pause@60:2` stops rank 2 (SIGSTOP), `raise@60:1` raises an exception
-in rank 1, `nan@60:3` makes an input of rank 3 NaN in step 60, `slow@60:1` makes each step of rank 1 from there on 0.2 s
-longer, `exit@60` leaves at once with code 1. Each of these happens once per run directory, so that a repeated step is
-not hit again. `pace@1` adds 0.05 s to each step of the rank from there on, also after a restart: a drill's run then
-lasts long enough on any machine.
+`kill@60` kills rank 0 with SIGKILL after step 60. `pause@60:2` stops rank 2 (SIGSTOP) after step 60. `raise@60:1`
+raises an exception in rank 1 after step 60. `exit@60` ends rank 0 at once, with code 1, after step 60. `nan@60:3` makes
+an input of rank 3 NaN in step 60. `slow@60:1` makes each step of rank 1 0.2 s longer from step 60 on. Each of these
+happens once per run directory, so that a repeated step is not hit again. `pace@1` makes each step of rank 0 0.05 s
+longer from step 1 on, also after a restart, so that a drill's run lasts long enough on any machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """The fault that `text` names. Raises UserError with the form."""
+        """The fault that `text` names. Raises UserError, with the expected form, where it names none."""
         kind, _, place = text.partition("@")
         step, _, rank = place.partition(":")
         if kind not in KINDS or not step.isdigit() or not (rank or "0").isdigit():
@@ -46,7 +46,7 @@ class Fault:
 
 
 class FaultScript(StepObserver):
-    """Makes the faults of one rank happen: NaN before the step that it is scripted for, all others after it."""
+    """Makes one rank's faults happen: `nan` before its step is computed, all others after their step."""
 
     def __init__(self, faults: Sequence[str] = (), rank: int = 0, directory: Path | None = None) -> None:
         self._faults = [fault for fault in map(Fault.parse, faults) if fault.rank == rank]

@@ -1,6 +1,6 @@
-"""The command `ddp`: its words and options, and the function that each of them calls.
+"""The command `ddp`: its subcommands and options, and the function that each subcommand calls.
 
-What the functions do stands in the rooms below; here is only how it is asked for on a command line.
+The functions themselves are in the packages below; here is only how a command line asks for them.
 """
 
 from ddp_core.cli.commands import main

@@ -32,7 +32,7 @@ Examples:
 
 @said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code, having said any error in one line."""
+    """Run one command and return its exit code; any error is printed in one line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _call(words)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _call(words: list[str]) -> int:
     """The exit code of the command. Raises UserError for whatever is wrong with the words.
 
-    click's own `main` is not used: it turns Ctrl-C, a closed pipe and EOFError into endings of its own.
+    click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.
     """
     if words and words[0] in (offered := _offered()):
         return int(offered[words[0]].load()(words[1:]))
@@ -77,7 +77,7 @@ def _offered() -> dict[str, EntryPoint]:
 
 
 def _quiet() -> None:
-    """No library speaks in a normal run; set before torch is imported."""
+    """Silence the libraries' messages; must be called before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -92,7 +92,7 @@ class _Commands(Group):
         return sorted(_offered())
 
 
-# torch.distributed.launch puts its rank before all other words, or behind those of a script that passes its own on.
+# torch.distributed.launch puts --local-rank before all other words, or after the words that its script passes on.
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 
@@ -104,7 +104,7 @@ def ddp(context: click.Context) -> int:
     """Data-parallel training in PyTorch: the same weights on every layout."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-    return ExitCode.BAD_INPUT  # the answer where there is no command; otherwise its own counts
+    return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
 @ddp.command(options=from_fields(), epilog=_EXAMPLES)

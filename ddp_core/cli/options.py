@@ -1,4 +1,4 @@
-"""From the fields of `Asked` to click's options, and click's commands and groups as `ddp` has them."""
+"""Makes click's options from the fields of `Asked`, and holds the kinds of click command and group that `ddp` uses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def from_fields(*names: str, default: str | None = None) -> Callable[[], list[click.Parameter]]:
-    """A function that makes the options of these fields of `Asked`, or of all where none is named.
+    """A function that makes the options of these fields of `Asked`, or of all fields where none is named.
 
-    They are made when it is called, because pydantic, which `Asked` needs, takes a moment to load. With `default`, no
-    option has a default value, and the help says this text in its place.
+    The options are made only when that function is called, because pydantic, which `Asked` needs, takes a moment to
+    load. With `default`, no option has a default value, and the help shows this text in its place.
     """
 
     def make() -> list[click.Parameter]:
@@ -38,7 +38,7 @@ def from_fields(*names: str, default: str | None = None) -> Callable[[], list[cl
 
 
 def asked_in(context: click.Context) -> Asked:
-    """What the command line, or the environment in its place, asks for: no field has a default as its given value."""
+    """What the command line or the environment asks for; fields that neither gives are left to their defaults."""
     from ddp_core.spec.options import Asked
 
     return Asked(
@@ -51,7 +51,7 @@ def asked_in(context: click.Context) -> Asked:
 
 
 class Command(click.Command):
-    """A command whose further options are made by `options` at the moment when they are needed."""
+    """A command whose options are made by the function `options` when they are first needed."""
 
     def __init__(self, *details: Any, options: Callable[[], list[click.Parameter]] | None = None, **more: Any) -> None:
         super().__init__(*details, **more)
@@ -74,7 +74,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Commands in the order in which they are written, and the nearest right one for a wrong one."""
+    """Commands in the order of the code; an unknown command gets an error with the nearest known name."""
 
     command_class = Command
 
@@ -83,7 +83,7 @@ class Group(click.Group):
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """The command of that name. Raises UserError."""
+        """The command of that name. Raises UserError for an unknown name."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
             known = [*self.commands, *self.offered()]
@@ -91,11 +91,11 @@ class Group(click.Group):
         return command
 
     def offered(self) -> list[str]:
-        """Names of commands that are known, but not as click's."""
+        """Names of commands that click does not know; none by default."""
         return []
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write those names below all else."""
+        """Write the names of `offered` at the end of the help."""
         if names := self.offered():
             formatter.write(f"\nAlso, each with a --help of its own: {', '.join(names)}\n")
 
@@ -117,7 +117,7 @@ def _parameter(name: str, field: FieldInfo, default: str | None, title: str | No
     usual = default or default_text(field) + (f", or ${written.variable}" if written.variable else "")
     details: dict[str, Any] = {"metavar": written.metavar, "envvar": written.variable, "hidden": written.hidden}
     if isinstance(field.default, bool):
-        # The option says that the field is not as by default: --synchronous-save turns asynchronous_save off.
+        # The option gives the opposite of the default: --synchronous-save turns asynchronous_save off.
         details |= {"is_flag": True, "flag_value": not field.default}
     elif is_repeated(field):
         details |= {"multiple": True}
@@ -130,7 +130,7 @@ def _parameter(name: str, field: FieldInfo, default: str | None, title: str | No
 
 
 def _reader(field: FieldInfo) -> Callable[[Any], Any]:
-    """A function that turns what the user wrote into the field's own type; where it cannot, click says the reason."""
+    """A function that turns what the user wrote into the field's type; for a wrong value click prints the reason."""
 
     def read(value: Any) -> Any:
         from pydantic import TypeAdapter, ValidationError

@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from ddp_core.commands.memory import MemoryEstimate
 
 _WATCHED_SAMPLES = 8
-"""Enough for batch norm, few enough for any machine; what the batch decides grows in proportion."""
+"""Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
 
 
 def doctor(experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data")) -> int:
-    """Print what is here and, for an experiment, the memory that it needs; 0 always: a diagnosis is not a failure.
-
-    Raises UserError where the experiment cannot be loaded or its data are missing.
-    """
+    """Print what is here and, for an experiment, the memory that it needs; returns 0: a diagnosis is not a failure."""
     _describe_machine()
     if experiment is not None:
         _describe_memory(experiment, settings, data_dir)
@@ -28,7 +25,7 @@ def doctor(experiment: str | None = None, settings: Sequence[str] = (), data_dir
 
 
 def _describe_machine() -> None:
-    """The facts that decide which layouts run here."""
+    """Print the facts that decide which layouts run here."""
     import torch
 
     from ddp_core.run.environment import describe_environment
@@ -48,7 +45,7 @@ def _describe_machine() -> None:
 
 
 def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None:
-    """What training one replica takes, from one watched micro-batch on CPU, against what each device has."""
+    """Print the memory that one replica takes, from one watched micro-batch on CPU, and what each device has."""
     import numpy as np
     import psutil
     import torch

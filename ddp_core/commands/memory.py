@@ -1,11 +1,11 @@
-"""How much memory training a model takes, told before it is trained: one micro-batch is run and watched.
+"""Estimates how much memory training a model takes, before it is trained: one micro-batch is run and watched.
 
-What lives at the peak is counted, not guessed. Weights and the optimizer's state live all the time. Forward keeps the
-tensors that backward will need (`torch.autograd.graph.saved_tensors_hooks` sees each); backward frees them from the
-last layer to the first, while the weights' gradients come to be. So memory is highest somewhere on the way: this
-module notes in which order saved tensors are used and gradients are made, and finds that moment. In flight there are,
-beside these, the gradients of a layer's output and of its input. Left out: the libraries' workspaces, the CUDA
-context (some 500 MB beside the allocator's), and fragmentation.
+The memory at the peak is counted, not guessed. Weights and the optimizer's state are there all the time. Forward keeps
+the tensors that backward will need (`torch.autograd.graph.saved_tensors_hooks` sees each). Backward frees them from the
+last layer to the first, while it makes the weights' gradients. So the peak is somewhere within backward: this module
+notes in which order saved tensors are used and gradients are made, and finds that moment. Backward also holds, for a
+while, the gradients of one layer's output and input, here called gradients in flight. Not counted are the libraries'
+workspaces, the CUDA context (some 500 MB beside the allocator's), and fragmentation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MemoryEstimate:
     in_backward: int
     """The most that saved tensors, gradients made so far, and gradients in flight take together."""
     in_update: int
-    """All gradients, and what the optimizer needs in passing."""
+    """All gradients, and the optimizer's temporary tensors."""
     communication: int = 0
     """DistributedDataParallel's buckets: a second copy of the gradients."""
 
@@ -71,9 +71,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory that training `model` on micro-batches like this one takes, on the device that it is on.
 
-    Runs one forward and backward; the weights stay as they are, batch-norm's running statistics do not, and gradients
-    are gone afterwards. `samples`: the micro-batch to estimate for, when it is larger than this one: what the batch
-    decides grows in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
+    Runs one forward and backward. Weights and gradients stay as they were; batch-norm's running statistics change.
+    `samples` is the micro-batch to estimate for, when it is larger than this one: the parts that depend on the batch
+    grow in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
     """
     growth = 1.0 if samples is None else samples / len(inputs)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,15 +93,16 @@ def estimate_memory(
 
 
 def _copies(optimizer: Optimizer) -> int:
-    """Tensors of a parameter's size that the optimizer keeps for each."""
+    """How many tensors of a parameter's size the optimizer keeps for each parameter."""
     if optimizer.name == "sgd":
         return 1 if optimizer.momentum else 0
     return 2
 
 
 def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
-    """Bytes of the optimizer's temporary tensors (torch/optim/{sgd,adam}.py): of all parameters at once for foreach on
-    CUDA, of one after the other for the loop.
+    """Bytes of the optimizer's temporary tensors (torch/optim/{sgd,adam}.py).
+
+    foreach on CUDA makes them for all parameters at once, the loop for one parameter after the other.
     """
     chosen = implementation(optimizer, parameters)
     if chosen == "fused" or not parameters:
@@ -122,7 +123,7 @@ class _Watched:
         standing = [*model.parameters(), *model.buffers(), inputs, targets]
         self.standing = {tensor.untyped_storage().data_ptr() for tensor in standing}
         self.saved: dict[int, int] = {}
-        """Bytes by storage; addresses are unique as long as the graph holds all of them."""
+        """Bytes by the storage's address; addresses are unique as long as the graph holds all storages."""
         self.events: list[tuple[int, int]] = []
         """(storage used, 0) or (0, bytes of gradient made), in the order of backward."""
 
@@ -165,10 +166,11 @@ class _Watched:
         last_use = {storage: moment for moment, (storage, _) in enumerate(self.events) if storage in kept}
         alive, made, highest = growth * sum(kept.values()), 0.0, 0.0
         for moment, (storage, gradient) in enumerate(self.events):
-            # While a layer goes back, the gradients of its output and its input, each about as large as what it kept.
+            # During a layer's backward: the gradients of its output and of its input, each about as large as what it
+            # kept.
             flying = 2 * growth * kept.get(storage, 0)
             if self.inputs.device.type == "cpu":
-                # oneDNN keeps its weights, and makes their gradient, in an order of its own, and copies.
+                # oneDNN keeps weights, and makes their gradients, in a memory format of its own, which takes copies.
                 flying += 2 * gradient
             made += gradient
             highest = max(highest, alive + made + flying)

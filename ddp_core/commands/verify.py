@@ -1,4 +1,4 @@
-"""Train a run again from its record and judge; train one experiment on every layout and compare the digests."""
+"""Train a run again from its record and compare; train one experiment on every layout and compare the digests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def verify(path: Path, layout: LayoutKind | None, device: str | None, nproc_per_
 
 
 def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
-    """As many processes or replicas as were recorded, but at least two for another layout than single."""
+    """The recorded number of processes or replicas; at least two where the kind of layout is another, 1 for single."""
     if kind == "single":
         return 1
     count: int = recorded["nnodes"] * recorded["nproc_per_node"]
@@ -83,7 +83,7 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
 
 
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
-    """Where the digests in the metrics part, and by how much the losses do."""
+    """The first step at which the recorded digests differ, with the losses there and the gap of the final weights."""
     here, there = ({entry["step"]: entry for entry in read_metrics(run.metrics, "digest")} for run in (ours, theirs))
     for step in sorted(here.keys() & there.keys()):
         if here[step]["weights_sha256"] != there[step]["weights_sha256"]:

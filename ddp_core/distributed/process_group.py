@@ -1,6 +1,6 @@
 """Start, check and end the process group; the few collectives that metrics and decisions need.
 
-With one process everything here is free and needs no group, so a trainer never asks how many there are.
+With one process they cost nothing and need no group, so their callers need not ask how many processes there are.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Collectives:
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin `sum_` without waiting; the result is there after `finish_sum` of what this returns."""
+        """Begin `sum_` without waiting; the result is there after `finish_sum` of the work that this returns."""
         return dist.all_reduce(tensor, async_op=True) if self.world.world_size > 1 else None
 
     def finish_sum(self, begun: dist.Work) -> None:
-        """Wait for a sum that was begun."""
+        """Wait for a sum that `start_sum` began."""
         begun.wait()
 
     def barrier(self) -> None:
@@ -62,9 +62,7 @@ class Collectives:
         self.sum_(torch.zeros(1))
 
     def require_same(self, **facts: str) -> None:
-        """Raises UserError on every rank where a fact (code version, digest of a configuration) differs between
-        ranks.
-        """
+        """Raises UserError on every rank where a fact (a code version, a digest) differs between ranks."""
         seen = self.gather(facts)
         for name, ours in seen[0].items():
             other = [rank for rank, theirs in enumerate(seen) if theirs.get(name) != ours]
@@ -81,11 +79,11 @@ def process_group(
 ) -> Iterator[Collectives]:
     """The process group of this launch, ended on every way out; yields the collectives.
 
-    One process needs none, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
+    One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`. gloo
+    carries CPU tensors and nccl CUDA tensors; gloo also serves several processes on one GPU. `timeout`, in seconds,
+    limits every wait.
 
-    gloo carries CPU tensors, nccl CUDA ones; gloo also serves several processes on one GPU. `timeout` in seconds
-    bounds every wait.
-    Raises UserError when a peer is missing, a rank is taken twice, or the network interface does not exist.
+    Raises UserError where a peer is missing, a rank is taken twice, or the network interface does not exist.
     """
     if world.world_size == 1 and not even_alone:
         yield Collectives(world, device)
@@ -107,22 +105,22 @@ def process_group(
     try:
         yield Collectives(world, device)
     finally:
-        # The reducer joins gloo's threads while it holds the GIL: everything that refers to it must be gone before
-        # the group is.
+        # DDP's reducer holds the GIL while it waits for gloo's threads to end. So everything that refers to the reducer
+        # must be gone before the group is.
         gc.collect()
         dist.destroy_process_group()
 
 
-def backend_for(world: World, device: torch.device, wish: str = "auto") -> str:
-    """The backends by device type, in torch's own notation; `wish` is auto, gloo or nccl."""
+def backend_for(world: World, device: torch.device, backend: str = "auto") -> str:
+    """The backends by device type, in torch's own notation; `backend` is auto, gloo or nccl."""
     if device.type == "cpu":
         return "gloo"
     own_device = world.nproc_per_node <= torch.cuda.device_count()
-    return "cpu:gloo,cuda:gloo" if wish == "gloo" or not own_device else "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:gloo" if backend == "gloo" or not own_device else "cpu:gloo,cuda:nccl"
 
 
 def local_device(world: World, device_type: str) -> torch.device:
-    """This rank's device: one GPU each, or shared in turn where there are fewer GPUs than processes (gloo)."""
+    """This rank's device: a GPU of its own, or a shared one where there are fewer GPUs than processes (gloo)."""
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -131,14 +129,14 @@ def local_device(world: World, device_type: str) -> torch.device:
 
 
 def _meet(world: World, timeout: float) -> dist.Store:
-    """The store of this launch, after every rank has shown up exactly once."""
+    """The store of this launch, once every rank has come, each exactly once."""
     limit = timedelta(seconds=timeout)
     address, port = world.store_host, world.store_port
     assert address is not None
     assert port is not None
     serves = world.is_first and not world.agent_serves_store
     try:
-        # As torch's env:// does, but without its wait for all ranks, which does not say who is missing.
+        # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
         store = dist.TCPStore(
             address,
             port,
@@ -181,7 +179,7 @@ def _absent(store: dist.Store, names: list[str]) -> str:
     try:
         missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
     except dist.DistError:
-        return "some ranks"  # rank 0 has given up already, and its store with it
+        return "some ranks"  # rank 0 has already ended, and so has its store
     return f"rank {', '.join(missing)}"
 
 

@@ -1,8 +1,9 @@
-"""Ending worker processes: asked first, killed after a while, and never left half alive.
+"""Ends worker processes: asks them first, kills them after a while, and leaves nothing of them behind.
 
-torch's agent signals a worker's whole process group, which also takes the loader processes of the step that is to be
-finished; and it waits half a minute for a worker that is stopped and cannot hear it. Here the worker alone is asked,
-one that cannot hear is killed at once, and what a dead worker leaves in its group goes with it.
+torch's agent signals a worker's whole process group, so the signal also ends the loader processes that the worker needs
+to finish its step. And the agent waits half a minute for a worker that is stopped (SIGSTOP) and cannot handle the
+signal. Here the signal goes to the worker alone, a stopped worker is killed at once, and the processes that a dead
+worker leaves in its group are killed, too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _POLL_SECONDS = 0.02
 
 
 class Process(Protocol):
-    """A child as subprocess.Popen gives it, however it was started."""
+    """A child process, however it was started, with these parts of subprocess.Popen."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process number."""
 
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
@@ -33,16 +34,16 @@ class Process(Protocol):
         """The exit code, once it has ended."""
 
     def send_signal(self, number: int, /) -> None:
-        """Send it, where the process runs."""
+        """Send the signal, if the process still runs."""
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
 
 
 def end_processes(processes: Iterable[Process], number: signal.Signals, patience: float) -> None:
-    """Ask each with the signal, wait `patience` seconds for all together, kill the rest with their process groups.
+    """Send each the signal, wait `patience` seconds for all together, kill the rest with their process groups.
 
-    Each process is the leader of its group.
+    Each process must be the leader of its group.
     """
     processes = list(processes)
     for process in processes:
@@ -52,14 +53,14 @@ def end_processes(processes: Iterable[Process], number: signal.Signals, patience
             process.send_signal(number)
     await_processes(processes, patience)
     for process in processes:
-        # Also where the worker is gone: its loader processes outlive it by seconds.
+        # Also where the worker is gone: its loader processes live some seconds longer.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def await_processes(processes: Iterable[Process], patience: float) -> None:
-    """Wait for those that are not stopped to leave by themselves, `patience` seconds at most."""
+    """Wait for the processes that are not stopped to end by themselves, `patience` seconds at most."""
     waiting, deadline = list(processes), time.monotonic() + patience
     while time.monotonic() < deadline:
         waiting = [process for process in waiting if process.poll() is None and not is_stopped(process.pid)]
@@ -69,7 +70,7 @@ def await_processes(processes: Iterable[Process], patience: float) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped (SIGSTOP) and so hears no other signal."""
+    """Whether the process is stopped (SIGSTOP) and so cannot handle a signal."""
     return state_of(pid) == "stopped"
 
 

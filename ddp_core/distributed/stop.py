@@ -1,4 +1,4 @@
-"""Stopping on request: a signal or a time limit asks, all ranks agree at a step boundary."""
+"""Stopping on request: a signal or a time limit asks for it, and all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ASKED_ELSEWHERE = "another rank was asked to"
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT and an early signal of a scheduler into a flag; a second SIGINT leaves at once.
+    """Turns SIGTERM, SIGINT and an early signal of a scheduler into a flag; a second SIGINT ends the process at once.
 
-    Installed while in a `with` block. `max_seconds` counts from its start.
+    The signals are handled while in a `with` block. `max_seconds` counts from the creation of this object.
     """
 
     def __init__(self, early_signal: str | None = None, max_seconds: float | None = None) -> None:
@@ -50,7 +50,7 @@ class StopRequest:
 
 
 def signal_named(name: str) -> signal.Signals:
-    """The signal called USR1 or SIGUSR1. Raises UserError."""
+    """The signal called USR1 or SIGUSR1. Raises UserError for an unknown name."""
     try:
         return signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"]
     except KeyError:
@@ -58,7 +58,7 @@ def signal_named(name: str) -> signal.Signals:
 
 
 class Stopped(UserError):
-    """The run was saved and left on request; it can be resumed."""
+    """The run was saved and ended on request; it can be resumed."""
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(f"stopped at step {step} ({reason}); saved, continue with --resume auto", ExitCode.STOPPED)

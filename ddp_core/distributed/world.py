@@ -1,4 +1,4 @@
-"""Who am I: the only reader, and the only writer, of the variables by which a launcher tells a process its place.
+"""This process's place among all: the only module that reads or writes the variables by which a launcher tells it.
 
 | variable | set by | meaning here |
 |---|---|---|
@@ -9,7 +9,7 @@
 | TORCHELASTIC_USE_AGENT_STORE | torchrun | agent_serves_store: its agent serves that store, so rank 0 must not |
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count; shown only: it differs between nodes of one round |
-| DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to say it once |
+| DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks to the user."""
+        """Whether this is rank 0, the rank that writes files and prints for the user."""
         return self.rank == 0
 
     @property
@@ -60,7 +60,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """What the launcher said, checked. Raises UserError naming the variable that is missing or wrong."""
+        """The place that the launcher gave, checked. Raises UserError naming the variable that is missing or wrong."""
         if not cls.is_set(environ):
             return cls()
 
@@ -96,14 +96,14 @@ class World:
             store_host=environ["MASTER_ADDR"] if world_size > 1 else None,
             store_port=number("MASTER_PORT") if world_size > 1 else None,
             agent_serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            # "none" is torchrun's own default: no identity at all.
+            # "none" is torchrun's own default, which identifies no launch.
             launch_id=None if (identity := environ.get("TORCHELASTIC_RUN_ID")) == "none" else identity,
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             report_dir=Path(reports) if reports else None,
         )
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that make another process this one of the world: `from_environment` gives it back."""
+        """The variables that give this place to another process: `from_environment` reads it from them."""
         variables = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,

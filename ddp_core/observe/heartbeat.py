@@ -1,8 +1,8 @@
-"""A sign of life per rank in the run directory: who is alive, at which step, how slow.
+"""A heartbeat file per rank in the run directory: whether the rank is alive, at which step, and how slow.
 
-`heartbeats/rank-3.json` holds rank, node_rank, host, address, step, time, and the median, mean and 95th percentile of
-the seconds that the rank itself takes for a step before it waits for others. Written at most once a second, by each
-rank its own.
+`heartbeats/rank-3.json` holds rank, node_rank, host, address, pid, step, time, and the median, mean and 95th percentile
+of the seconds that the rank itself takes for a step before it waits for others. Each rank writes its own file, at most
+once a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DYING = 0.5
 
 
 class Heartbeat(StepObserver):
-    """Written by one rank; a step costs little except once a second, when `usage` is sampled, too."""
+    """One rank's heartbeat: once a second it writes the file and samples `usage`; other steps cost little."""
 
     def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
         self._usage = usage
@@ -69,15 +69,15 @@ class Heartbeat(StepObserver):
         self._next = now + _INTERVAL
         if self._usage is not None:
             self._usage.sample()
-        # A full disk must not end a run by way of its sign of life; the next checkpoint says it properly.
+        # A full disk must not end the run here: the next checkpoint reports it properly.
         with contextlib.suppress(OSError):
             replace_file(self._path, json.dumps(self._facts | {"step": step, "time": now} | self.speed()))
 
     def speed(self) -> dict[str, float]:
-        """Median, mean and 95th percentile of this rank's own seconds per step.
+        """Median, mean and 95th percentile of this rank's own seconds per step; empty before the second step.
 
-        The mean leaves out the slowest twentieth: a hiccup makes no rank slow. A node with too little processor time
-        stalls in every second or third step, which the median does not show.
+        The mean leaves out the slowest twentieth, so that one slow step does not make a rank look slow. A node with too
+        little processor time stalls in every second or third step, which the mean shows and the median does not.
         """
         if len(self._own_seconds) < 2:
             return {}
@@ -90,7 +90,7 @@ class Heartbeat(StepObserver):
 
 
 def read_heartbeats(directory: Path) -> list[dict[str, Any]]:
-    """The last sign of every rank, by rank."""
+    """Every rank's last heartbeat, by rank."""
     found = []
     for path in (directory / "heartbeats").glob("rank-*.json"):
         with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -99,15 +99,15 @@ def read_heartbeats(directory: Path) -> list[dict[str, Any]]:
 
 
 def clear_heartbeats(directory: Path) -> None:
-    """Forget the ranks of an earlier attempt."""
+    """Remove the heartbeats of an earlier attempt."""
     for path in (directory / "heartbeats").glob("rank-*.json"):
         path.unlink(missing_ok=True)
 
 
 def sign_again(directory: Path, world: World) -> None:
-    """Renew this rank's sign of life without a step, and note in it that this rank has noticed the loss of a peer.
+    """Renew this rank's heartbeat without a step, and note in it that this rank has noticed the loss of a peer.
 
-    So nobody takes this rank for the lost one, even if it ends now.
+    So no other rank takes this rank for the lost one, even if it ends now.
     """
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -116,8 +116,10 @@ def sign_again(directory: Path, world: World) -> None:
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:
-    """Who is likely gone: a process of this host that is dead or stopped, the rank not heard of for longest, or who is
-    at the address in a collective's error.
+    """Names the ranks that are likely gone, or 'a peer' where nothing tells.
+
+    Looked for in this order: a process of this host that is dead or stopped; the rank that has been silent for longest;
+    the ranks at the address in `message`, the error of a collective.
     """
     others = [beat for beat in read_heartbeats(directory) if beat["rank"] != world.rank]
     if not others:
@@ -141,8 +143,9 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
 
 
 def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
-    """The ranks of this host whose process is stopped or dead, without those that noticed the loss and left; a dying
-    one closes its connections before it is dead.
+    """The ranks of this host whose process is stopped or dead, but for ranks that noticed the loss and then left.
+
+    Looks again for half a second, because a dying process closes its connections before it is dead.
     """
     deadline = time.monotonic() + _DYING
     while beats and time.monotonic() < deadline:
@@ -158,7 +161,10 @@ def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
 
 
 def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
-    """A line about the slowest of (rank, node_rank, speed), where it stands out; None otherwise."""
+    """A line about the slowest rank, where it takes 1.5 times as long as the others; None otherwise.
+
+    `speeds` holds (rank, node_rank, speed) of every rank.
+    """
     known = [(rank, node, speed) for rank, node, speed in speeds if speed]
     if len(known) < 2:
         return None
@@ -180,10 +186,10 @@ def _address() -> str:
 
 
 def check_health(output: Path, within: float) -> str:
-    """A line about the freshest sign of life of this host's ranks below `output`.
+    """A line about the newest heartbeat of this host's ranks below `output`.
 
-    Raises UserError (6) where the last one is older than `within` seconds; before the first one a start-up counts as
-    healthy.
+    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a heartbeat is starting up
+    and counts as healthy.
     """
     host, now = socket.gethostname(), time.time()
     beats = [

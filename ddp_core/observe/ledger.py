@@ -1,7 +1,7 @@
-"""Which samples were trained, by whom, at which step: the proof that none was lost or trained twice.
+"""Which rank trained which samples at which step: the proof that no sample was lost or trained twice.
 
 With `--ledger` every rank appends one line per finished step to `ledger/attempt-<n>-rank-<r>.jsonl`. An attempt that
-starts at step k takes back what earlier attempts did from k on, since it continues from the weights of step k.
+starts with the weights of step k cancels what earlier attempts did after step k.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ledger(StepObserver):
 
 
 def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
-    """For each step that counts: its epoch and the ids that all ranks trained in it; empty before the first step.
+    """For each step not cancelled: its epoch and the ids that all ranks trained; empty before the first step.
 
     Raises UserError where there is no ledger.
     """
@@ -61,9 +61,9 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
 
 
 def audit(directory: Path) -> str:
-    """One line: what the ledger shows.
+    """What the ledger shows, in one line.
 
-    Raises UserError where no step was finished, one is missing, or a sample was trained twice in an epoch.
+    Raises UserError where no step was finished, a step is missing, or a sample was trained twice in an epoch.
     """
     steps = committed_steps(directory)
     if not steps:

@@ -1,4 +1,4 @@
-"""Telling a lost peer from any other error, and saying who it was."""
+"""Tells the loss of a peer from any other error, and names the lost peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import name_lost_peer, sign_again
 
-# gloo raises plain RuntimeErrors; these are the words of its transport.
+# gloo raises plain RuntimeErrors; a lost peer is recognised by these words of gloo's transport.
 _WORDS = (
     "connection closed by peer",
     "connection reset",
@@ -28,7 +28,7 @@ _WORDS = (
     "application timeout",
 )
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
-# Where collectives run: by themselves, in DDP's forward, and in backward, where DDP's hooks are called.
+# Files in which collectives run: ours and torch's own, DDP's forward, and backward, which calls DDP's hooks.
 _COLLECTIVES = (
     _OURS / "distributed",
     _OURS / "reduction",
@@ -41,7 +41,7 @@ _SIGNING_SECONDS = 0.5
 
 
 class PeersLost(UserError):
-    """Another rank is gone or silent, so this one cannot go on."""
+    """Another rank is gone or silent, so this rank cannot go on."""
 
     def __init__(self, message: str, exit_code: int = ExitCode.PEERS_LOST) -> None:
         super().__init__(message, exit_code)
@@ -50,7 +50,8 @@ class PeersLost(UserError):
 def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone or silent.
 
-    The same words may come from elsewhere, from the connection of a data set to its storage for example.
+    The words alone do not tell: a data set may lose the connection to its storage, for example. So the error must also
+    come from a file in which collectives run.
     """
     if isinstance(error, DistError | PeersLost):
         return True
@@ -61,17 +62,18 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a collective said, in its first line, without the place in gloo's sources and gloo's advice."""
+    """The first line of a collective's error, without the place in gloo's sources and without gloo's advice."""
     first = str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]
     return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", first)
 
 
 def peers_lost(error: BaseException, directory: Path, world: World, step: int) -> PeersLost:
-    """The error for the user: who noticed, at which step, who is likely gone."""
+    """The error for the user: which rank noticed the loss, at which step, and which rank is likely gone."""
     reason = reason_of(error)
     sign_again(directory, world)
     if "time" in reason.lower():
-        # All ranks have stopped at the same step; those that only wait, as this one, sign again within a moment.
+        # In a timeout all ranks stand at the same step. Ranks that only waited, as this one did, renew their heartbeats
+        # within a moment.
         time.sleep(_SIGNING_SECONDS)
     who = name_lost_peer(directory, world, reason)
     return PeersLost(f"{world.place} lost {who} at step {step} ({reason}); continue with --resume auto")

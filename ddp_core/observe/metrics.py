@@ -1,10 +1,8 @@
-"""What a run says while it trains: one JSON line per record, plain lines or a progress bar for people, TensorBoard on
-request.
+"""What a run tells while it trains: JSON lines, plain lines or a progress bar for people, TensorBoard on request.
 
-metrics.jsonl holds one JSON object per line with a `kind`:
-`step` (step, epoch, loss, lr, samples_per_second, data_wait), `evaluation` (step, epoch, test_loss, test_accuracy),
-`digest` (step, weights_sha256),
-`resume` (step: the records of later steps before this line were rolled back) and `checkpoint` (step, seconds).
+metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
+data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
+records of later steps before this line were rolled back) and `checkpoint` (step, seconds).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from typing import IO, Any, Self
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl; whole lines only, so that a reader may look at any time.
+    """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time.
 
     `may_write` is called before each record and raises where another process has taken over.
     """
@@ -30,8 +28,8 @@ class MetricsWriter:
     ) -> None:
         self._may_write = may_write
         self._file: IO[str] | None = path.open("a", buffering=1) if path else None
-        if self._file is not None and path is not None and _ends_in_a_line(path):
-            # A full disk or a crash cut it; the next record must not be lost with it.
+        if self._file is not None and path is not None and _is_cut_short(path):
+            # A full disk or a crash has cut the last line; the next record must not become a part of that line.
             self._file.write("\n")
         self._board: Any = None
         if tensorboard is not None:
@@ -75,7 +73,7 @@ class MetricsWriter:
 
 
 def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | float | int]:
-    """What TensorBoard can show: lists and what is not set have no place in its table."""
+    """The settings that TensorBoard's table can show: it has no place for lists and for None."""
     flat: dict[str, bool | str | float | int] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -90,7 +88,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records that stand: rolled-back steps are left out, a half-written last line too."""
+    """The records, or those of one `kind`, without rolled-back steps and half-written lines."""
     records: list[dict[str, Any]] = []
     for record in _lines(path):
         if record.get("kind") == "resume":
@@ -99,8 +97,8 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return [record for record in records if kind is None or record.get("kind") == kind]
 
 
-def _ends_in_a_line(path: Path) -> bool:
-    """Whether the last line has no end."""
+def _is_cut_short(path: Path) -> bool:
+    """Whether the file's last line lacks its newline."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
@@ -121,7 +119,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Console:
-    """Speaks to the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
+    """Prints for the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, log: Path | None = None) -> None:
         self.rank = rank
@@ -131,23 +129,23 @@ class Console:
         self._bar: Any = None
 
     def log_to(self, path: Path) -> None:
-        """Keep what is said in this file, too."""
+        """Also write the printed lines to this file."""
         self._log = path.open("a", buffering=1)
 
     def say(self, text: str) -> None:
-        """A line for the user, from rank 0."""
+        """Print a line for the user, on rank 0 only."""
         self._keep(text)
         if self.speaks:
             self._print(text, sys.stdout)
 
     def warn(self, text: str) -> None:
-        """A warning, from any rank, with its rank."""
+        """Print a warning with its rank, on any rank."""
         text = f"{self.prefix}warning: {text}"
         self._keep(text)
         self._print(text, sys.stderr)
 
     def progress(self, step: int, total: int, text: str) -> None:
-        """Where the run is: a bar on a terminal; the caller says a plain line elsewhere (see `draws`)."""
+        """Show the progress of the run as a bar on a terminal; without a terminal, nothing (see `draws`)."""
         if not self.draws:
             return
         if self._bar is None:

@@ -64,14 +64,15 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def merge_traces(directory: Path) -> Path | None:
-    """One trace of all ranks, `trace/all-ranks.json`, each as a process of its own; None where there is none."""
+    """Write one trace of all ranks, `trace/all-ranks.json`, and return its path; None where no rank has a trace."""
     events: list[dict[str, Any]] = []
     for path in sorted((directory / "trace").glob("rank-*.json")):
         rank = int(path.stem.removeprefix("rank-"))
         with contextlib.suppress(OSError, json.JSONDecodeError):
             found = json.loads(path.read_text())["traceEvents"]
             events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-            # A rank is one process here, whatever number the operating system gave it.
+            # Each rank is a process in the merged trace, under its rank instead of the operating system's process
+            # number.
             events += [event | {"pid": rank} for event in found if event.get("name") != "process_name"]
     if not events:
         return None

@@ -57,7 +57,7 @@ class StepReport:
 class StepObserver:
     """Something that is called at the moments of every step; the methods come in the order of the step.
 
-    An observer may wait, write, or raise to end the run. Without a method of its own for a moment it does nothing then.
+    An observer may wait, write, or raise to end the run. It overrides the methods that it needs; the others do nothing.
     """
 
     def before_step(self, batch: StepBatch) -> None:

@@ -1,4 +1,4 @@
-"""What a rank takes of its machine: memory, cores, and how busy it keeps its CUDA device."""
+"""What a rank uses of its machine: memory, cores, and how busy it keeps its CUDA device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 
 
 class Totals(TypedDict):
-    """Bytes at the peak; cores kept busy (1.0: one core all the time); the share of time in which kernels ran on the
-    CUDA device, None without one or without NVML.
+    """What one rank or all ranks used.
+
+    Bytes at the peak of memory; cores kept busy (1.0: one core all the time); and the share of time in which kernels
+    ran on the CUDA device (None without a CUDA device or without NVML).
     """
 
     peak_memory_bytes: int
@@ -22,7 +24,7 @@ class Totals(TypedDict):
 
 
 class Usage:
-    """One rank's, from its start or the last `restart` on."""
+    """One rank's usage, counted from its creation or from the last `restart`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,21 +33,21 @@ class Usage:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on; a peak of memory stays."""
+        """Count from now on; the peak of memory is kept."""
         self._began, self._processor = time.perf_counter(), time.process_time()
         self._shares.clear()
 
     def sample(self) -> None:
-        """Ask the driver how busy the device was of late (torch.cuda.utilization); once a second is often enough."""
+        """Ask the driver how busy the device has been (torch.cuda.utilization); once a second is often enough."""
         if not self._asks_driver:
             return
         try:
             self._shares.append(torch.cuda.utilization(self._device) / 100)
-        except Exception:  # nvidia-ml-py is missing, or the driver does not tell: errors of its own kinds
+        except Exception:  # nvidia-ml-py is missing, or the driver raises an error of its own type
             self._asks_driver = False
 
     def totals(self) -> Totals:
-        """So far."""
+        """What has been used until now."""
         seconds = time.perf_counter() - self._began
         return {
             "peak_memory_bytes": _peak_memory(self._device),
@@ -55,7 +57,7 @@ class Usage:
 
 
 def of_all(parts: list[Totals]) -> Totals:
-    """What is said of several ranks: the memory of the one that needed most, the mean of the others' figures."""
+    """The usage of several ranks: the largest peak of memory, and the mean of each other figure."""
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
     return {
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
@@ -65,8 +67,10 @@ def of_all(parts: list[Totals]) -> Totals:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: the device's peak allocation on CUDA, else the process's peak resident size, with pages that processes
-    share (the libraries of workers forked from one nursery) divided among them.
+    """Peak bytes: of the device's allocations on CUDA, else of the process's resident memory.
+
+    Resident pages that several processes share (the libraries of workers forked from one process) are divided among
+    these processes.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

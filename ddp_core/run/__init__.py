@@ -1,4 +1,4 @@
-"""One experiment on one layout becomes a run directory: request, preparation, the run itself, its record and its lock.
+"""A run: from the request, through preparation and training, to the run directory with its record and its lock.
 
-How processes come to be is the business of `launch`.
+Starting processes belongs to `launch`.
 """

@@ -1,4 +1,4 @@
-"""What an exception means to the user: a want of disk or memory, a mistake in the experiment, or a fault of ours."""
+"""What an exception means to the user: a lack of disk or memory, a mistake in the experiment, or a fault of ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from ddp_core.errors import ExitCode, UserError, internal, is_full, no_room
 
 _PACKAGE = Path(__file__).parents[1]
-# From here the experiment's code is called, or our code in its place: models, data sets, losses, scripted faults.
+# Our files that call the experiment's code, or hold code of ours in its place: models, data sets, losses, scripted
+# faults.
 _CALLS_EXPERIMENT = (
     "data",
     "faults.py",
@@ -23,7 +24,7 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_ST
 
 
 def shortage(error: BaseException, speaker: str, directory: Path) -> UserError | None:
-    """The error for the user (4) where disk or memory ran out; None for any other exception."""
+    """The UserError (4) where disk or memory ran out; None for any other exception."""
     if is_full(error):
         return no_room(directory, error)
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (
@@ -46,9 +47,9 @@ def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
 
 
 def is_experiments(error: BaseException) -> bool:
-    """Whether the exception came out of the experiment's code: what our code last called tells.
+    """Whether the experiment's code raised the exception: the last file of ours in the traceback tells.
 
-    A reduction's ValueError or RuntimeError says what it cannot reduce in the experiment's model.
+    A reduction's ValueError or RuntimeError counts as the experiment's: it says what cannot be reduced in its model.
     """
     places = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [place.relative_to(_PACKAGE) for place in places if place.is_relative_to(_PACKAGE)]

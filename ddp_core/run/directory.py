@@ -1,8 +1,8 @@
-"""The directory that tells everything about a run: made, found, read, and its record kept whole.
+"""The run directory, which tells everything about a run: how it is created, found and read.
 
 outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`, `log.txt`,
 `checkpoints/`, `experiment.py` (the experiment's file as it was), and at the end `model.safetensors`. Only rank 0
-writes; readers may look at any time.
+writes these; they can be read at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
-        """A fresh directory. Raises UserError (4) where it cannot be written."""
+        """A new directory. Raises UserError (4) where it cannot be written."""
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = output / experiment.name / f"{layout.label}-{stamp}-{secrets.token_hex(3)}"
         try:
@@ -46,21 +46,21 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """The JSON lines."""
+        """The file of metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
-        """What was said."""
+        """The file of the lines printed for the user."""
         return self.path / "log.txt"
 
     def read(self) -> dict[str, Any]:
-        """run.json. Raises UserError (2) where there is none, or not one of ours."""
+        """The content of run.json. Raises UserError (2) where it is missing, unreadable, or of another format."""
         try:
             record = json.loads((self.path / "run.json").read_text())
         except (OSError, json.JSONDecodeError):
@@ -70,26 +70,26 @@ class RunDirectory:
         return record
 
     def write(self, record: dict[str, Any]) -> None:
-        """Replace run.json at once: a reader sees the old one or the new one."""
+        """Replace run.json in one move: a reader sees the old file or the new one. Raises UserError (4)."""
         try:
             replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
 
     def update(self, **fields: Any) -> dict[str, Any]:
-        """Change some fields of run.json."""
+        """Change some fields of run.json, and return all of them."""
         record = self.read() | fields
         self.write(record)
         return record
 
     @property
     def is_live(self) -> bool:
-        """Whether a process is working in it now."""
+        """Whether a process is working in this directory now."""
         return is_held(self.path)
 
 
 def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
-    """Every readable run at or below `place`, oldest first."""
+    """Every readable run at or below `place`, with its record, oldest first."""
     files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
     found: list[tuple[RunDirectory, dict[str, Any]]] = []
     for file in files:
@@ -102,7 +102,7 @@ def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
 
 
 def find_resumable(output: Path, experiment: Experiment) -> RunDirectory | None:
-    """The newest unfinished run of the same experiment that nobody is working on."""
+    """The newest unfinished run of the same experiment in which no process works; None if there is none."""
     for directory, record in _newest_first(output / experiment.name):
         unfinished = record.get("status") != "completed"
         if unfinished and record.get("experiment_sha256") == experiment.digest() and not directory.is_live:
@@ -111,7 +111,7 @@ def find_resumable(output: Path, experiment: Experiment) -> RunDirectory | None:
 
 
 def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
-    """The run that an earlier round of the same launch has begun, or finished."""
+    """The run that an earlier round of the same launch has begun or finished; None if there is none."""
     for directory, record in _newest_first(output / experiment.name):
         if record.get("launch_id") == launch_id:
             return directory

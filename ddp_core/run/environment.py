@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "pydantic", "safet
 
 
 def describe_environment() -> dict[str, Any]:
-    """Plain JSON types; never fails for want of a tool."""
+    """Plain JSON types; an entry is None where the tool that would tell it is missing."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -47,7 +47,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_code() -> dict[str, Any]:
-    """Version, git commit and whether the tree was dirty (None: not known); in a container that of the image."""
+    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own."""
     facts: dict[str, Any] = {"version": _version("ddp-core")}
     if "DDP_GIT_COMMIT" in os.environ:
         said = os.environ.get("DDP_GIT_DIRTY")
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """What the command printed, without the last line's end; None where it is missing, failed or hung."""
+    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

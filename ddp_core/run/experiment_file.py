@@ -31,7 +31,7 @@ INSTALLED = next(_BESIDE / name for name in ("ddp_experiments", "experiments") i
 """The experiments that come with this package: `experiments` in a checkout, `ddp_experiments` in an installation."""
 
 INJECTED = frozenset({"root"})
-"""Parameters of builders that say where, not what: filled in by the run, never part of an experiment."""
+"""Builders' parameters that the run fills in and no experiment holds: they say where data are, not which."""
 
 
 class Listed(NamedTuple):
@@ -44,7 +44,7 @@ class Listed(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedExperiment:
-    """An experiment with the file that it came from: its names, its text as it was run, and its question."""
+    """An experiment with the file that it came from: the names defined there, its text as it was run, its question."""
 
     experiment: Experiment
     namespace: dict[str, Any]
@@ -61,8 +61,8 @@ def default_search() -> tuple[Path, ...]:
 def list_experiments(search: Sequence[Path] | None = None) -> list[Listed]:
     """Every experiment in the search folders, by name; reads the files without running them.
 
-    Of two with the same name the one found first counts. A file that is not valid Python is listed with the reason in
-    place of its question.
+    Of two experiments with the same name, the one found first counts. A file that is not valid Python is listed with
+    the reason in place of its question.
     """
     found: dict[str, Listed] = {}
     for folder in default_search() if search is None else search:
@@ -76,8 +76,8 @@ def list_experiments(search: Sequence[Path] | None = None) -> list[Listed]:
 def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> LoadedExperiment:
     """The experiment of that name, or in that file (a path that ends in .py).
 
-    Raises UserError for an unknown name (with the nearest right one), a missing file, one that raises (with its line),
-    or one without an `experiment`.
+    Raises UserError for an unknown name (with the nearest known name), a missing file, a file that raises (with the
+    line), or a file without an `experiment`.
     """
     path = _find(name_or_path, search)
     try:
@@ -103,7 +103,7 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
 def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
     """The function that `name` means in this experiment: the file's own, or the one that `ddp_core` brings.
 
-    Raises UserError, naming the nearest right one, where there is none.
+    Raises UserError, with the nearest known name, where there is no such function.
     """
     own = loaded.namespace.get(name)
     if callable(own):
@@ -125,8 +125,7 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
 
 
 def resolve_hits(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the one that belongs to the loss, or
-    None."""
+    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the loss's; None where neither exists."""
     own = loaded.namespace.get("hits")
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -136,9 +135,9 @@ def resolve_hits(loaded: LoadedExperiment) -> Callable[..., Any] | None:
 
 
 def complete_options(component: Component, function: Callable[..., Any]) -> Component:
-    """The component with the function's defaults for all options that it leaves out, in the function's order.
+    """The component with the function's defaults for all missing options, in the order of the function's parameters.
 
-    So the record of a run says everything, and `--set` reaches every option. Defaults that JSON cannot hold stay out.
+    So the record of a run is complete, and `--set` reaches every option. Defaults that JSON cannot hold are left out.
     """
     defaults = {
         name: parameter.default
@@ -151,10 +150,10 @@ def complete_options(component: Component, function: Callable[..., Any]) -> Comp
 
 
 def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
-    """Call a builder with an experiment's options and those of the `injected` values that it has parameters for.
+    """Call a builder with an experiment's options, and with those `injected` values that it has parameters for.
 
-    Raises UserError for an option that it does not know (with the nearest right one) or needs and does not get, and
-    with file and line for an exception inside.
+    Raises UserError for an option that the builder does not know (with the nearest known name), for a missing option
+    that it needs, and, with file and line, for an exception inside the builder.
     """
     parameters = _parameters(function)
     name = getattr(function, "__name__", str(function))
@@ -222,7 +221,7 @@ def _run(path: Path, source: str) -> ModuleType:
     module.__file__ = str(full)
     sys.modules[module.__name__] = module
     if str(full.parent) not in sys.path:
-        # Last, so that a file beside the experiment can be imported but hides nothing.
+        # At the end of the path, so that files beside the experiment can be imported but hide no other module.
         sys.path.append(str(full.parent))
     try:
         exec(compile(source, str(full), "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: a training step allocates the same tensors again and again.
+"""Freed memory stays with the process, because every training step allocates the same tensors again.
 
 glibc returns large blocks to the kernel as soon as they are freed, and the kernel hands out each page anew, filled with
 zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that. Sources: mallopt(3); glibc,
@@ -12,14 +12,14 @@ import ctypes
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_KEPT = 1 << 30
-# Before glibc 2.35 the most that is accepted.
+# The largest value that glibc before 2.35 accepts.
 _LARGEST_ONCE = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, in blocks of up to 1 GiB; says whether it could (only glibc can).
+    """Let malloc keep freed blocks of up to 1 GiB; returns whether that worked (only glibc can do it).
 
-    Changes no result: torch aligns every tensor to 64 bytes by itself.
+    This changes no result: torch aligns every tensor to 64 bytes by itself.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -16,21 +16,21 @@ from ddp_core.files import take_lock
 
 _NAME = "run.lock"
 _PATIENCE_SECONDS = 0.5
-"""For how long a lock may be held that no run holds: see RunLock."""
+"""How long a process that is no run may hold the lock: see RunLock."""
 
 
 class RunLock:
     """The right to run in `directory`: `with RunLock(directory): …`, or `acquire` and `release`.
 
-    It is a flock on `run.lock`, which the kernel gives back with the process, and which holds between containers that
-    share a volume. The file names the holder. It stays after the release: to remove it would let two holders lock two
-    files of one name.
+    It is a flock on `run.lock`: the kernel releases it when the process ends, and it also works between containers that
+    share a volume. The file names the holder. The file stays after the release: if it were removed, two holders could
+    lock two files of the same name.
 
-    For a moment it may be held where no run is: by a process that only asks (`is_held`), or by the fork of a run that
-    was killed before the fork could close its copy. So both who wants it and who asks try for half a second.
-    A POSIX lock (`fcntl.lockf`) is not passed on to forks, but a process loses it without a word when it closes any
-    other descriptor of the file, as any code that copies the run's directory does: it would let two runs in, where
-    this one keeps a run out for a moment.
+    For a moment a process that is no run may hold the lock: one that only tests it (`is_held`), or a fork of a killed
+    run that has not closed its copy yet. So both `acquire` and `is_held` try for half a second. A POSIX lock
+    (`fcntl.lockf`) is not passed on to forks. But a process loses it silently when it closes any other descriptor of
+    the file, as any code that copies the run's directory does. Two runs could then work in one directory; a flock only
+    keeps a run out for a moment.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -38,7 +38,7 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> Self:
-        """Take the lock; raises UserError (2) within a second, naming the holder, or (4) if it cannot be written."""
+        """Take the lock. Raises UserError (2), naming the holder, within a second, or (4) if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -63,7 +63,7 @@ class RunLock:
         except OSError as error:
             self.release()
             raise UserError(f"cannot write {self.path}: {error.strerror}", ExitCode.RESOURCES) from error
-        # A forked data loader worker that outlives this process would keep the lock.
+        # A forked data loader worker that outlives this process would keep the lock, so every fork closes its copy.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(this()))
         return self
@@ -84,7 +84,7 @@ class RunLock:
 
 
 def is_held(directory: str | Path) -> bool:
-    """Whether some process, on this host or in another container, runs in `directory`; yes takes half a second."""
+    """Whether some process, on this host or in another container, runs in `directory`; a yes takes half a second."""
     try:
         descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
     except FileNotFoundError:

@@ -1,6 +1,4 @@
-"""From what `ddp train` was asked to a request: the experiment with its settings, the layout, the options; and all that
-can be checked before a process is started.
-"""
+"""Turns what the user asked of `ddp train` into a request; checks all that can be checked before a process starts."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from ddp_core.spec.records import Reduction
 
 
 def prepare(asked: Asked, command: str) -> Request:
-    """The request that was asked for by `command`, with what was left open decided by what is here.
+    """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
 
     Raises UserError where the parts do not fit together, or a launcher has started something else than was asked for.
     """
@@ -68,7 +66,7 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
-    """Raises UserError where several nodes have no place to meet, or others came than were asked for (6)."""
+    """Raises UserError where several nodes have no place to meet, or (6) where another number of nodes came."""
     if asked.layout != "ddp":
         return
     low, high = asked.nnodes
@@ -117,7 +115,7 @@ def _usual_count(kind: LayoutKind, device: DeviceType, found: int) -> int:
 
 
 def _possible(layout: Layout, found: int) -> list[str]:
-    """Options like the layout's that fit the GPUs found."""
+    """Options close to the layout's that fit the GPUs found."""
     kind, count = f"--layout {layout.kind}", layout.nproc_per_node
     on_cpu = f"{kind} --device cpu" + (f" --nproc-per-node {count}" if count > 1 else "")
     on_fewer = f"{kind} --nproc-per-node {found} --device cuda"
@@ -125,7 +123,7 @@ def _possible(layout: Layout, found: int) -> list[str]:
 
 
 def _default_reduction(experiment: Experiment, layout: Layout, world: World) -> Reduction:
-    """The experiment's own; where exact cannot be had, plain, and a line that says so."""
+    """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
     reason = promise_broken_by(experiment, layout) if experiment.reduction == "exact" else None
     if reason is None:
         return experiment.reduction
@@ -137,12 +135,12 @@ def _default_reduction(experiment: Experiment, layout: Layout, world: World) -> 
 def _launcher(asked: Asked, world: World) -> str:
     if asked.layout != "ddp":
         return "in-process"
-    # Workers that `ddp train` started itself have a place for their reports.
+    # Workers that `ddp train` started itself have a report_dir.
     return "external" if World.is_set() and world.report_dir is None else asked.launcher
 
 
 def check_request(request: Request) -> None:
-    """Everything that can be known to fail without starting a process. Raises UserError."""
+    """Check all that can be checked without starting a process. Raises UserError."""
     experiment = request.loaded.experiment
     if request.options.profile:
         parse_window(request.options.profile)
@@ -163,7 +161,7 @@ def check_request(request: Request) -> None:
 def _check_output(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
-        # A name of its own: other nodes of the launch look at the same moment.
+        # A random name, because other nodes of the launch may test the same folder at the same moment.
         with tempfile.TemporaryFile(dir=output):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""run.json from the first moment to the last: what the run is, how it stands, how it ended."""
+"""Keeps run.json from the start of a run to its end: what the run is, its state, and how it ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddp_core.trainers.state import TrainState
 
 
 class RunRecord:
-    """Keeps run.json while a run goes on; rank 0 alone writes, and only as long as no later rank 0 has taken over."""
+    """Keeps run.json while a run goes on; only rank 0 writes, and only until a later rank 0 takes over."""
 
     def __init__(self, request: Request, collectives: Collectives, directory: RunDirectory, data_digest: str) -> None:
         self.request, self.world, self.directory = request, collectives.world, directory
@@ -35,13 +35,13 @@ class RunRecord:
         self.attempt = 0
         self.fence: Fence | None = None
         self.state: TrainState | None = None
-        """The trainer's, once there is one: an error names its step."""
+        """The trainer's state, once there is a trainer: an error names its step."""
         self.changed_fingerprint: list[str] = []
         self.usage = Usage(collectives.device)
         self.started = time.time()
 
     def start(self) -> None:
-        """Write or take over run.json; from now on no earlier rank 0 can write here."""
+        """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
         request, loaded = self.request, self.request.loaded
         before: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class RunRecord:
 
     @contextlib.contextmanager
     def outcome(self) -> Iterator[None]:
-        """Record how the run ended, whichever way; a failed collective becomes PeersLost, which says who is gone."""
+        """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""
         try:
             yield
         except Stopped as stopped:
@@ -119,7 +119,7 @@ class RunRecord:
             (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(text)
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
-        """Record a failure; on a full disk that cannot be done, and the failure itself is what must be heard."""
+        """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""
         try:
             self._end("failed", exit_code, message)
         except UserError as error:
@@ -129,14 +129,14 @@ class RunRecord:
     def _end(self, status: str, exit_code: int, message: str | None, **fields: Any) -> None:
         if not self.world.is_first:
             return
-        # A stale rank 0 that wakes up must not overwrite what its successor says.
+        # An old rank 0 that wakes up must not overwrite what its successor wrote.
         with self.fence.holding() if self.fence is not None else contextlib.nullcontext():
             self.directory.update(
                 status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
             )
 
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> None:
-        """Write result, digests and the final weights; `speed` is what this rank's heartbeat says of its steps."""
+        """Write result, digests and the final weights; `speed` is this rank's, from its heartbeat."""
         job = trainer.job
         end = gather_ends(job.collectives, weights_digest(trainer.model.state_dict()), speed, self.usage.totals())
         if not self.world.is_first:

@@ -1,4 +1,4 @@
-"""What to run, where and how, in one record; and what is built from it."""
+"""The request, which says what to run, where and how, and the parts that are built from it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path) -> Parts:
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
-    """The data alone, long enough for a step. Raises UserError."""
+    """The data sets alone. Raises UserError, also where there are too few samples for one step."""
     experiment = loaded.experiment
     splits = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
     if not isinstance(splits, Splits):

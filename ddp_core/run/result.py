@@ -1,4 +1,4 @@
-"""What a run came to: whether all ranks ended with the same weights, and the figures of its record."""
+"""The result of a run: whether all ranks ended with the same weights, and the figures for its record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW_PARAMETERS = 16
 
 @dataclass(frozen=True)
 class Ends:
-    """What all ranks have to say at the end of training."""
+    """What all ranks report at the end of training."""
 
     weights: str
     """The digest of the weights, the same on every rank."""
@@ -30,7 +30,7 @@ class Ends:
 
 
 def gather_ends(collectives: Collectives, weights: str, speed: dict[str, float], usage: Totals) -> Ends:
-    """Every rank gives the digest of its weights, its speed and its usage.
+    """Gather every rank's digest of the weights, speed and usage.
 
     Raises RuntimeError where the weights differ.
     """
@@ -43,7 +43,10 @@ def gather_ends(collectives: Collectives, weights: str, speed: dict[str, float],
 
 
 def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:
-    """The figures of the run's record; of a model with a handful of parameters their values, too."""
+    """The figures for the run's record, with the parameters' values where there are at most 16.
+
+    `seconds` is how long the run took.
+    """
     state, parameters = trainer.state, dict(trainer.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
     waits = [record["data_wait"] for record in read_metrics(metrics, "step")]
@@ -76,7 +79,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Write the final weights as safetensors. Raises UserError (4)."""
+    """Write the final weights as safetensors. Raises UserError (4) where the file cannot be written."""
     from safetensors.torch import save_model
 
     try:

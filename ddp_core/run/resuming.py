@@ -1,4 +1,4 @@
-"""Where a run goes on: its directory and the checkpoint to continue from, decided by rank 0 for every rank."""
+"""The directory of a run and the checkpoint that it continues from, chosen by rank 0 for every rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose_checkpoint(directory: RunDirectory, collectives: Collectives, console
 
 
 def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, changed: Sequence[str]) -> None:
-    """Continue at the checkpoint, if there is one; `changed` says what is different from the machine that wrote it."""
+    """Continue at the checkpoint, if there is one; `changed`: how this machine differs from the one that wrote it."""
     job = trainer.job
     if start is None:
         if job.collectives.world.is_first and read_metrics(directory.metrics):
@@ -67,7 +67,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
 
 
 def _decided_by_first(collectives: Collectives, decide: Callable[[], Value]) -> Value:
-    """Rank 0's decision on every rank; its UserError is raised on every rank, too."""
+    """Rank 0's decision on every rank; a UserError of rank 0 is also raised on every rank."""
     answer: tuple[Value | None, UserError | None] = (None, None)
     if collectives.world.is_first:
         try:

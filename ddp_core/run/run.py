@@ -1,4 +1,4 @@
-"""One experiment on one layout becomes a run directory: what every worker process does, in order."""
+"""What every worker process of a run does, in order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 
 def _build_the_same(request: Request, collectives: Collectives) -> Parts:
-    """Data, model and loss. Raises UserError on every rank where the ranks do not have the same code and request."""
+    """Data, model and loss. Raises UserError on every rank where the ranks' code, request or data differ."""
     check_promise(request)
     code = describe_code()
     facts = {
@@ -114,9 +114,10 @@ def _open_record(
 
 @contextmanager
 def _hold(directory: RunDirectory, launch_id: str | None) -> Iterator[None]:
-    """The right to run here.
+    """Hold the directory's lock.
 
-    A stopped worker of the same launch may still hold the lock; the fence keeps that worker from writing.
+    A stopped worker of the same launch may still hold the lock. This worker then goes on without it: the fence keeps
+    the stopped worker from writing.
     """
     lock = RunLock(directory.path)
     try:
@@ -161,7 +162,7 @@ def _checkpointer(record: RunRecord, console: Console) -> Iterator[Checkpointer 
 def _observers(
     record: RunRecord, collectives: Collectives, console: Console, start: Checkpoint | None
 ) -> Iterator[list[StepObserver]]:
-    """What the options ask for: profiler, ledger and scripted faults, in this order. Faults come last in a step."""
+    """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults."""
     options, world, directory = record.request.options, record.world, record.directory.path
     with ExitStack() as stack:
         observers: list[StepObserver] = []

@@ -1,4 +1,4 @@
-"""The cut of the global batch that follows from an experiment and its layout: who computes which micro-batch."""
+"""The cut of the global batch, by experiment and layout: which rank or replica computes which micro-batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How a global batch falls into micro-batches and these into contiguous shares, one per rank or replica.
+    """How a global batch is cut into micro-batches, and these into contiguous shares, one per rank or replica.
 
-    The micro-batches depend on the experiment alone whenever it names `micro_batch`.
+    Where the experiment sets `micro_batch`, the micro-batches depend on the experiment alone.
     """
 
     global_batch_size: int
@@ -66,11 +66,11 @@ class BatchCut:
         return -(-self.micro_batches // self.shares)
 
     def count(self, samples: int) -> int:
-        """Micro-batches of a step with `samples` samples (fewer than the global batch in an incomplete last one)."""
+        """The number of micro-batches in a step of `samples` samples; an incomplete last batch has fewer."""
         return -(-samples // self.micro_batch)
 
     def share(self, index: int, samples: int) -> list[MicroBatch]:
-        """What rank or replica `index` computes of a step with `samples` samples: contiguous, perhaps nothing."""
+        """The micro-batches of rank or replica `index` in a step of `samples` samples: contiguous, perhaps none."""
         return [
             MicroBatch(number, number * self.micro_batch, min((number + 1) * self.micro_batch, samples))
             for number in share_of(self.count(samples), index, self.shares)

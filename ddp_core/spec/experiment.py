@@ -16,7 +16,7 @@ from ddp_core.spec.records import Frozen, Reduction, explain
 class Component(Frozen):
     """A model or a data set: the name of the function that builds it, and its keyword arguments.
 
-    The name is looked up in the experiment's own file first, then among the ones that `ddp_core` brings.
+    The name is looked up in the experiment's own file first, then among the functions that `ddp_core` brings.
     """
 
     name: str
@@ -26,16 +26,17 @@ class Component(Frozen):
 class Optimizer(Frozen):
     """Optimizer and its hyper-parameters.
 
-    `implementation` is pinned because each gives other bits: `fused` is one kernel per update, `foreach` one per
-    operation over all tensors (on CPU the same as the loop), `loop` one per operation and tensor. A fused kernel asks
-    for real, contiguous parameters; a model with others is updated by the loop.
+    `implementation` is fixed because each choice gives other bits: `fused` is one kernel per update, `foreach` one
+    kernel per operation over all tensors (on CPU the same as the loop), `loop` one kernel per operation and tensor. A
+    fused kernel needs real, contiguous parameters; a model with others is updated by the loop.
     """
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.1, gt=0)
     reference_batch: int | None = Field(None, gt=0)
-    """The global batch that `lr` is meant for (linear scaling rule): the rate used is lr * global_batch_size /
-    reference_batch.
+    """The global batch that `lr` is meant for (linear scaling rule).
+
+    The rate used is lr * global_batch_size / reference_batch.
     """
     momentum: float = Field(0.0, ge=0)
     nesterov: bool = False
@@ -78,10 +79,10 @@ class DdpOptions(Frozen):
 class Experiment(Frozen):
     """What is trained: model, data, loss, optimizer, schedule, batch, length and seed. Hardware never appears here.
 
-    `global_batch_size` is the number of samples per step. It is always cut into micro-batches of `micro_batch`
-    samples, each with its own forward and backward; a layout only decides which rank computes which. With
-    `micro_batch=None` every rank takes its share at once; the share changes with the layout, and therefore the exact
-    reduction cannot be had.
+    `global_batch_size` is the number of samples per step. It is always cut into micro-batches of `micro_batch` samples,
+    each with its own forward and backward; a layout only decides which rank computes which micro-batch. With
+    `micro_batch=None` every rank computes its share at once. That share changes with the layout, and therefore the
+    exact reduction cannot be had.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -161,7 +162,7 @@ class Experiment(Frozen):
     def with_settings(self, settings: Iterable[str]) -> Experiment:
         """The experiment with `dotted.name=value` settings applied, typed and checked.
 
-        Raises UserError for an unknown name (with the nearest right one), a value of the wrong type, or a record that
+        Raises UserError for an unknown name (with the nearest known name), a value of the wrong type, or a record that
         does not fit together.
         """
         record = self.to_json()
@@ -171,7 +172,7 @@ class Experiment(Frozen):
 
 
 def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
-    """The multiples of `divisor` just below (0 if none) and just above `number`."""
+    """The two nearest multiples of `divisor`: at or below `number` (0 if there is none), and above it."""
     below = number // divisor * divisor
     return below, below + divisor
 
@@ -212,7 +213,7 @@ def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None
 
 
 def _typed_like(old: Any, new: Any, name: str) -> Any:
-    """`new` in the type of the option's present value: options of models and data sets carry no schema of their own."""
+    """`new` in the type of the option's present value, because options of models and data sets have no schema."""
     if old is None or new is None:
         return new
     if isinstance(old, bool) or isinstance(new, bool):

@@ -26,7 +26,7 @@ class Layout(Frozen):
 
     @property
     def shares(self) -> int:
-        """How many take a share of each global batch: ranks of `ddp`, replicas of `dp`."""
+        """The number of shares of each global batch: one for each rank of `ddp`, or each replica of `dp`."""
         return self.nnodes * self.nproc_per_node
 
     @property

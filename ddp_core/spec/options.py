@@ -1,9 +1,9 @@
 """What `ddp train` may be asked, and how a run is carried out: each option is declared once, as a field.
 
-The field's name gives the option's name, its type and bounds what is accepted, its default the default, and its
-description the help text. The class that a field stands in is its group in `ddp train --help`; the first line of the
-class's docstring is the title there. `Asked` is all that can be asked for, `Options` the part that run.json records
-beside experiment and layout.
+A field's name gives the option's name, its type and bounds say which values are accepted, its default is the option's
+default, and its description is the help text. The class that declares a field is its group in `ddp train --help`; the
+first line of that class's docstring is the title. `Asked` is all that can be asked for; `Options` is the part that
+run.json records beside experiment and layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class ByDefault:
-    """What a field whose default is None means then, for the help."""
+    """The help's words for a field whose default is None."""
 
     text: str
 
@@ -207,7 +207,7 @@ class Drills(Frozen):
 class Options(Drills, Watching, Stopping, Saving, Files, Communication):
     """How a run is carried out, as run.json records it.
 
-    It changes neither what is trained nor where; only `reduction` decides the last bits of the result.
+    Nothing here changes what is trained or where; only `reduction` decides the last bits of the result.
     """
 
     reduction: Reduction = "exact"
@@ -243,7 +243,7 @@ def groups() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
 
 
 def command_line(field: FieldInfo) -> CommandLine:
-    """What the field, or the type that it may have beside None, says about its option."""
+    """The field's CommandLine, also where it belongs to a type that may be None; an empty one if there is none."""
     nested = [note for part in get_args(field.annotation) for note in getattr(part, "__metadata__", ())]
     return next((note for note in (*field.metadata, *nested) if isinstance(note, CommandLine)), CommandLine())
 
@@ -253,7 +253,7 @@ def default_text(field: FieldInfo) -> str:
     if field.default is None:
         return next((note.text for note in field.metadata if isinstance(note, ByDefault)), "none")
     if isinstance(field.default, bool):
-        return "off"  # of the option: one that is there for switching off leaves its field on
+        return "off"  # of the option: an option that switches its field off is itself off by default
     return str(field.default) if field.default != () else "none"
 
 

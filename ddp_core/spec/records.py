@@ -1,4 +1,4 @@
-"""What the records of this room share: their base class, one line for what is wrong with one, and common types."""
+"""What the records of this package share: their base class, a one-line text for their errors, and common types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Reduction = Literal["exact", "plain"]
 
 
 class Frozen(BaseModel):
-    """A record that cannot change and knows no field by accident."""
+    """A record that cannot change and accepts no unknown field."""
 
     # Validators are built when they are first needed: `ddp train --help` reads the fields, and needs none.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)

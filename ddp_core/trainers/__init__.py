@@ -1,4 +1,4 @@
-"""One step, three ways, on one loop."""
+"""The training loop, and the three trainers that compute a step's gradients: single, dp and ddp."""
 
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Losses that are not finite: where they came from, and what a skipped step must not leave behind."""
+"""What is done about a loss that is NaN or infinite: say where it came from, and undo what a skipped step changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddp_core.trainers.batches import Batches
 
 
 def first_bad(reports: Iterable[StepReport]) -> StepReport | None:
-    """The first step with a loss that is NaN or infinite."""
+    """The first step with a loss that is NaN or infinite; None where all are finite."""
     return next((report for report in reports if not report.is_finite), None)
 
 
 def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
-    """The first micro-batch of the step whose loss is not finite: on which rank (or replica), of which samples."""
+    """A line about the first micro-batch whose loss is not finite: its rank (or replica) and up to 16 sample ids."""
     shares = range(batches.cut.shares)
     parts = [part for share in shares for part in batches.cut.share(share, report.samples)]
     first = next((part for part in parts if not math.isfinite(report.losses[part.index])), None)
@@ -32,7 +32,7 @@ def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
 
 
 class BufferCopies(StepObserver):
-    """Undoes what the forward passes of a skipped step did to buffers: batch-norm statistics, for example."""
+    """Puts back the buffers (batch-norm statistics, for example) that the forward passes of a skipped step changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""The way of a batch from the global order to this process: which samples, cut how, loaded when."""
+"""Which samples this process computes in each step, cut into micro-batches and loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ddp_core.spec.experiment import Experiment
 
 
 class Batches:
-    """The steps of a run from any step on, for the shares that this process computes.
+    """The batches of a run, from any step on, for the shares that this process computes.
 
-    `shares` numbers the ranks' or replicas' shares: one for a rank, all of them for the one process of `dp`.
+    `shares` holds the numbers of these shares: one for a rank of `ddp`, one for each replica in the one process of
+    `dp`. `samples` is the number of training samples.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Batches:
         self._mine: dict[int, list[MicroBatch]] = {}
 
     def samples_of(self, step: int) -> int:
-        """Samples of a step's global batch: fewer in an incomplete last one."""
+        """The number of samples in a step's global batch; an incomplete last batch has fewer."""
         start = step % self.steps_per_epoch * self.cut.global_batch_size
         return min(self.cut.global_batch_size, self.samples - start)
 
@@ -50,7 +51,7 @@ class Batches:
         return self._mine[samples]
 
     def owner(self, step: int, micro_batch: int) -> int:
-        """The share that a micro-batch belongs to."""
+        """The number of the share that a micro-batch belongs to. Raises IndexError if the step has none such."""
         samples = self.samples_of(step)
         for share in range(self.cut.shares):
             if any(part.index == micro_batch for part in self.cut.share(share, samples)):
@@ -62,7 +63,8 @@ class Batches:
         asked: deque[list[Ids]] = deque()
 
         def wanted() -> Iterator[StepIds]:
-            # Loader processes take steps ahead; the ids wait here for their tensors.
+            # The loader's processes prepare later steps in advance, so the ids of those steps wait here for their
+            # tensors.
             for step in range(first_step, stop_step):
                 asked.append([self.ids(step, part) for part in self.mine(step)])
                 yield step // self.steps_per_epoch, asked[-1]

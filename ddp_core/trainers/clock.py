@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, by laps of one stopwatch on the host: they say nothing about kernels on CUDA."""
+"""Where the seconds of a step go: laps of a stopwatch on the host, which do not tell how long kernels run on CUDA."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PARTS = ("data", "forward", "backward", "forward_backward", "exposed_communicati
 class StepClock(StepObserver):
     """Adds up laps. A lap costs about 0.2 microseconds.
 
-    Communication that backward hides costs nothing; what it does not hide begins where the last gradient is done: the
-    model's first parameter is the last to get a gradient, and marks that moment (without a `model` no moment is marked,
-    and nothing is spent on it). The replicas of `dp` run forward and backward in threads, which count together as
-    `forward_backward`.
+    Communication that runs while backward computes takes no time of its own. Exposed communication begins when the last
+    gradient is done. The model's first parameter is the last to get a gradient, so a hook on that parameter marks the
+    moment. Without a `model` there is no hook, and no moment is marked. The replicas of `dp` run forward and backward
+    in threads; both count together as `forward_backward`.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.seconds_aside = 0.0
-        """Spent in blocks of `aside`."""
+        """Seconds spent in blocks of `aside`."""
         self._steps = 0
         self._last = time.perf_counter()
         self._gradients_done: float | None = None
@@ -47,13 +47,13 @@ class StepClock(StepObserver):
         self._steps += 1
 
     def lap(self, part: str) -> None:
-        """Everything since the last lap was `part`."""
+        """Count the time since the last lap as `part`."""
         now = time.perf_counter()
         self.seconds[part] += now - self._last
         self._last = now
 
     def lap_backward(self) -> None:
-        """Everything since the last lap was backward, but for what came after the last gradient."""
+        """Count the time since the last lap as backward; after the last gradient, as exposed communication."""
         if self._gradients_done is not None:
             exposed = time.perf_counter() - self._gradients_done
             self._last += exposed
@@ -63,7 +63,7 @@ class StepClock(StepObserver):
 
     @contextlib.contextmanager
     def aside(self, part: str | None = None) -> Iterator[None]:
-        """Time spent in this block is no training: it counts as `part`, or without one not at all."""
+        """Keep the time of this block apart from training: count it as `part`, or not at all where `part` is None."""
         self.lap("other")
         began = self._last
         try:
@@ -76,11 +76,11 @@ class StepClock(StepObserver):
             self.seconds_aside += self._last - began
 
     def restart(self) -> None:
-        """Leave out everything since the last lap."""
+        """Do not count the time since the last lap."""
         self._last = time.perf_counter()
 
     def per_step(self) -> dict[str, float]:
-        """Seconds per step, by part."""
+        """Seconds per step, by part; empty before the first step has ended."""
         return {part: seconds / self._steps for part, seconds in self.seconds.items()} if self._steps else {}
 
     def _mark(self, _: Tensor) -> None:

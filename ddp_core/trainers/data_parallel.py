@@ -1,10 +1,10 @@
 """One process, several replicas: nn.DataParallel on CUDA, and its five moves over threads on CPU.
 
-nn.DataParallel does in every step: scatter the batch, replicate the module, apply the replicas in parallel threads,
-gather the outputs, and in backward reduce the gradients onto the first device. On CPU torch's class merely calls the
-module; here the same moves are made over copies of it, so that the comparison exists on a laptop. One difference: each
-thread runs its own backward (torch's CPU autograd would run them one after the other), and what is gathered are losses
-rather than outputs.
+In every step nn.DataParallel scatters the batch, replicates the module, applies the replicas in parallel threads,
+gathers the outputs, and in backward reduces the gradients onto the first device. On CPU, torch's class only calls the
+module. Here the same moves are made over copies of the module, so that the layouts can be compared on a laptop. Two
+things differ: each thread runs its own backward (torch's CPU autograd would run them one after the other), and losses
+are gathered instead of outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Gradients = list[Tensor | None]
 
 
 class DataParallelTrainer(Trainer):
-    """The CPU replicas: each a copy of the model in a thread of its own."""
+    """`dp` on CPU: each replica of the model runs in a thread of its own."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -36,11 +36,11 @@ class DataParallelTrainer(Trainer):
         self.model.train()
         self.replicas = [_Replica(self, number) for number in range(count)]
         threads = torch.get_num_threads()
-        # The number of OpenMP threads belongs to each Python thread.
+        # OpenMP keeps a number of threads for each Python thread, so every new thread must set its own.
         self.threads = ThreadPoolExecutor(count, "replica", initializer=lambda: torch.set_num_threads(threads))
 
     def shares(self) -> range:
-        """All of them: one process feeds every replica."""
+        """All shares: this one process computes for every replica."""
         return range(self.job.layout.nproc_per_node)
 
     def compute_gradients(self, batch: StepBatch) -> None:
@@ -66,7 +66,7 @@ class DataParallelTrainer(Trainer):
         self.threads.shutdown()
 
     def _scatter(self, batch: StepBatch) -> list[StepBatch]:
-        """Each replica's part of the batch: shares follow each other in the order of the micro-batches."""
+        """Each replica's part of the batch: the first share has the first micro-batches, and so on."""
         parts, stop = [], 0
         for share in self.shares():
             start, stop = stop, stop + len(self.cut.share(share, batch.samples))
@@ -77,7 +77,7 @@ class DataParallelTrainer(Trainer):
         return parts
 
     def _reduce(self) -> None:
-        """Sum the replicas' gradients onto the first: in the canonical tree, or from left to right as torch does."""
+        """Sum all gradients into the first replica's: in the canonical tree, or from left to right as torch does."""
         parameters = self.replicas[0].parameters
         if self.exact:
             gradients = fold_replicas([replica.tree for replica in self.replicas])
@@ -100,7 +100,7 @@ class DataParallelTrainer(Trainer):
 
 
 class _Replica:
-    """A copy of the model and what it found in one step."""
+    """A replica of the model, and what it has computed in one step."""
 
     def __init__(self, trainer: DataParallelTrainer, number: int) -> None:
         self.trainer = trainer
@@ -114,7 +114,7 @@ class _Replica:
 
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
-        """Take over the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
+        """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
         for ours, theirs in ((self.module.parameters(), model.parameters()), (self.module.buffers(), model.buffers())):
             for mine, other in zip(ours, theirs, strict=True):
                 mine.copy_(other)
@@ -144,7 +144,8 @@ class _Replica:
 class CudaDataParallelTrainer(Trainer):
     """nn.DataParallel itself, over CUDA devices: each round takes one micro-batch per device.
 
-    It sums the replicas' gradients inside autograd, where their order cannot be chosen, so it has no exact reduction.
+    nn.DataParallel sums the replicas' gradients inside autograd, where the order of the additions cannot be chosen. So
+    this trainer has no exact reduction.
     """
 
     def __init__(self, job: Job) -> None:
@@ -153,11 +154,11 @@ class CudaDataParallelTrainer(Trainer):
         self.module.train()
 
     def shares(self) -> range:
-        """All of them."""
+        """All shares: this one process feeds every device."""
         return range(self.job.layout.nproc_per_node)
 
     def compute_gradients(self, batch: StepBatch) -> None:
-        """One call of nn.DataParallel per round, which scatters, replicates, applies, gathers and reduces."""
+        """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
         self.signals.begin(batch)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -173,7 +174,7 @@ class CudaDataParallelTrainer(Trainer):
 
 
 def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:
-    """Which micro-batches run together: the n-th of every share."""
+    """The rounds, as positions in the batch: round n has the n-th micro-batch of every share."""
     positions = {part.index: number for number, part in enumerate(batch.micro_batches)}
     owned = [share_of(count, share, shares) for share in range(shares)]
     longest = max(len(share) for share in owned)

@@ -1,4 +1,4 @@
-"""One process per device, DistributedDataParallel around the model: gradients travel while backward still runs."""
+"""One process per device, with DistributedDataParallel around the model: it sends gradients during backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_core.trainers.trainer import Trainer
 
 
 class DistributedTrainer(Trainer):
-    """This rank's share of every global batch."""
+    """Computes this rank's share of every global batch."""
 
     def __init__(self, job: Job) -> None:
         if job.experiment.sync_batch_norm:
@@ -45,12 +45,12 @@ class DistributedTrainer(Trainer):
         self.module.train()
 
     def shares(self) -> range:
-        """This rank's own."""
+        """This rank's own share."""
         rank = self.job.collectives.world.rank
         return range(rank, rank + 1)
 
     def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of this rank's micro-batches; gradients and losses travel during the last backward."""
+        """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
         self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         # DDP's own all-reduce divides by the number of ranks, the exact reduction does not.
@@ -70,7 +70,7 @@ class DistributedTrainer(Trainer):
         self.reduction.finish()
 
     def settle_buffers(self) -> None:
-        """Take rank 0's buffers, as DDP's next forward would: in plain mode each rank's follow its own passes."""
+        """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only."""
         if not self.exact and self.experiment.ddp.broadcast_buffers:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -82,12 +82,12 @@ class DistributedTrainer(Trainer):
         gc.collect()
 
     def _join_empty_handed(self) -> None:
-        """An incomplete last batch may leave a rank without a micro-batch; its peers still wait for it."""
+        """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
         if self.exact:
             self.send_signals()
             return
-        # DDP's all-reduce runs in a backward only, so this rank runs the backward of a sample that counts for nothing.
-        # The forward before it takes part in the broadcast of the buffers, and in eval mode does not change them.
+        # DDP's all-reduce runs in a backward only, so this rank runs the backward of one sample with a loss weight of
+        # 0. The forward before it takes part in the broadcast of the buffers; in eval mode it does not change them.
         self.module.eval()
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
         loss = self.passes.loss(self.module, inputs, targets)

@@ -1,7 +1,8 @@
 """Evaluation that counts every held-out sample once and gives the same numbers on every layout.
 
-Batches are fixed by index and dealt out in turn; each rank fills in its own entries of a table of zeros, so the sum
-over ranks is exact, and `math.fsum` rounds once. (DistributedSampler would pad, counting some samples twice.)
+The batches are the same on every layout, and the ranks take them in turn. Each rank fills in its own entries of a table
+of zeros, so the sum over ranks is exact, and `math.fsum` rounds once. (DistributedSampler would pad the samples and
+count some of them twice.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def evaluate(
     settings: Evaluation,
     collectives: Collectives,
 ) -> dict[str, float]:
-    """`test_loss`, and `test_accuracy` where `count_hits` says how; on every rank.
+    """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
     `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch.
     """

@@ -22,7 +22,7 @@ from ddp_core.spec.options import Options
 
 @dataclass(frozen=True)
 class Job:
-    """The experiment with what was built from it, the layout, and where to speak, write and save."""
+    """The experiment and what was built from it, the layout, and the objects that print, record and save."""
 
     experiment: Experiment
     layout: Layout
@@ -36,8 +36,8 @@ class Job:
     metrics: MetricsWriter
     stop: StopRequest
     hits: Loss | None = None
-    """Counts right answers, for accuracy; None where there is no such thing."""
+    """Counts right answers, for accuracy; None where the experiment has no accuracy."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer."""
     observers: Sequence[StepObserver] = ()
-    """Called at the moments of every step, in this order, after the trainer's own."""
+    """Called at the moments of every step, in this order, after the trainer's own observers."""

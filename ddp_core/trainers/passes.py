@@ -1,6 +1,6 @@
 """Forward and backward passes of the experiment's model, in the experiment's precision.
 
-Every call of the model and its loss is made in this file: an exception that comes from below it is the experiment's
+Only this file calls the model and its loss. So an exception from below this file is the experiment's own
 (ddp_core/run/blame.py).
 """
 
@@ -27,7 +27,7 @@ class Passes:
         self._loss_weights: dict[int, Tensor] = {}
 
     def outputs_and_loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch from the loader: its outputs (float32 in mixed precision, too), its targets, and its summed loss.
+        """Outputs (float32 in mixed precision, too), targets and summed loss of a batch from the loader.
 
         All three are on the model's device.
         """
@@ -50,9 +50,10 @@ class Passes:
         loss.backward(weight)
 
     def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
-        """What backward starts from: the weight of one sample in the mean over a global batch of `samples`.
+        """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.
 
-        `copies` undoes a division by the number of ranks.
+        A scalar tensor on the model's device, in fp16 multiplied by the scaler's scale. `copies` is the number of ranks
+        where the all-reduce divides by that number, else 1.
         """
         if samples not in self._loss_weights:
             self._loss_weights[samples] = torch.tensor(copies / samples, device=self._device)

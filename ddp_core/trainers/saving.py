@@ -12,7 +12,7 @@ from ddp_core.trainers.state import TrainState
 
 
 class Saving(StepObserver):
-    """Commits checkpoints of the state; rank 0 writes, the other ranks keep time with it."""
+    """Saves checkpoints of the state: rank 0 writes them, and the other ranks only wait where that is asked for."""
 
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
@@ -27,11 +27,11 @@ class Saving(StepObserver):
             self._job.checkpointer.check()
 
     def is_due(self, step: int) -> bool:
-        """Whether the options ask for a checkpoint after `step` steps: at the end of every epoch unless they say."""
+        """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end."""
         return step % (self._every or self._steps_per_epoch) == 0
 
     def save(self, best: bool = False, wait: bool = False) -> None:
-        """Commit a checkpoint of this step boundary (rank 0); all ranks return together when `wait`."""
+        """Save a checkpoint after the step just done (rank 0); with `wait`, all ranks return once it is written."""
         job, state, before = self._job, self._state, time.perf_counter()
         with self._clock.aside("checkpoint"):
             if job.checkpointer is not None:

@@ -10,11 +10,11 @@ from ddp_core.observe.step import StepBatch, StepReport
 
 
 class StepSignals:
-    """One small sum per step, on its way while backward runs; one process alone needs none.
+    """One small sum over the ranks per step, which is computed while backward runs; a single process needs none.
 
-    Each loss is given by one rank and added to zeros, so the sum is exact and the report bit-identical on every
-    layout; a NaN stays at the micro-batch it came from. On CUDA the values stay on the device until `read`, so that the
-    loop need not wait for it at every step.
+    Only one rank gives each loss and the others give zero, so the sum is exact and the report has the same bits on
+    every layout. A NaN stays at the micro-batch that it came from. On CUDA the values stay on the device until `read`,
+    so that the loop need not wait for the device at every step.
     """
 
     def __init__(self, collectives: Collectives, micro_batches: int) -> None:
@@ -24,7 +24,8 @@ class StepSignals:
         self._step = self._samples = 0
         self._losses: dict[int, torch.Tensor] = {}
         self._sum: dist.Work | None = None
-        # Per step that has not been read: its number, its samples, its losses or their sum over ranks.
+        # Both lists hold the steps that have not been read. A single process keeps number, samples, losses and the
+        # request to stop; several keep number, samples, and the sum over ranks of losses and requests.
         self._unread: list[tuple[int, int, dict[int, torch.Tensor], bool]] = []
         self._unread_sums: list[tuple[int, int, torch.Tensor]] = []
 
@@ -38,7 +39,10 @@ class StepSignals:
         self._losses[micro_batch] = loss
 
     def send(self, stop: bool) -> None:
-        """Start the sum; call once per step on every rank, after its last forward."""
+        """Start the sum; call this once per step on every rank, after its last forward.
+
+        `stop` says whether this rank was asked to stop.
+        """
         if self._alone:
             self._unread.append((self._step, self._samples, self._losses, stop))
             return

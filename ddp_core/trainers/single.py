@@ -10,7 +10,7 @@ from ddp_core.trainers.trainer import Trainer
 
 
 class SingleTrainer(Trainer):
-    """Micro-batches one after the other on one device."""
+    """Computes all micro-batches, one after the other, on one device."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -19,11 +19,11 @@ class SingleTrainer(Trainer):
         self.model.train()
 
     def shares(self) -> range:
-        """All of the global batch."""
+        """The only share: the whole global batch."""
         return range(1)
 
     def compute_gradients(self, batch: StepBatch) -> None:
-        """Forward and backward of each micro-batch; the reduction adds up."""
+        """Forward and backward of each micro-batch; the reduction adds up the gradients."""
         self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples)

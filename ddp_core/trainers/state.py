@@ -1,4 +1,4 @@
-"""Everything that resumes: weights, optimizer, scaler, and the position, from which random state and rate follow."""
+"""What a resumed run needs: weights, optimizer, scaler, and position (from which random state and rate follow)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class TrainState:
     trained_samples: int = 0
 
     def end_epoch(self) -> None:
-        """Take the mean loss over the epoch's samples, and begin to count anew."""
+        """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
         if self.epoch_samples:
             self.last_epoch_loss = self.epoch_loss / self.epoch_samples
         self.epoch_loss, self.epoch_samples = 0.0, 0
 
     def take_evaluation(self, evaluation: dict[str, float]) -> bool:
-        """Keep what an evaluation found; says whether it is the best so far, by accuracy or else by loss."""
+        """Keep an evaluation's figures; returns whether they are the best so far, by accuracy or else by loss."""
         self.evaluation = evaluation
         score = evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan))
         if math.isnan(score) or (self.best is not None and score <= self.best):
@@ -44,7 +44,7 @@ class TrainState:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain JSON types only."""
+        """The state in nested dictionaries of tensors and plain JSON types."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -62,7 +62,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler is not None and state["scaler"] is not None:

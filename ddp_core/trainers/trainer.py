@@ -29,9 +29,9 @@ from ddp_core.trainers.watch import Watch
 
 
 class Trainer(ABC):
-    """One experiment on one layout; subclasses say how one step's gradients come about.
+    """One experiment on one layout; a subclass computes the gradients of a step.
 
-    After `train` the model holds the final weights and `state` everything that a checkpoint does.
+    After `train` the model holds the final weights, and `state` holds everything that a checkpoint does.
     """
 
     def __init__(self, job: Job) -> None:
@@ -59,7 +59,7 @@ class Trainer(ABC):
         self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *job.observers])
-        # On CUDA reading a value makes the host wait for the device.
+        # On CUDA, reading a loss makes the host wait for the device, so losses are read only every few steps.
         self._read_every = 1 if job.device.type == "cpu" or job.options.on_nan == "skip" else job.options.log_every
 
     @abstractmethod
@@ -79,10 +79,10 @@ class Trainer(ABC):
         self.signals.send(self.job.stop.requested)
 
     def settle_buffers(self) -> None:  # noqa: B027
-        """Make buffers equal on all ranks where the reduction does not; a layout that needs it overrides this."""
+        """Make the buffers equal on all ranks; overridden where the reduction does not do so."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of threads and of everything that refers to the process group; nothing by default."""
+        """End threads and drop everything that refers to the process group; does nothing by default."""
 
     def train(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
@@ -115,25 +115,25 @@ class Trainer(ABC):
 
     @property
     def is_at_epoch_end(self) -> bool:
-        """Whether an epoch has just ended; the last one may be cut short."""
+        """Whether an epoch has just ended; `max_steps` may cut the last epoch short."""
         return self.is_at_end or self.state.step % self.steps_per_epoch == 0
 
     @property
     def is_digest_due(self) -> bool:
-        """Whether the weights' digest belongs into the metrics: at the end of an epoch, and every so many steps."""
+        """Whether a digest of the weights is due: at the end of an epoch, and every `digest_every` steps."""
         every = self.options.digest_every
         return self.is_at_epoch_end or (every is not None and self.state.step % every == 0)
 
     def read_reports(self, batch: StepBatch) -> list[StepReport]:
-        """The losses of this step, and of those before that have not been read; none where reading is not yet due."""
+        """The reports of this step and of earlier steps not read yet; none where reading is not due yet."""
         self.signals.receive()
         done = batch.step + 1
         is_due = done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
-        # What is saved is known to be good.
+        # Losses are read before every save, so that no checkpoint is saved after a bad loss.
         return self.signals.read() if is_due or self.saving.is_due(done) else []
 
     def update_weights(self, batch: StepBatch) -> None:
-        """Clip, set the rate, step."""
+        """Set the learning rate, clip the gradients, update the weights."""
         state = self.state
         rate = self.experiment.learning_rate(batch.step, self.steps_per_epoch)
         for group in state.optimizer.param_groups:
@@ -149,7 +149,7 @@ class Trainer(ABC):
             state.optimizer.step()
 
     def skip_update(self, batch: StepBatch, bad: StepReport) -> None:
-        """Leave the weights as they are and say why. Raises UserError (5) unless told to go on."""
+        """Leave the weights as they are and say why. Raises UserError (5) unless `on_nan` is skip."""
         message = name_bad_loss(bad, self.batches, self.job.layout)
         if self.options.on_nan == "stop":
             raise UserError(
@@ -161,7 +161,7 @@ class Trainer(ABC):
         self.observers.skipped(batch)
 
     def end_epoch(self, batch: StepBatch) -> bool:
-        """Take the epoch's mean loss, and evaluate where that is due; says whether the result is the best so far."""
+        """Keep the epoch's mean loss, and evaluate where that is due; returns whether the result is the best so far."""
         self.watch.epoch_done(batch)
         self.state.end_epoch()
         with self.clock.aside():
@@ -188,6 +188,6 @@ class Trainer(ABC):
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
     def stop(self) -> None:
-        """Save and leave, together with all ranks. Raises Stopped."""
+        """Save, wait for all ranks, and raise Stopped."""
         self.saving.save(wait=True)
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)

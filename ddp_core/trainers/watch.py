@@ -1,4 +1,4 @@
-"""Watches the loop: counts losses, samples and seconds, writes them, and says them."""
+"""Counts losses, samples and seconds of the loop, writes them to the metrics, and prints them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_core.trainers.state import TrainState
 
 
 class Watch(StepObserver):
-    """Counts every step, and writes a record every few; what the clock has put aside does not count as training."""
+    """Counts every step, and writes a record every `every` steps; time that the clock keeps aside is not training."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Watch(StepObserver):
         self.window_samples += batch.samples
         self.window_wait += batch.wait_seconds
         if not self.warmed_up:
-            # The first step of a process pays for lazy initialisation; it is in no speed.
+            # The first step of a process is slow (lazy initialisation), so no speed includes it.
             self.warmed_up = True
             self._restart()
         elif (batch.step + 1) % self.every == 0:
             self._write(batch)
 
     def epoch_done(self, batch: StepBatch) -> None:
-        """Write what has not been written yet."""
+        """Write a record of the steps that no record covers yet."""
         if self.window_samples:
             self._write(batch)
 
     def evaluated(self, batch: StepBatch) -> None:
-        """Write and say the evaluation."""
+        """Write the evaluation to the metrics and print it."""
         state = self.state
         self.metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.evaluation)
         figures = [f"train loss {state.last_epoch_loss:.4f}"] if state.last_epoch_loss is not None else []
