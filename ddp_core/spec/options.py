@@ -181,7 +181,7 @@ class Stopping(Frozen):
 class Watching(Frozen):
     """What is written down on the way."""
 
-    log_every: Steps = Field(10, description="Steps between two lines of progress.")
+    log_every: Steps = Field(10, description="Steps between two records of loss and speed in metrics.jsonl.")
     digest_every: Annotated[Steps | None, ByDefault("one at the end of each epoch")] = Field(
         None, description="Steps between two digests of the weights."
     )
