@@ -52,7 +52,8 @@ BLOCK = 1 << 14
 ORDER_FORMAT = 1
 
 _ROUNDS = 8
-# Per lane width: first multiplier, shift, second multiplier. A half has no bits for the hashes' outer shifts to act on.
+# Per lane width: first multiplier, shift, second multiplier. The first and the last shift of the hashes are left out:
+# a half is too narrow for them to change it.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
     64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
@@ -180,7 +181,7 @@ class GlobalOrder:
         return kept[1]
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """The ids at global positions `start` to `stop - 1` of `epoch`: int64 [stop - start], the caller's own copy.
+        """The ids at global positions [start, stop) of `epoch`: int64 [stop - start], the caller's own copy.
 
         Raises IndexError unless 0 <= start <= stop <= length.
         """
@@ -191,7 +192,7 @@ class GlobalOrder:
             raise IndexError(f"positions {start} to {stop} are not in [0, {self.length}]")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        # Computed ahead only where a call goes on after the one before; the first call and a jump get what they ask for.
+        # Ids are computed ahead for calls that move on a little; the first call and a jump get just what they ask for.
         forward = epoch == cached_epoch and cached_start <= start <= cached_stop + BLOCK
         if stop - start >= BLOCK:
             return self.permutation(epoch)(range(start, stop))
@@ -252,7 +253,7 @@ class ElasticSampler(Sampler[int]):
             self.epoch, self.samples_trained, self._start = epoch, 0, 0
 
     def advance(self, global_samples: int) -> None:
-        """Count `global_samples`, of all ranks together, as trained; an incomplete last batch may be counted as whole.
+        """Count samples of all ranks together as trained; an incomplete last batch may be counted as whole.
 
         Raises ValueError for a negative number.
         """
@@ -261,7 +262,7 @@ class ElasticSampler(Sampler[int]):
         self.samples_trained = min(self.samples_trained + global_samples, self._order.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the order that it belongs to, the same on every rank: plain values for a checkpoint or JSON."""
+        """The position and its order, the same on all ranks: plain values for a checkpoint or JSON."""
         return {
             "format": ORDER_FORMAT,
             "length": self._order.length,
@@ -285,7 +286,7 @@ class ElasticSampler(Sampler[int]):
         self.samples_trained = self._start = int(state["samples_trained"])
 
     def __len__(self) -> int:
-        """How many ids this rank yields in the iteration begun last, or else in the next; `advance` does not change it."""
+        """Ids of this rank in the iteration begun last, or else in the next; `advance` does not change the number."""
         return len(self._positions(self._start))
 
     def __iter__(self) -> Iterator[int]:

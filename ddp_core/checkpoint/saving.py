@@ -275,7 +275,7 @@ class Checkpointer:
         found = {}
         for path in self.directory.iterdir():
             step = manifests.step_of_manifest(path.name)
-            # Later steps are left alone: they are damaged, or this run was started again from an earlier checkpoint.
+            # Checkpoints of later steps are left alone: they are damaged ones that were passed over, or not this run's.
             if step is not None and step <= newest.step:
                 found[step] = path
         sound, names = [], {}
