@@ -1,7 +1,7 @@
-"""Files that a reader finds whole or not at all, and locks that the kernel gives back with the process that holds them.
+"""Files that a reader finds whole or not at all, and locks that are released when their process ends.
 
-`replace_file` is what most writers need. `NewFile` is the same for content that is written piece by piece, and
-`take_lock` the one way in which a lock is taken.
+Most writers need `replace_file`. `NewFile` does the same for content that is written piece by piece. `take_lock` is the
+only way in which a lock is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 
 
 def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write `target` anew: whoever opens it reads the old content or the new one, and a failure leaves the old one.
+    """Write `target` anew: a reader finds the old content or the new content, and a failure leaves the old content.
 
     Text is written as UTF-8. With `durable` the content and the name are on the disk before this returns, so that they
     survive a crash of the machine. Raises OSError.
@@ -38,8 +38,9 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -
 class NewFile:
     """A file under a unique temporary name beside `target`; `rename` makes it `target`.
 
-    Leaving the context without `rename` removes it. Its flock is held while it is open: whoever clears away what dead
-    writers left can tell a living writer's file by that, also from another container, where processes are unknown.
+    Leaving the context without `rename` removes the file. Its flock is held while it is open. By this lock, a process
+    that removes the files of dead writers recognises the file of a live writer, even of one in another container,
+    whose processes it cannot see.
     """
 
     def __init__(self, target: Path) -> None:
@@ -51,7 +52,7 @@ class NewFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             if os.fstat(self._descriptor).st_nlink:
                 break
-            os.close(self._descriptor)  # cleared away by somebody between open and flock
+            os.close(self._descriptor)  # another process removed the file between open and flock
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +84,7 @@ class NewFile:
 
 
 def target_of(name: str) -> str | None:
-    """The name that a temporary file of `NewFile` was to get, or None where `name` is no such file's."""
+    """The name that a temporary file of `NewFile` was to get, or None where `name` is not such a file's name."""
     found = _TEMPORARY.fullmatch(name)
     return found[1] if found else None
 
@@ -100,8 +101,8 @@ def sync_directory(directory: Path) -> None:
 def take_lock(descriptor: int, *, shared: bool = False, patience: float = 0.0) -> bool:
     """Take the flock of an open file, and say whether that was possible within `patience` seconds.
 
-    The lock is given back when the last descriptor of this opening is closed, at the latest with the processes that
-    have one. Many can hold a `shared` lock at a time. Raises OSError where the file system has no locks.
+    The lock is released when `descriptor` and all its copies are closed, which happens at the latest when the processes
+    that have them end. Many can hold a `shared` lock at a time. Raises OSError where the file system has no locks.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline = time.monotonic() + patience

@@ -1,8 +1,8 @@
-"""Which samples, in which order: a pure function of (seed, epoch, position), on any layout, without a list in memory.
+"""The order of the samples: a pure function of (seed, epoch, position), on any layout, without a list in memory.
 
 `torch.utils.data.DistributedSampler` builds the permutation of the whole data set as a Python list, on every rank, at
 the start of every epoch; it pads the last round with samples already seen (or drops it), and it cannot resume inside
-an epoch. Here the order is a keyed bijection on [0, length) that is computed for just the positions asked for.
+an epoch. Here the order is a keyed bijection on [0, length), computed only for the positions that are asked for.
 
 Algorithm. Let b be the number of bits of length - 1. A position is cut into a left half of b // 2 bits and a right
 half of the remaining b - b // 2, and eight Feistel rounds change the halves in turn:
@@ -13,15 +13,16 @@ Whatever F is, each round is its own inverse, so the network is a bijection on [
 it is applied again until it comes back ("cycle walking"), which makes it a bijection on [0, length): fewer than two
 passes per position on average, as 2**b < 2 * length. F(x, key) is the middle of a well-tested integer hash: xor with
 the key, multiply, xor-shift, multiply, and the top bits. The eight keys are the 512 bits of BLAKE2b over (length,
-seed, epoch), so neighbouring seeds and epochs have nothing in common. Up to 2**14 samples the same papers' other
-method is used, the "prefix cipher": hash every position to 64 bits and rank the hashes. It costs one small sort per
-epoch, and it leaves no trace of the network's structure where the halves would be only a few bits wide.
+seed, epoch), so neighbouring seeds and epochs have nothing in common. Up to 2**14 samples another method of Black and
+Rogaway (below) is used, the "prefix cipher": hash every position to 64 bits and rank the hashes. It costs one small
+sort per epoch, and its orders do not show the network's structure, which would be visible where a half has only a few
+bits.
 
 Statistics (tests/core/test_sampler_statistics.py, `python -m benchmarks.sampler`): chi-square of id against position,
 of neighbours in the order at several distances, and of equal positions in neighbouring epochs and seeds, shows no
-departure from uniform. With fewer rounds it does: five fail at 2**15 samples, four at every length
-tried; six pass, and eight are a margin. All short permutations come equally often. This is a shuffle, not a cipher:
-keep no secret with it.
+departure from uniform. With fewer rounds it does: five fail at 2**15 samples, four at every length tried; six pass,
+and eight leave a margin. All short permutations come equally often. This is a shuffle, not a cipher: keep no secret
+with it.
 
 Sources. M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J.
 Computing 17(2), 1988 (the rounds); J. Black, P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (prefix
@@ -47,11 +48,12 @@ _Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 # Positions per pass: the four arrays of a pass, 64 KiB each below 2**32 samples, stay in a core's second-level cache.
 BLOCK = 1 << 14
-# A change of the order changes what a saved position means: raise this with it.
+# If the order is ever changed, a saved position means other samples: raise this number then.
 ORDER_FORMAT = 1
 
 _ROUNDS = 8
-# Per lane width: first multiplier, shift, second multiplier. A half has no bits for the hashes' outer shifts to act on.
+# Per lane width: first multiplier, shift, second multiplier. The first and the last shift of the hashes are left out:
+# a half is too narrow for them to change it.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
     64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
@@ -61,7 +63,7 @@ _MIXERS: dict[int, tuple[int, int, int]] = {
 class Permutation:
     """A keyed bijection on [0, length), computed for the positions asked for and no others.
 
-    `length`: 0 to 2**63 - 1. `key`: any integers; equal (length, key) give the equal permutation on every machine.
+    `length`: 0 to 2**63 - 1. `key`: any integers; the same (length, key) give the same permutation on every machine.
     Raises ValueError for a length out of range. Source: the module's docstring.
     """
 
@@ -83,7 +85,7 @@ class Permutation:
         self._mixer = (self._lane(first), self._lane(shift), self._lane(second))
         self._right_bits = self._lane(bits - bits // 2)
         self._right_mask = self._lane((1 << (bits - bits // 2)) - 1)
-        # What brings the top bits of a hash down to the width of the half that it changes.
+        # How far a hash is shifted right, so that it has as many bits as the half that it changes.
         to_left, to_right = self._lane(lane_bits - bits // 2), self._lane(lane_bits - (bits - bits // 2))
         self._rounds = [
             (key, to_right if number % 2 else to_left) for number, key in enumerate(words.astype(self._lane))
@@ -117,7 +119,7 @@ class Permutation:
         return result
 
     def _walk(self, values: Ids, *, inverse: bool) -> _Lanes:
-        """Apply the network, and again to the values that it took out of [0, length)."""
+        """Apply the network once, then again to all values outside [0, length) until none is left."""
         lanes = self._network(values.astype(self._lane), inverse=inverse)
         outside = np.flatnonzero(lanes >= self.length)
         while len(outside):
@@ -130,7 +132,7 @@ class Permutation:
         """One pass of the Feistel network, a bijection on [0, 2**bits); `lanes` is overwritten and returned."""
         first, shift, second = self._mixer
         halves = [lanes >> self._right_bits, lanes & self._right_mask]
-        # Once cut into halves, the lanes have room for what is shifted.
+        # After the cut into halves `lanes` is free, and serves as the buffer for shifted values.
         mixed, shifted = np.empty_like(lanes), lanes
         rounds = range(_ROUNDS)
         for number in reversed(rounds) if inverse else rounds:
@@ -149,7 +151,7 @@ class Permutation:
 
 
 def _prefix_cipher(length: int, key: np.uint64) -> Ids:
-    """The positions in the order of SplitMix64's first `length` outputs, which are all different, from state `key`."""
+    """The positions, sorted by SplitMix64's first `length` outputs from state `key`; no two outputs are equal."""
     hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + key)
     return np.argsort(hashes).astype(np.int64)
 
@@ -157,8 +159,8 @@ def _prefix_cipher(length: int, key: np.uint64) -> Ids:
 class GlobalOrder:
     """The order of the global sample sequence, the same on every layout.
 
-    `length`: samples of the data set. With `shuffle` false the order is 0, 1, 2, ... in every epoch.
-    A loop that asks for a few ids after another is served from a block computed ahead (128 KiB at most).
+    `length`: samples of the data set. With `shuffle` false the order is 0, 1, 2, ... in every epoch. For a loop that
+    asks for a few ids at a time, a block of ids is computed ahead (128 KiB at most).
     """
 
     def __init__(self, length: int, seed: int, shuffle: bool = True) -> None:
@@ -172,14 +174,14 @@ class GlobalOrder:
         return self.length
 
     def permutation(self, epoch: int) -> Permutation:
-        """The permutation that shuffles `epoch`: of position to id."""
+        """The permutation that shuffles `epoch`: it takes a position to an id."""
         kept = self._permutation
         if kept is None or kept[0] != epoch:
             kept = self._permutation = (epoch, Permutation(self.length, (self.seed, epoch)))
         return kept[1]
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """The ids at global positions start to stop of `epoch`: int64 [stop - start], the caller's own copy.
+        """The ids at global positions [start, stop) of `epoch`: int64 [stop - start], the caller's own copy.
 
         Raises IndexError unless 0 <= start <= stop <= length.
         """
@@ -190,7 +192,7 @@ class GlobalOrder:
             raise IndexError(f"positions {start} to {stop} are not in [0, {self.length}]")
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
-        # Ids are computed ahead for requests that move forward; the first one and a jump get just what they ask for.
+        # Ids are computed ahead for calls that move on a little; the first call and a jump get just what they ask for.
         forward = epoch == cached_epoch and cached_start <= start <= cached_stop + BLOCK
         if stop - start >= BLOCK:
             return self.permutation(epoch)(range(start, stop))
@@ -203,18 +205,19 @@ class GlobalOrder:
 class ElasticSampler(Sampler[int]):
     """A drop-in for `torch.utils.data.DistributedSampler` that resumes inside an epoch, on any number of ranks.
 
-    Rank r takes the global positions r, r + W, r + 2W, ... of W ranks, counted from where the epoch starts or was
-    resumed, so the k-th batches of all ranks together are the k-th global batch on every layout. Nothing is padded:
-    without `drop_last` the ranks' lengths differ by at most one (right for evaluation); with it all are equal (right
-    for training under DistributedDataParallel, whose ranks must take equally many steps).
+    Of W ranks, rank r takes the global positions r, r + W, r + 2W, ..., counted from the start of the epoch or from the
+    position where it was resumed. So the k-th batches of all ranks together are the k-th global batch on every layout.
+    Nothing is padded: without `drop_last` the ranks' lengths differ by at most one (right for evaluation); with
+    `drop_last` all are equal (right for training under DistributedDataParallel, whose ranks must take equally many
+    steps).
 
     The position is counted in global samples *trained*, which only the training loop knows, because a DataLoader
     fetches ahead: call `advance(global_batch_size)` after each step, `set_epoch` before each epoch, and save
     `state_dict()`. A loop that never calls `advance` gets DistributedSampler's behaviour.
 
     `dataset`: anything with a length. `num_replicas`, `rank`: torch.distributed's when None. Raises ValueError for a
-    rank outside [0, num_replicas), and what torch.distributed raises when it is asked without a process group. Source
-    of the interface: torch/utils/data/distributed.py.
+    rank outside [0, num_replicas), and torch.distributed's error where it is needed but has no process group. Source of
+    the interface: torch/utils/data/distributed.py.
     """
 
     def __init__(
@@ -245,12 +248,12 @@ class ElasticSampler(Sampler[int]):
         self._order = GlobalOrder(len(dataset), seed, shuffle)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order; another epoch than the present one starts at its first sample."""
+        """Choose the epoch; if it is not the present one, it starts at its first sample."""
         if epoch != self.epoch:
             self.epoch, self.samples_trained, self._start = epoch, 0, 0
 
     def advance(self, global_samples: int) -> None:
-        """Count samples, of all ranks together, as trained; an incomplete last batch may be counted as whole.
+        """Count samples of all ranks together as trained; an incomplete last batch may be counted as whole.
 
         Raises ValueError for a negative number.
         """
@@ -259,7 +262,7 @@ class ElasticSampler(Sampler[int]):
         self.samples_trained = min(self.samples_trained + global_samples, self._order.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it counts in, the same on every rank: plain numbers, for any checkpoint or JSON."""
+        """The position and its order, the same on all ranks: plain values for a checkpoint or JSON."""
         return {
             "format": ORDER_FORMAT,
             "length": self._order.length,
@@ -270,7 +273,7 @@ class ElasticSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, whatever the number of ranks was; the next `iter()` starts there.
+        """Continue at a saved position, with any number of ranks; the next `iter()` starts there.
 
         Raises ValueError where the saved order is another one: another length, seed, shuffle or format.
         """
@@ -283,7 +286,7 @@ class ElasticSampler(Sampler[int]):
         self.samples_trained = self._start = int(state["samples_trained"])
 
     def __len__(self) -> int:
-        """Ids that this rank yields in the iteration begun last, or else in the next; `advance` does not change it."""
+        """Ids of this rank in the iteration begun last, or else in the next; `advance` does not change the number."""
         return len(self._positions(self._start))
 
     def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Who computes what of a step: the one rule by which micro-batches are shared out among ranks or replicas."""
+"""Which rank or replica computes which micro-batches of a step: one rule for all layouts."""
 
 from __future__ import annotations
 

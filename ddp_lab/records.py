@@ -1,6 +1,6 @@
-"""What is kept in the files of the laboratory: written where something is measured, read by the report.
+"""The parts of the laboratory's files: written where something is measured, read by the report.
 
-Claims write Python values and reports read JSON: both pass the same check, and fields that are unknown are left out.
+Claims make them from Python values and the report from JSON; both are checked alike, and unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is on an axis: an x axis has values, and a y axis says whether it has to start at `zero`."""
+    """An axis: an x axis has `values`; for a y axis, `zero` says whether it has to start at 0."""
 
     name: str = ""
     unit: str = ""
@@ -36,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """One line over the x values, with its band where there is one; None where nothing was measured."""
+    """One line over the x values, with its band from `low` to `high` if it has one; None where nothing was measured."""
 
     name: str = ""
     values: Sequence[float | None] = ()

@@ -1,6 +1,6 @@
 """Save, find, verify, load and prune checkpoints: plain state dicts in, plain state dicts out.
 
-One checkpoint is a data file written by `torch.save` and a manifest beside it; the rename of the manifest commits it.
+A checkpoint is a data file written by `torch.save` and a manifest beside it; renaming the manifest commits both.
 docs/reference/checkpoints.md has the format and the order of the writes; docs/explanation/checkpoints.md says why.
 """
 

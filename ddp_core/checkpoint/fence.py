@@ -1,7 +1,7 @@
-"""A fencing token: once a newer writer has taken it, an older one that wakes up can commit nothing.
+"""A fencing token: once a newer writer has taken it, an older writer that wakes up can commit nothing.
 
-After Kleppmann, "How to do distributed locking" (2016): a lock alone does not stop a paused holder, a number that only
-grows does.
+After Kleppmann, "How to do distributed locking" (2016): a lock alone does not stop a process that was paused while it
+held the lock; a number that only grows does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK_FILE = "fence.lock"
 
 
 class Superseded(UserError):
-    """Another process has taken over this run's directory; the one that meets this must stop writing and leave."""
+    """Another process has taken over this run's directory; the process that gets this error must stop and end."""
 
     def __init__(self, message: str, exit_code: int = ExitCode.PEERS_LOST) -> None:
         super().__init__(message, exit_code)
@@ -32,7 +32,10 @@ class Superseded(UserError):
 
 @contextmanager
 def _short_lock(path: Path, patience: float) -> Iterator[None]:
-    """Hold the flock of `path`; one held for longer than `patience` seconds (its holder is stopped) gets a new file."""
+    """Hold the flock of `path`.
+
+    A process that holds it for longer than `patience` seconds is taken to be stopped: `path` is then made anew.
+    """
     deadline = time.monotonic() + patience
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -48,6 +51,7 @@ def _short_lock(path: Path, patience: float) -> Iterator[None]:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether `path` is still the file that was opened: another process may have removed or replaced it since."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -67,8 +71,8 @@ def _read(path: Path) -> tuple[int, str]:
 class Fence:
     """The right to write in a directory, held by whoever took the highest token.
 
-    `Fence.take(directory)` makes every earlier Fence of that directory stale. `check()` raises Superseded in a stale
-    one; `with fence.holding():` does so too, and keeps others from taking the token until the block ends.
+    `Fence.take(directory)` makes every earlier Fence of that directory stale. `check()` of a stale Fence raises
+    Superseded; so does `with fence.holding():`, which also keeps others from taking the token until the block ends.
     """
 
     def __init__(self, directory: Path, token: int, patience: float) -> None:
@@ -78,10 +82,10 @@ class Fence:
 
     @classmethod
     def take(cls, directory: str | Path, *, patience: float = 5.0) -> Self:
-        """Become the one writer of `directory`; the number written is one more than any before.
+        """Become the only writer of `directory`: its token is one more than any before.
 
-        `patience`: seconds to wait for a writer that is inside its short critical section; one that holds it for longer
-        is taken to be stopped. Raises UserError (4) where the directory cannot be written.
+        `patience`: seconds to wait for another process inside its short critical section; a process that stays there
+        for longer is taken to be stopped. Raises UserError (4) where the directory cannot be written.
         """
         directory = Path(directory)
         path = directory / _TOKEN_FILE
@@ -100,7 +104,7 @@ class Fence:
         return cls(directory, token, patience)
 
     def check(self) -> None:
-        """Raise Superseded if a newer token has been taken: one small file is read."""
+        """Raise Superseded if a newer token has been taken; reads one small file."""
         token, holder = _read(self.directory / _TOKEN_FILE)
         if token != self.token:
             cause = f"{holder} took over with token {token}" if token else f"its {_TOKEN_FILE} is gone"
@@ -111,7 +115,7 @@ class Fence:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Check, and let nobody take the token until the block ends; keep the block to a rename."""
+        """Check, and keep others from taking the token until the block ends; keep the block as short as a rename."""
         with _short_lock(self.directory / _LOCK_FILE, self._patience):
             self.check()
             yield

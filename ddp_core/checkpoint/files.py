@@ -1,4 +1,4 @@
-"""The file that a checkpoint's data is written into, the points of a save, and what a failed write is called."""
+"""The file that a checkpoint's data is written into, the points of a save, and the errors of a failed write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POINTS = (
     "old manifest removed",
     "old data removed",
 )
-"""Every step of a save, in order. A `Checkpointer(at=…)` calls `at(point)` right after each; tests die there."""
+"""The points of a save, in order. A `Checkpointer(at=…)` calls `at(point)` right after each; tests kill it there."""
 
 At = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def disk_full(path: Path, needed: int, available: int) -> UserError:
 
 
 def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
-    """The user's version of an OSError met while writing `path`, which needed `needed` bytes in all."""
+    """The message to the user for an OSError met while writing `path`, which needed `needed` bytes in all."""
     if error.errno in _FULL:
         available = 0
         with contextlib.suppress(OSError):
@@ -81,8 +81,8 @@ def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
 class DataFile(NewFile):
     """A NewFile that is hashed while `torch.save` writes into it.
 
-    The first OSError of a `write` is kept, and raised by `sync`: `torch.save` would turn it into a message about
-    "unexpected pos".
+    The first OSError of a `write` is kept and raised by `sync`, because `torch.save` would replace it by a message
+    about "unexpected pos".
     """
 
     def __init__(self, target: Path) -> None:
@@ -93,7 +93,7 @@ class DataFile(NewFile):
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data`; after a first OSError, which is kept, nothing is written any more."""
+        """Append `data` and return its length in bytes; after a first OSError, which is kept, nothing is written."""
         view = memoryview(data).cast("B")
         if self._error is None:
             self._digest.update(view)
@@ -108,15 +108,15 @@ class DataFile(NewFile):
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is buffered here; `torch.save` asks for the method."""
+        """Do nothing, as nothing is buffered here; `torch.save` needs the method."""
 
     def raise_write_error(self) -> None:
-        """Raise the OSError that a `write` met."""
+        """Raise the OSError of a `write`, if there was one."""
         if self._error is not None:
             raise self._error
 
     def sync(self) -> None:
-        """Raise what `write` met, then wait until the bytes are on the disk."""
+        """Raise the OSError of a `write`, if there was one; else wait until the bytes are on the disk."""
         self.raise_write_error()
         super().sync()
 

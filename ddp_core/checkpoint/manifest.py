@@ -1,4 +1,4 @@
-"""The manifest: what one checkpoint is, in JSON, with a digest of the data and one of itself."""
+"""The manifest: a JSON file that says what a checkpoint is, with a digest of the data and a digest of itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MANIFEST = re.compile(r"step-(\d{9,})\.json")
 
 
 class Damaged(Exception):
-    """A file of a checkpoint is not what was written; the message says in what."""
+    """A file of a checkpoint is not what was written; the message says what is different."""
 
 
 def stem(step: int) -> str:
@@ -40,7 +40,7 @@ def step_of_manifest(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One committed checkpoint, as its manifest tells it; nothing of the data has been read."""
+    """One committed checkpoint, as its manifest describes it; its data has not been read."""
 
     directory: Path
     step: int
@@ -73,7 +73,7 @@ def encode(checkpoint: Checkpoint) -> bytes:
     content = {"format": FORMAT, **asdict(checkpoint)}
     del content["directory"]
     seal = hashlib.sha256(_canonical(content)).hexdigest()
-    # One field a line: a shape list over a thousand lines helps nobody.
+    # One field per line: indented JSON would spread the shapes over a thousand lines.
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in {**content, "seal": seal}.items()
     ]
@@ -115,7 +115,10 @@ def pointed_step(path: Path) -> int | None:
 
 
 def uncommitted(path: Path) -> bool:
-    """Whether `path` is a data file that no manifest commits; a damaged manifest's data is not: a user may want it."""
+    """Whether `path` is a data file that no manifest commits.
+
+    The data of a damaged manifest does not count as uncommitted: a user may still want it.
+    """
     step = step_of_data(path.name)
     if step is None:
         return False

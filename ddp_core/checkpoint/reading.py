@@ -1,4 +1,4 @@
-"""The reader: find checkpoints, verify them before a byte is unpickled, load them, and sweep up after dead writers."""
+"""The reader: finds checkpoints, verifies them before a byte is unpickled, loads them, and removes unfinished saves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _complete(path: Path) -> Checkpoint:
 
 
 def find_checkpoints(directory: str | Path) -> list[Checkpoint]:
-    """The committed checkpoints of `directory`, newest step first, by manifest and file size, without digests."""
+    """The committed checkpoints of `directory`, newest step first; checks manifests and file sizes, not digests."""
     found = []
     for path in _manifests(Path(directory)):
         with contextlib.suppress(Damaged):
@@ -70,7 +70,7 @@ def find_checkpoints(directory: str | Path) -> list[Checkpoint]:
 def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoint:
     """The checkpoint whose manifest or data file is `path`; raises UserError (3) if it is not there or not whole.
 
-    sha256: what another process (rank 0) says its data is; anything else is an error.
+    sha256: the digest that another process (rank 0) read; a checkpoint with another digest is an error.
     """
     path = Path(path)
     step = step_of_data(path.name)
@@ -84,7 +84,7 @@ def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoin
 
 
 def best_checkpoint(directory: str | Path) -> Checkpoint | None:
-    """The checkpoint that was saved last with `best=True`, if it is there."""
+    """The checkpoint that was saved last with `best=True`; None if there is none, or if it is damaged."""
     step = pointed_step(Path(directory) / "best.json")
     if step is None:
         return None
@@ -118,9 +118,9 @@ def _unusable(checkpoint: Checkpoint, reason: object) -> UserError:
 
 
 def newest_valid(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> Checkpoint | None:
-    """The newest checkpoint whose size and SHA-256 are right; older ones are tried after it, each with a warning line.
+    """The newest checkpoint whose size and SHA-256 are right; `on_event` gets a warning line for each damaged one.
 
-    None if nothing was ever committed in `directory`; UserError (3) if something was, and all of it is damaged.
+    Returns None if there is no manifest in `directory`. Raises UserError (3) if there are some and all are damaged.
     """
     directory = Path(directory)
     damages: list[str] = []
@@ -151,7 +151,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _difference(there: Shapes, here: Shapes) -> str | None:
-    """What is different between the tensors of a checkpoint and those expected, in words; None if nothing is."""
+    """What differs between the tensors of a checkpoint and those expected, in words; None if they are the same."""
     parts = []
     if missing := [name for name in here if name not in there]:
         parts.append(f"missing in it: {_some(missing)}")
@@ -175,13 +175,13 @@ def load(
     only: Sequence[str] | None = None,
     expect_metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The state of a checkpoint, read with `weights_only=True` from the very file whose digest was just computed.
+    """The state of a checkpoint, read with `weights_only=True` from the open file whose digest was just computed.
 
-    expect: what `describe` says of the state to be filled; only: compare just the parts under these top-level keys.
-    expect_metadata: entries that the manifest's metadata must have.
+    expect: what `describe` returns for the state that will be filled. only: compare just the parts under these
+    top-level keys. expect_metadata: entries that the manifest's metadata must have.
 
-    Raises UserError (3), before any tensor is loaded, where something differs, the digest is wrong, or the data holds
-    more than tensors and plain values (code is refused, never run).
+    Raises UserError (3) where something differs, the digest is wrong, or the data holds more than tensors and plain
+    values (code is refused, never run).
     """
     for key, value in (expect_metadata or {}).items():
         found = checkpoint.metadata.get(key)
@@ -204,7 +204,7 @@ def load(
     except (Damaged, OSError) as error:
         raise _unusable(checkpoint, error) from None
     except Exception as error:
-        # torch's own message goes on to advise weights_only=False.
+        # Only the first sentence: torch's message goes on to advise weights_only=False, which would run code.
         reason = f"{type(error).__name__}: {_first_sentence(error)}"
         raise _unusable(checkpoint, f"refused, it holds more than tensors and plain values ({reason})") from None
     if difference is not None:
@@ -221,9 +221,9 @@ def _first_sentence(error: Exception) -> str:
 
 
 def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> list[Path]:
-    """Remove what dead writers left: temporary files, and data files that no manifest commits; return their paths.
+    """Remove what dead writers left, temporary files and data files that no manifest commits; return their paths.
 
-    Only names that this package gives are touched, and no file that a live writer holds (by its flock).
+    Only files with names that this package gives are removed, and none whose flock a live writer holds.
     """
     removed = []
     directory = Path(directory)
@@ -232,7 +232,7 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
             continue
         try:
             with path.open("rb") as leftover:
-                # Asked again under the lock: a live writer may have committed it in between.
+                # Checked again under the lock: a live writer may have committed the file in between.
                 if take_lock(leftover.fileno()) and (_is_temporary(path.name) or uncommitted(path)):
                     path.unlink()
                     removed.append(path)

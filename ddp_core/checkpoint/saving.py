@@ -1,4 +1,4 @@
-"""The writer: one checkpoint at a time, now or in the background, committed by one rename."""
+"""The writer: saves one checkpoint at a time, at once or in the background; one rename commits it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ WRITER_NICENESS = 5
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run into `directory`; one process alone (rank 0) has one.
+    """Writes the checkpoints of one run into `directory`; only one process (rank 0) may have a Checkpointer.
 
-    keep_last: how many of the newest stay; the best one and every `keep_every`-th step stay too.
-    asynchronous: `save` copies the state and returns; a thread writes it. The next `save`, `wait` and `close` wait for
-    it, and an error in it is raised by the next `check`, `save`, `wait` or `close`.
-    fence: a Fence, or any callable that raises or returns False when this process is no longer the one that may write.
+    keep_last: how many of the newest checkpoints stay; the best one and every `keep_every`-th step stay too.
+    asynchronous: `save` copies the state and returns, and a thread writes it. The next `save`, `wait` or `close` waits
+    for the thread; its error is raised by the next `check`, `save`, `wait` or `close`.
+    fence: a Fence, or any callable that raises or returns False when this process may no longer write.
     on_event: receives one line per event, from the writing thread where there is one.
     at: called with each of `files.POINTS` right after it is reached.
 
-    Raises UserError (4) where the directory cannot be made or written, a disk is full, or a limit is met; the
-    checkpoints before stay as they were. Raises Superseded when fenced off.
+    Raises UserError (4) where the directory cannot be made or written, the disk is full, or a limit of the system is
+    reached; earlier checkpoints stay as they were. Raises Superseded when a newer writer has taken the fence.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Checkpointer:
             return
         try:
             self.close()
-        except Exception as second:  # the first error is the one to see
+        except Exception as second:  # the error that ended the block is the one to raise
             self._on_event(f"warning: the last checkpoint failed too: {second}")
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Make buffers and thread for asynchronous saves of such a state, so that the first is as quick as others."""
+        """Make buffers and thread for asynchronous saves of `state`, so that the first is as quick as the others."""
         self.wait()
         self._submit(time.sleep, 0)
         self._snapshots.copy(Tree(state))
@@ -105,13 +105,14 @@ class Checkpointer:
         best: bool = False,
         changing: Iterable[Tensor] | None = None,
     ) -> None:
-        """Commit `state` as the checkpoint of `step`; asynchronously, return as soon as it is copied.
+        """Commit `state` as the checkpoint of `step`; an asynchronous save returns as soon as `state` is copied.
 
         state: nested dict, list and tuple of dense tensors and plain JSON values; TypeError names the key of anything
         else. metadata: a JSON object for the manifest, readable without the tensors. metric: for the manifest; NaN and
-        Inf become null. best: let `best.json` point to this checkpoint. changing: for a caller that calls
-        `before_update` before it changes anything else: what changes earlier, such as batch-norm statistics in a
-        forward. An asynchronous save then copies only that at once, and the rest while training goes on.
+        Inf become null. best: let `best.json` point to this checkpoint. changing: only for a caller that calls
+        `before_update` before it changes any other tensor: the tensors that change earlier, such as batch-norm
+        statistics in a forward. An asynchronous save then copies only these at once, and the rest while training goes
+        on.
         """
         self.wait()
         with self._current():
@@ -141,7 +142,7 @@ class Checkpointer:
         self._pending = self._submit(self._write_aside, copied, record, best, needed, started)
 
     def before_update(self) -> None:
-        """Return when what the last `save` was given may change; cheap enough for every step."""
+        """Return when the tensors given to the last `save` may change; cheap enough for every step."""
         if not self._snapshots.arrived:
             started = time.perf_counter()
             self._snapshots.carry_on()
@@ -154,13 +155,13 @@ class Checkpointer:
             finished.result()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raise the error of an asynchronous save."""
+        """Return when nothing is being written any more; raise the error of an asynchronous save, if there was one."""
         if self._pending is not None:
             finished, self._pending = self._pending, None
             finished.result()
 
     def close(self) -> None:
-        """Wait, and give thread and buffers back."""
+        """Wait as `wait` does, then end the thread and free the buffers."""
         try:
             self.wait()
         finally:
@@ -187,7 +188,7 @@ class Checkpointer:
             try:
                 checkpoint, replaced = self._commit(state, record, target)
             except BaseException:
-                # Asked of the disk, not of a variable: an interrupt can come right after the rename that commits.
+                # The disk is asked, not a variable: an interrupt can come right after the rename that commits.
                 with contextlib.suppress(OSError):
                     if manifests.uncommitted(target):
                         target.unlink()
@@ -244,7 +245,7 @@ class Checkpointer:
         return checkpoint, replaced
 
     def _free_name(self, step: int) -> Path:
-        """A step saved again gets a new data file, so that the old one stays whole until the new manifest is there."""
+        """An unused name for the data file of `step`: an earlier file stays whole until the new manifest is there."""
         stem, count = manifests.stem(step), 1
         target = self.directory / f"{stem}.pt"
         while target.exists():
@@ -274,7 +275,7 @@ class Checkpointer:
         found = {}
         for path in self.directory.iterdir():
             step = manifests.step_of_manifest(path.name)
-            # A later step is not this writer's to judge: it is damaged, or from a run that went on from elsewhere.
+            # Checkpoints of later steps are left alone: they are damaged ones that were passed over, or not this run's.
             if step is not None and step <= newest.step:
                 found[step] = path
         sound, names = [], {}
@@ -293,7 +294,7 @@ class Checkpointer:
                 self._at("old data removed")
 
     def _current(self) -> AbstractContextManager[None]:
-        """A block in which this process is the one that may write; raises Superseded otherwise."""
+        """A block during which no other process may write; raises Superseded where this process may not."""
         if isinstance(self._fence, Fence):
             return self._fence.holding()
         if self._fence is not None and self._fence() is False:

@@ -1,4 +1,4 @@
-"""The state of a run: a tree of dicts, lists and tuples over tensors and plain values; described and copied."""
+"""The state of a run, described and copied: a tree of dicts, lists and tuples over tensors and plain values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Tree:
-    """A state, walked once: its tensors, their dotted names, and the same tree over other tensors.
+    """A state, walked once: gives its tensors, their dotted names, and the same tree with other tensors.
 
     Raises TypeError, naming the key, for anything that `torch.load(weights_only=True)` could not read back as it was,
     and ValueError where two tensors share one dotted name.
@@ -29,7 +29,7 @@ class Tree:
     def __init__(self, state: Any) -> None:
         self._state = state
         self.tensors: list[Tensor] = []
-        """Each one once, detached: tied tensors are one."""
+        """Every tensor of the state once, detached; tied tensors count as one."""
         self.shapes: Shapes = {}
         self._slots: list[int] = []
         self._dtypes: dict[torch.dtype, str] = {}
@@ -73,7 +73,7 @@ class Tree:
         self._slots.append(slot)
 
     def bytes_needed(self) -> int:
-        """Bytes of the data file at most, a little generous: storages are aligned, and each has a record header."""
+        """Upper bound for the bytes of the data file, where storages are aligned and each has a header."""
         return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
 
     def over(self, tensors: list[Tensor]) -> Any:
@@ -82,7 +82,7 @@ class Tree:
 
 
 def describe(state: Any) -> Shapes:
-    """Dotted name → [dtype, shape] of every tensor in `state`, for `load(expect=…)`; raises as `Tree`."""
+    """Dotted name → [dtype, shape] of every tensor in `state`, for `load(expect=…)`; raises what `Tree` raises."""
     return Tree(state).shapes
 
 
@@ -93,7 +93,7 @@ def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
         return state
     if isinstance(state, Mapping):
         items = [(key, _rebuild(value, tensors)) for key, value in state.items()]
-        if isinstance(state, Counter):  # MultiStepLR keeps its milestones in one
+        if isinstance(state, Counter):  # MultiStepLR keeps its milestones in a Counter
             return Counter(dict(items))
         if not isinstance(state, OrderedDict):
             return dict(items)
@@ -108,7 +108,7 @@ def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
 class Snapshots:
     """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
 
-    CUDA tensors go to pinned memory in stream order: `ready()` waits for them, in any thread.
+    CUDA tensors are copied to pinned memory by their stream; `ready()` waits for these copies, in any thread.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Snapshots:
         self._arrived.set()
 
     def begin(self, tree: Tree, now: Iterable[Tensor]) -> Any:
-        """As `copy`, but of tensors in host memory only those of `now`; `carry_on` copies the others."""
+        """As `copy`, but tensors in host memory are copied only if they are in `now`; `carry_on` copies the others."""
         if any(tensor.is_cuda for tensor in tree.tensors):
             return self.copy(tree)
         self._fit(tree)
@@ -145,7 +145,8 @@ class Snapshots:
     def carry_on(self) -> None:
         """Copy what `begin` has left, and return when all of it has arrived.
 
-        Several threads may: each takes what no other has taken, and waits for what the others are still copying.
+        Several threads may call this at once: each copies tensors that no other thread has taken, then waits for the
+        others. Raises RuntimeError where another thread's copy failed.
         """
         while self._left:
             try:
@@ -174,7 +175,7 @@ class Snapshots:
             self._layout = layout
 
     def copy(self, tree: Tree) -> Any:
-        """The same state over buffers of this object; it is valid until the next call."""
+        """The same state over buffers of this object, valid until the next `copy` or `begin`."""
         self._fit(tree)
         if tree.tensors:
             foreach_copy_(self._buffers, tree.tensors, non_blocking=True)

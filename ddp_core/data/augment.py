@@ -1,8 +1,8 @@
-"""Augmentation as a function of the sample: its randomness comes from outside, keyed by (seed, epoch, sample id).
+"""Augmentation as a function of the sample: its random numbers are arguments, keyed by (seed, epoch, sample id).
 
-So a sample is changed in the same way whichever rank, worker or micro-batch it meets. Everything is done for a whole
-micro-batch at once, element by element, without sums over samples or matrix products whose rounding would depend on
-their company.
+So a sample is changed in the same way on every rank, in every worker and in every micro-batch. A whole micro-batch is
+changed at once, element by element, without sums over samples and without matrix products: their rounding could depend
+on the other samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Augmentation:
 class ShiftAndFlip:
     """Move each image by up to `padding` pixels, filling with zeros, and mirror half of them where `flip` is set.
 
-    The usual "random crop with padding": the image is padded on every side and cut out again at a random place.
+    The usual "random crop with padding": the image is padded on every side, and a part of its size is cut out at a
+    random place.
     Images are [n, channels, height, width]; the uniforms are row, column and, with `flip`, side.
     """
 

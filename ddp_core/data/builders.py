@@ -1,6 +1,6 @@
 """Data sets by name: functions with keyword options that return `Splits`, the same in every process.
 
-Synthetic data is drawn once from the option `seed`, by numpy's PCG64; the experiment's own seed never touches it, so an
+Synthetic data is drawn by numpy's PCG64 from the option `seed`. The experiment's own seed does not change it, so an
 experiment can be repeated with other weights and another order on the same samples. Each builder that reads files has a
 parameter `root`, the data directory.
 """
@@ -75,7 +75,7 @@ def linear_data(size: int = 10_000, test_size: int = 2_000, noise: float = 0.1, 
 
 
 def counter_data(size: int = 100, features: int = 10, seed: int = 0) -> Splits:
-    """Normal inputs [features] with labels 0.0 or 1.0 by the toss of a coin: there is nothing to learn in them."""
+    """Normal inputs [features] with random labels 0.0 or 1.0: there is nothing to learn."""
     generator = _generator(seed)
     inputs = torch.from_numpy(generator.standard_normal((size, features), dtype=np.float32))
     targets = torch.from_numpy(generator.integers(0, 2, size).astype(np.float32))
@@ -95,8 +95,8 @@ def random_images(
 ) -> Splits:
     """Normal noise [3, image_size, image_size] with random labels, for measuring speed.
 
-    Only `pool` different images exist (150 MB at 256 images of 224x224), sample `id` being image `id % pool`; so the
-    loss can fall.
+    Only `pool` different images exist (150 MB at 256 images of 224x224): sample `id` is image `id % pool`. As images
+    are repeated, the loss can fall.
     """
     generator = _generator(seed)
     kept = min(pool, samples)

@@ -1,16 +1,15 @@
-"""Fetch published data sets into the data directory: on request only, never in the course of training.
+"""Fetch published data sets into the data directory: only on request, never during training.
 
 Files and checksums are those of torchvision's data set classes, and so is the layout on disk: data that torchvision has
-downloaded is found here, and the other way round. MD5 is what the publishers give; it guards against damage and
-exchange on the way.
+downloaded is found here, and the other way round. The publishers give MD5; it finds files that were damaged on the way.
 
 Why not a library. Here an interrupted download is continued where it ended (HTTP `Range`), also by a later call; a kept
 part that does not fit is thrown away and fetched once more from the start; where one mirror fails the next is tried; a
 file gets its name only when its checksum is right, so that no crash leaves half a file under that name; a second
 process that fetches the same data set is refused; and every failure is one line with an exit code. pooch 1.9 checks
-before it renames, too, but starts every attempt at the first byte, knows one address per file and no lock between
-processes, and brings its own exceptions and requests. torchvision 0.28 (`download_url`) writes under the final name,
-checks afterwards, continues nothing and waits for a silent server without end.
+before it renames, too, but it starts every attempt at the first byte, takes one address per file, has no lock between
+processes, and needs the package requests. torchvision 0.28 (`download_url`) writes under the final name, checks
+afterwards, cannot continue a download, and waits for a silent server without end.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ class _Readable(Protocol):
 
 
 class _Interrupted(Exception):
-    """A mirror did not answer, or not to the end; what has arrived is kept."""
+    """A mirror did not answer, or stopped before the end; the bytes that have arrived are kept."""
 
 
 class _Damaged(Exception):
-    """Everything arrived and it is not the published file; it is thrown away."""
+    """The download is complete but is not the published file; it is thrown away."""
 
 
 def fetch_command(name: str, root: Path) -> str:
@@ -106,10 +105,10 @@ def fetch(
     report: Callable[[str], object] = print,
     sources: Mapping[str, tuple[Archive, ...]] = SOURCES,
 ) -> None:
-    """Bring a data set into `root`, ready for training; what is whole there already is kept, what is half is continued.
+    """Bring a data set into `root`, ready for training; complete files are kept, and partial downloads continued.
 
-    Raises UserError: exit 2 for an unknown name, no network, or a wrong checksum; exit 4 where `root` cannot be
-    written.
+    Raises UserError: (2) for an unknown name, no network, a wrong checksum, or a data set that another process is
+    fetching; (4) where `root` cannot be written.
     """
     if name not in sources:
         raise UserError(
@@ -133,7 +132,7 @@ def fetch(
 
 @contextmanager
 def _only_fetcher(name: str, root: Path) -> Iterator[None]:
-    """Two processes must not write the same partial file; the lock goes with the process that holds it."""
+    """Hold the lock of the data set, so that no two processes write the same partial file; it ends with its process."""
     with (root / f".{name}.lock").open("w") as lock:
         if not take_lock(lock.fileno()):
             raise UserError(f"another process is fetching {name} into {root}; wait for it to end")
@@ -161,7 +160,7 @@ def _download(archive: Archive, root: Path, report: Callable[[str], object], com
 
 
 def _receive_whole(url: str, archive: Archive, target: Path, report: Callable[[str], object]) -> None:
-    """One mirror: continue the partial file; where the whole turns out wrong, once more from the start."""
+    """Fetch from one mirror: continue the partial file, and if the result is wrong, fetch once more from the start."""
     part = target.with_name(target.name + ".part")
     resumed = part.is_file() and part.stat().st_size > 0
     _receive(url, part, archive.path, report)
@@ -178,7 +177,7 @@ def _receive_whole(url: str, archive: Archive, target: Path, report: Callable[[s
 
 
 def _receive(url: str, part: Path, label: str, report: Callable[[str], object]) -> None:
-    """Append to `part` what is missing of `url`. Raises _Interrupted for the network, OSError for the disk."""
+    """Append to `part` the bytes of `url` that it lacks. Raises _Interrupted for the network, OSError for the disk."""
     start = part.stat().st_size if part.is_file() else 0
     request = urllib.request.Request(url, headers={"User-Agent": "ddp-core", "Accept-Encoding": "identity"})
     if start:
@@ -187,7 +186,7 @@ def _receive(url: str, part: Path, label: str, report: Callable[[str], object]) 
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return  # nothing is missing; the checksum says whether that is true
+            return  # the server has no more bytes; the checksum says whether the file is right
         raise _Interrupted(f"HTTP {error.code} {error.reason}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise _Interrupted(str(getattr(error, "reason", error))) from None
@@ -209,7 +208,7 @@ def _receive(url: str, part: Path, label: str, report: Callable[[str], object]) 
 def _copy(
     response: _Readable, file: BinaryIO, start: int, total: int | None, label: str, report: Callable[[str], object]
 ) -> int:
-    """Blocks from the network to the file, a line for every tenth; returns the file's size."""
+    """Copy blocks from the network to the file, report each tenth, and return the file's size."""
     received, told = start, start
     while True:
         try:
@@ -226,7 +225,7 @@ def _copy(
 
 
 def _unpack(archive: Archive, root: Path) -> None:
-    """Beside the archive, each file complete under its name or not there at all."""
+    """Unpack beside the archive; each file is complete under its name, or not there at all."""
     source = root / archive.path
     if not archive.members:
         with gzip.open(source) as packed:

@@ -16,7 +16,7 @@ from ddp_core.sampler import Ids
 
 
 class Dataset(Protocol):
-    """Samples by number: torch's map-style data set."""
+    """Samples by index: torch's map-style data set."""
 
     def __len__(self) -> int: ...
 
@@ -27,8 +27,8 @@ class Dataset(Protocol):
 class Splits:
     """Training samples, held-out samples (None where there are none), and what belongs to them.
 
-    `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 that tells two
-    contents apart, the same on every rank, written to the run's record; empty where nothing is known of the content.
+    `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
+    content, the same on every rank; it is written to the run's record. It is empty where the builder gives none.
     """
 
     train: Dataset
@@ -39,7 +39,7 @@ class Splits:
 
 
 class InMemory:
-    """Samples as two tensors: inputs [N, …] and targets [N, …], of which sample `id` is row `id % N` of `size` samples.
+    """Samples as two tensors, inputs [N, …] and targets [N, …]; sample `id` of `size` samples is row `id % N`.
 
     `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
     there, pass `collate_fn=lambda batch: batch`.
@@ -69,7 +69,7 @@ class InMemory:
 
 
 class ByteImages(InMemory):
-    """Images kept as bytes [N, channels, height, width]; a micro-batch leaves as standardised float32."""
+    """Images kept as bytes [N, channels, height, width]; a micro-batch of them is standardised float32."""
 
     def __init__(self, images: Tensor, targets: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> None:
         super().__init__(images, targets)

@@ -1,4 +1,4 @@
-"""Image data sets in torchvision's layout on disk, read without torchvision: its import would cost every rank a second.
+"""Image data sets in torchvision's layout on disk, read without torchvision, whose import costs a second per rank.
 
 They are fetched beforehand (`ddp_core.data.fetch`); a missing or damaged file is an error that names the command.
 """
@@ -56,7 +56,7 @@ def cifar10(root: Path, augment: bool = True) -> Splits:
 
 
 def _splits(parts: list[Tensor], mean: tuple[float, ...], deviation: tuple[float, ...], padding: int | None) -> Splits:
-    """From training images, training labels, test images, test labels."""
+    """Make splits of [training images, training labels, test images, test labels]."""
     return Splits(
         train=ByteImages(parts[0], parts[1], mean, deviation),
         test=ByteImages(parts[2], parts[3], mean, deviation),
@@ -108,7 +108,7 @@ def _read_cifar(path: Path, root: Path) -> tuple[NDArray[np.uint8], NDArray[np.i
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle can run any code; of these files nothing but numpy arrays is expected, so nothing else is let in."""
+    """Reads pickles of numpy arrays and refuses everything else, because a pickle can run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module.replace("numpy._core", "numpy.core"), name) in {

@@ -1,4 +1,4 @@
-"""Digests of what came out of training: SHA-256 over weights, buffers and the optimizer's state."""
+"""Digests of the result of training: SHA-256 over weights, buffers and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over the optimizer's tensors (momenta, second moments, step counts), by parameter number and name."""
+    """SHA-256 over the optimizer's tensors (momenta, second moments, step counts).
+
+    As `weights_digest`, under names made of the parameter's number and the tensor's name.
+    """
     return weights_digest(dict(_optimizer_tensors(optimizer)))
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints: what bit-identity is conditional on, taken from this process, and compared."""
+"""Fingerprints: the software, hardware and settings that a result depends on, bit for bit, recorded and compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What bit-identity is conditional on: build, instruction set or GPU model, threads, kernel settings."""
+    """What a result depends on, bit for bit: build, instruction set or GPU model, threads, kernel settings."""
     import numpy as np
     import torch
 
@@ -45,7 +45,7 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's model name, as the kernel tells it."""
+    """The processor's model name, as the operating system reports it."""
     information = Path("/proc/cpuinfo")
     if information.exists():
         for line in information.read_text().splitlines():
@@ -55,7 +55,7 @@ def cpu_model() -> str:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two fingerprints part, as 'name: here A, there B'; empty where the promise holds."""
+    """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised."""
     names = sorted(set(ours) | set(theirs))
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"

@@ -1,4 +1,4 @@
-"""Deterministic kernels: the switches of torch that decide which of several algorithms runs."""
+"""Deterministic kernels: torch's switches that decide which of several algorithms runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def make_deterministic() -> None:
     """Choose deterministic kernels and full float32 products; called once per process before any CUDA work."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Else every new tensor is filled with NaN first, for the sake of programs that read what they never wrote.
+    # Otherwise torch fills every new tensor with NaN first, to help programs that read memory they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False

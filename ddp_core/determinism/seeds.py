@@ -1,8 +1,8 @@
-"""Random numbers keyed by position instead of carried along.
+"""Random numbers computed from a key, without a generator whose state is carried along.
 
 Nothing here depends on rank, worker or history: dropout is keyed by (seed, step, micro-batch), augmentation by
-(seed, epoch, sample id). So a checkpoint needs no random state and a resume needs no replay. The numbers are mixed by
-SplitMix64.
+(seed, epoch, sample id). So a checkpoint needs no random state, and a resume needs no replay. SplitMix64 turns a key
+into numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddp_core.determinism.splitmix import MASK, STEP, finalise
 
 
 def mix(*words: int) -> int:
-    """A 64-bit key from integers; neighbouring inputs give unrelated keys."""
+    """A 64-bit key from integers; neighbouring integers give unrelated keys."""
     state = 0
     for word in words:
         state = finalise((state ^ word & MASK) + STEP & MASK)

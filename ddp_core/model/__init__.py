@@ -1,1 +1,1 @@
-"""What the experiment's names mean: models, losses and optimizers, by the name that an experiment file gives them."""
+"""Models, losses and optimizers, by the names that an experiment file gives them."""

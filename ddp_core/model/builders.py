@@ -1,5 +1,7 @@
-"""Models by name: functions with keyword options that return a module with fresh weights from torch's global
-generator."""
+"""Models by name: functions with keyword options that return a module.
+
+Its weights are drawn from torch's global generator.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ def linear(features: int = 1, outputs: int = 1) -> nn.Module:
 
 
 class SigmoidClassifier(nn.Module):
-    """A linear layer and a sigmoid, with a buffer `cnt` that counts this replica's forward passes: [n, features] -> [n,
-    1]."""
+    """A linear layer and a sigmoid: [n, features] -> [n, 1].
+
+    The buffer `cnt` counts the forward passes of this replica.
+    """
 
     cnt: Tensor
 
@@ -34,12 +38,12 @@ class SigmoidClassifier(nn.Module):
 
 
 def sigmoid_classifier(features: int = 10) -> nn.Module:
-    """The classifier whose buffer shows what DDP broadcasts: [n, features] -> probabilities [n, 1]."""
+    """A classifier with a buffer that shows what DDP broadcasts: [n, features] -> probabilities [n, 1]."""
     return SigmoidClassifier(features)
 
 
 def mlp(sizes: Sequence[int] = (64, 64, 10), dropout: float = 0.0) -> nn.Module:
-    """Linear layers of these sizes with ReLU (and dropout, where asked for) between them; images are flattened."""
+    """Linear layers of these sizes, with ReLU (and dropout if it is not 0) between them; inputs are flattened."""
     if len(sizes) < 2:
         raise UserError(f"model mlp needs at least two sizes, inputs and outputs, not {list(sizes)}")
     layers: list[nn.Module] = [nn.Flatten()]
@@ -60,8 +64,10 @@ def two_layer() -> nn.Module:
 def small_cnn(
     width: int = 16, dropout: float = 0.25, image_size: int = 8, channels: int = 1, classes: int = 10
 ) -> nn.Module:
-    """Three 3x3 convolutions with BatchNorm, two poolings, dropout, one linear layer: [n, channels, size, size] ->
-    logits."""
+    """Three 3x3 convolutions with BatchNorm, two poolings, dropout and one linear layer.
+
+    [n, channels, image_size, image_size] -> logits [n, classes]. Raises UserError for an `image_size` below 4.
+    """
     if image_size < 4:
         raise UserError(f"model small_cnn halves its images twice: image_size {image_size} must be at least 4")
 
@@ -81,10 +87,10 @@ def small_cnn(
 
 
 def resnet18(classes: int = 10, small_input: bool = False) -> nn.Module:
-    """torchvision's ResNet-18 without pretrained weights: [n, 3, size, size] -> logits.
+    """torchvision's ResNet-18 without pretrained weights: [n, 3, size, size] -> logits [n, classes].
 
-    `small_input` puts a 3x3 convolution of stride 1 and no pooling at the front, as the original paper (He et al. 2015,
-    section 4.2) does for 32x32 images.
+    `small_input` makes the first convolution 3x3 with stride 1 and leaves out the pooling after it, as the original
+    paper (He et al. 2015, section 4.2) does for 32x32 images.
     """
     from ddp_core.model.torchvision_import import import_torchvision
 

@@ -1,7 +1,7 @@
-"""Losses by name: each gives the sum over the samples of a micro-batch, so that sums of sums are the global batch's.
+"""Losses by name: each returns the sum over the samples of a micro-batch, so these sums add up to the global batch's.
 
-A mean would weigh samples by the size of their micro-batch; the trainer divides once, by the true number of samples in
-the global batch. What a sample contributes is what torch's own loss of that name gives for it.
+A mean would weight samples by the size of their micro-batch; the trainer divides once, by the true number of samples in
+the global batch. Each sample contributes what torch's own loss of that name gives for it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ HITS: dict[Loss, Loss] = {cross_entropy: class_hits, binary_cross_entropy: thres
 
 
 def _like(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Targets as float32 in the outputs' shape; never broadcast, which would silently compare every sample with every
-    other."""
+    """Targets as float32 in the outputs' shape.
+
+    They are never broadcast: that would silently compare every sample with every other.
+    """
     if targets.numel() != outputs.numel():
         raise UserError(
             f"the loss compares outputs of shape {list(outputs.shape)} with targets of shape {list(targets.shape)}; "

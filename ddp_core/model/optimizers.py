@@ -37,10 +37,10 @@ def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimi
 
 
 def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal["fused", "foreach", "loop"]:
-    """What `settings.implementation` comes to for these parameters; the same on every rank, as they are."""
+    """The implementation that is used for these parameters; the same on every rank, as the parameters are."""
     if settings.implementation == "fused" and all(map(_fits_fused, parameters)):
         return "fused"
-    # On CPU foreach is the same operations, one over all tensors after the other: the same bits with a cold cache.
+    # On CPU foreach gives the same bits, but each operation runs over all tensors before the next: the cache is cold.
     if settings.implementation == "foreach" and any(parameter.is_cuda for parameter in parameters):
         return "foreach"
     return "loop"

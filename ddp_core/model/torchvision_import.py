@@ -1,8 +1,8 @@
-"""torchvision, imported only where it is needed, also beside a torch that it was not built against.
+"""Imports torchvision where it is needed, even if it was built against another torch.
 
-The wheel of the package index is built against CUDA torch; beside a CPU-only torch its compiled operators do not load
-and the import ends in "operator torchvision::nms does not exist". Nothing here calls them, so declaring the two that
-are looked up mends it.
+The wheel of the package index is built against CUDA torch. With a CPU-only torch its compiled operators do not load,
+and the import ends in "operator torchvision::nms does not exist". This project never calls these operators, so it is
+enough to declare the two that the import looks up.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 _kept: list[Any] = []
-"""torch.library forgets a declaration together with the object that made it."""
+"""The libraries that declared operators: torch forgets a declaration when its library object is deleted."""
 
 
 def import_torchvision(submodule: str = "models") -> ModuleType:
-    """The module `torchvision.<submodule>`; costs about a second once. Raises ImportError where torchvision is
-    missing."""
+    """The module `torchvision.<submodule>`; the first import takes about a second.
+
+    Raises ImportError where torchvision is missing.
+    """
     try:
         return importlib.import_module(f"torchvision.{submodule}")
     except RuntimeError as error:

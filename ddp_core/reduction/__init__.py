@@ -1,9 +1,9 @@
 """Exact reduction: gradient sums in one fixed order, so that a result does not depend on the layout.
 
 Sums of floating-point numbers depend on the order of the additions. Here that order is one binary tree over the
-micro-batches of a step (`tree`), whoever computes them: ranks exchange partial sums (`ordered_sum`) while backward
-goes on (`communication`), batch-norm statistics travel the same way (`batch_statistics`), and `ExactReduction`
-(`exact`) is all of it in a training loop.
+micro-batches of a step (`tree`), whichever ranks compute them. Ranks exchange partial sums (`ordered_sum`) while
+backward goes on (`communication`). Batch-norm statistics are exchanged in the same way (`batch_statistics`).
+`ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed

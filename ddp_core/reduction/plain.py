@@ -14,9 +14,9 @@ from ddp_core.torch_internals import foreach_mul_
 class PlainReduction:
     """`ExactReduction`'s interface without its promise: sums are made in whatever order is fastest.
 
-    DDP divides what it sums by the number of ranks; a loss weighted by that number undoes it, and every `.grad` is the
-    sum over all micro-batches, as with ExactReduction. A large batch is best weighted by `1 / samples` there as well,
-    before it is summed; `finish` then needs no scale.
+    DDP divides its sums by the number of ranks. To undo this, weight the loss by that number: every `.grad` is then the
+    sum over all micro-batches, as with ExactReduction. For a large batch it is best to weight the loss by
+    `1 / samples`, too, before the sum; `finish` then needs no scale.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int) -> None:
@@ -33,15 +33,15 @@ class PlainReduction:
             parameter.grad = None
 
     def micro_batch(self, index: int, weight: float = 1.0) -> AbstractContextManager[None]:
-        """One forward and backward; gradients travel during the backward of the rank's last one only."""
+        """One forward and backward; ranks exchange gradients only during the backward of their last micro-batch."""
         if isinstance(self._module, DistributedDataParallel) and index < self.share.stop - 1:
             return self._module.no_sync()
         return nullcontext()
 
     def finish(self, scale: float = 1.0) -> None:
-        """Complete the step: multiply every `.grad` by `scale`. (DDP has waited for them at the end of backward.)"""
+        """Complete the step: multiply every `.grad` by `scale`. (DDP has summed them by the end of backward.)"""
         if scale != 1.0:
             foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: this reduction holds nothing that has to be released."""

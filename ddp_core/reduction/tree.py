@@ -1,10 +1,10 @@
-"""The canonical tree: one fixed order of additions over M micro-batch gradients, whoever computes which.
+"""The canonical tree: one fixed order of additions over M micro-batch gradients, whichever ranks compute them.
 
 Write the leaves 0 … M-1 under the perfect binary tree over the next power of two, and leave out the leaves that do not
 exist. Every node is then an aligned block `[k * 2**j, (k + 1) * 2**j)` cut off at M, and its sum is *left child + right
-child*. A contiguous range of leaves falls apart into few whole nodes, so its owner can add those up alone; the rest of
-the tree is added where the nodes meet. Two-operand addition commutes bit for bit, so it does not matter which operand
-is overwritten, only which two meet: that is what the tree fixes.
+child*. A contiguous range of leaves consists of a few whole nodes, so the rank that owns it can add those up alone; the
+rest of the tree is added where the nodes of several ranks come together. `a + b` and `b + a` have the same bits, so it
+does not matter which operand is overwritten. It matters which two are added: that is what the tree fixes.
 
 The stack of partial sums is the binary counter of Knuth (The Art of Computer Programming 4A, 7.1.3) and of pairwise
 summation (Higham, The accuracy of floating point summation, 1993).
@@ -31,14 +31,14 @@ class Span(NamedTuple):
 
 @dataclass
 class Subtree:
-    """A node of the tree and its sum, one tensor (or None: no gradient in any of its leaves) per parameter."""
+    """A node of the tree and its sum: one tensor per parameter, None where no leaf of the node has a gradient."""
 
     span: Span
     tensors: list[Tensor | None]
 
 
 def share(micro_batches: int, rank: int, world_size: int) -> range:
-    """The micro-batches that `rank` computes, as `share_of` says, where every rank has something to do.
+    """The micro-batches that `rank` computes: `share_of`, where every rank must have something to do.
 
     Raises ValueError if a rank would have nothing to do (`world_size > micro_batches`) or `rank` does not exist.
     """
@@ -75,8 +75,8 @@ def are_siblings(left: Span, right: Span, leaves: int) -> bool:
 def add_(left: list[Tensor | None], right: Sequence[Tensor | None]) -> None:
     """Add `right` to `left` in place, tensor by tensor; a tensor of `right` may end up in `left`.
 
-    None adds nothing. Written out it is -0.0, the one number that changes no other when added (+0.0 turns -0.0 into
-    +0.0).
+    None changes nothing. It stands for -0.0, the only number that changes no other number when added: -0.0 + 0.0 would
+    be +0.0.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     for position, (ours, theirs) in enumerate(zip(left, right, strict=True)):
@@ -134,7 +134,7 @@ def merge_(stack: list[Subtree], leaves: int) -> None:
 
 
 def fold(subtrees: Iterable[Subtree], leaves: int) -> list[Subtree]:
-    """Complete the tree from subtrees of several owners, overwriting them; the root alone is left if they cover it.
+    """Complete the tree from subtrees of several ranks, overwriting them; if they cover it, only the root is left.
 
     Raises ValueError if two subtrees overlap.
     """

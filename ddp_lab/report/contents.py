@@ -1,4 +1,4 @@
-"""Everything that the page shows, put together: this is what the templates are given."""
+"""Everything that the page shows, put together for the templates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Report:
 
     @property
     def period(self) -> str:
-        """When the runs were begun."""
+        """When the first and the last run were started."""
         moments = sorted(run.record.started_at for run in self.inventory.runs if run.record.started_at)
         if not moments:
             return ""

@@ -62,7 +62,7 @@ def render(report: Report, template: str) -> str:
 
 
 def _sentence(words: str) -> str:
-    """The words with a full stop and a capital; a name such as torch.distributed keeps its small letter."""
+    """The words with a capital and a full stop; a name such as torch.distributed keeps its small letter."""
     first = words.split(" ", 1)[0]
     begun = words[:1].upper() + words[1:] if first.isalpha() else words
     return begun + ("" if words.endswith((".", "!", "?", ":")) else ".")

@@ -1,4 +1,4 @@
-"""Serves the report's folder over HTTP: reading only, no listings, nothing that lies outside it."""
+"""Serves the report's folder over HTTP: read-only, without listings, and nothing that lies outside the folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ddp_core.errors import ExitCode, UserError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """GET and HEAD of files inside the folder; a link is followed first, so one that leads outside is a 404 too."""
+    """GET and HEAD of files inside the folder; links are followed first, so a link that leads outside is a 404, too."""
 
     server_version = "ddp-report"
     sys_version = ""
 
     def translate_path(self, path: str) -> str:
-        """Return the file asked for; for one that is hidden or outside the folder, a path where there is nothing."""
+        """Return the file asked for; for a file that is hidden or outside the folder, a path where there is nothing."""
         root, found = Path(self.directory).resolve(), Path(super().translate_path(path)).resolve()
         hidden = any(part.startswith(".") for part in found.parts[len(root.parts) :])
         return str(found if found.is_relative_to(root) and not hidden else root / ".nothing")

@@ -25,7 +25,7 @@ TONES = {
     "not measurable here": "quiet",
     "recovered": "good",
 }
-"""How the status of a run, the verdict on a claim and the outcome of a fault are set."""
+"""The tone in which the status of a run, the verdict on a claim or the outcome of a fault is shown."""
 
 
 def finite(value: Any) -> float | None:
@@ -36,7 +36,7 @@ def finite(value: Any) -> float | None:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return the number with so many significant digits; counts and large numbers whole, thousands set apart."""
+    """Return the number with `digits` significant digits; integers and large numbers whole, with commas."""
     if value is None:
         return ABSENT
     if isinstance(value, int):
@@ -77,7 +77,7 @@ def size(count: float | None) -> str:
 
 
 def moment(stamp: str | None) -> str:
-    """Return an ISO time to the minute, without its letters."""
+    """Return an ISO time as date, hour and minute."""
     return stamp.replace("T", " ").removesuffix("Z")[:16] if stamp else ABSENT
 
 
@@ -111,7 +111,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Self | None:
-        """Return the spread of the values that are not None; None where there are no others."""
+        """Return the spread of the values that are not None; None where all are None."""
         found = [value for value in values if value is not None]
         return cls(statistics.median(found), min(found), max(found), len(found)) if found else None
 
@@ -124,7 +124,7 @@ class Spread:
 class Cell:
     """One cell of a table: its text, with a `note` below it.
 
-    `order` is what the column is sorted by (the text where None), `tone` says how the text is set (good, bad, warn,
+    `order` is what the column is sorted by (the text where None), `tone` says how the text is shown (good, bad, warn,
     quiet, code), and `link` is an anchor on the page.
     """
 
@@ -163,5 +163,5 @@ def text(value: Any, tone: str = "", link: str = "") -> Cell:
 
 
 def figure(value: float | None, shown: str | None = None, tone: str = "") -> Cell:
-    """Return a cell with a number; it is sorted by the number, however that is shown."""
+    """Return a cell with a number, shown as `shown` if given, and sorted by the number."""
     return Cell(number(value) if shown is None else shown, value, tone)

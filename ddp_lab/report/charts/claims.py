@@ -17,7 +17,7 @@ from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.values import Column, Table, figure, finite, slug, text
 
 _FEW = 12
-"""A line of so many points or fewer shows each point with its own interval; a longer one shows a band."""
+"""A line with at most so many points shows the interval of each point; a longer line shows a band."""
 
 
 def claim_plots(claim: Claim) -> list[Plot]:
@@ -35,7 +35,7 @@ class _Point(NamedTuple):
 
 @in_our_look
 def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
-    """Values of x that are words stand side by side; lines join them only if all are numbers, as those of a sweep."""
+    """Draw one series; words on the x axis stand side by side, and lines join them only if all are written numbers."""
     words = any(isinstance(value, str) for value in series.x.values)
     categories = [str(value) for value in series.x.values] if words else []
     places = range(len(categories)) if words else [finite(value) for value in series.x.values]
@@ -46,7 +46,7 @@ def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
     joined = all(_is_number(word) for word in categories)
     axes = new_axes()
     for order, line in enumerate(drawn):
-        # Points that no line joins are moved apart: at one place their intervals would hide each other.
+        # Points that no line joins are moved apart, because at the same place their intervals would hide each other.
         shift = 0.0 if joined else 0.12 * (order - (len(drawn) - 1) / 2)
         _draw_line(axes, *line, shift, joined, wide=max(1.5, 4.2 - 0.9 * order))
     if words:
@@ -63,7 +63,7 @@ def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
 
 
 def _points(places: Sequence[float | None], line: Line) -> list[_Point]:
-    """The points that have both a place and a value; columns of unlike length end with the shortest."""
+    """The points that have both a place and a value; columns of different lengths end with the shortest."""
 
     def at(column: Sequence[float | None] | None, place: int) -> float | None:
         return finite(column[place]) if column is not None and place < len(column) else None

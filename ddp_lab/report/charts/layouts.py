@@ -18,7 +18,7 @@ _PARTS = {
     "exposed_communication": "exposed communication",
     "forward_backward": "forward and backward",
 }
-"""In words, where the name of a part is not one."""
+"""The parts of a step whose names have to be put into words."""
 
 
 def styles(families: Sequence[Family]) -> dict[str, int]:
@@ -99,7 +99,7 @@ def _speed_up(family: Family, groups: Sequence[Group]) -> Plot:
 
 
 def _core_count(groups: Sequence[Group]) -> int | None:
-    """Cores of the machine, where all the runs used the CPU of one kind of machine."""
+    """Cores of the machine; None unless all runs used the CPU, on machines with the same number of cores."""
     found = {group.runs[0].record.environment.get("cores") for group in groups}
     on_cpu = all(group.runs[0].layout.device == "cpu" for group in groups)
     cores = found.pop() if on_cpu and len(found) == 1 else None

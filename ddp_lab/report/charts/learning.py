@@ -15,7 +15,7 @@ from ddp_lab.report.values import Column, Table, figure, number, slug, text
 
 _MOST_POINTS = 150
 _WIDE = 100
-"""From this ratio of the highest to the lowest loss on, the axis is logarithmic: low losses can be told apart."""
+"""Where the highest loss is more than so many times the lowest, the axis is logarithmic, to tell low losses apart."""
 _TITLES = {"train_loss": "Training loss", "test_loss": "Test loss", "test_accuracy": "Test accuracy"}
 
 
@@ -57,7 +57,7 @@ def learning_note(family: Family) -> str:
 
 @dataclass(frozen=True)
 class _Band:
-    """The curve of one run, and the range over it and its repetitions; every list has an entry for each step."""
+    """The curve of one run, and the range over all runs of its group; every list has an entry for each step."""
 
     label: str
     style: int
@@ -70,7 +70,7 @@ class _Band:
 
     @property
     def spread(self) -> bool:
-        """Whether the runs differ."""
+        """Whether the runs in it differ."""
         return self.low != self.high
 
 
@@ -89,7 +89,7 @@ def _bands(family: Family, group: Group, quantity: str, style: Mapping[str, int]
 
 
 def _band(label: str, style: int, unfinished: bool, curves: Sequence[Curve]) -> _Band:
-    """The first curve, with the range over all at the steps that they share; if they share none, the first alone."""
+    """The first curve with the range over all, at the steps that all have; without such steps, the first alone."""
     points = [{step: point for step, *point in zip(it.steps, it.seconds, it.values, strict=True)} for it in curves]
     common = [step for step in curves[0].steps if all(step in curve for curve in points)]
     if not common:
@@ -101,7 +101,7 @@ def _band(label: str, style: int, unfinished: bool, curves: Sequence[Curve]) -> 
 
 
 def _thinned(curve: Curve, scale: float) -> Curve:
-    """At most some hundred points, each the mean of as many neighbours, at the place of the last of them."""
+    """The curve with at most `_MOST_POINTS` points: each is the mean of its neighbours, at the step of the last."""
     count = len(curve.steps)
     width = -(-count // _MOST_POINTS)
     cuts = range(0, count, width)
@@ -144,7 +144,7 @@ def _learning_plot(family: Family, quantity: str, bands: Sequence[_Band], by_tim
 
 
 def _curve_table(what: str, bands: Sequence[_Band]) -> Table:
-    """One row per point and line, because the lines have their points at unlike steps."""
+    """One row per point and line, because the lines have their points at different steps."""
     titles = ["step", "time in training (s)", what, "lowest", "highest"]
     rows = []
     for band in bands:

@@ -35,9 +35,9 @@ class Plot:
         """An svg element whose colours are CSS variables (`--ink`, `--s0`, …), so that it can be light or dark."""
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         target = io.BytesIO()
-        with mpl.rc_context({"svg.hashsalt": self.name}):  # ids hang on it, and must be unique on the page
+        with mpl.rc_context({"svg.hashsalt": self.name}):  # the ids are made from it, and must be unique on the page
             FigureCanvasSVG(self.figure).print_svg(target, metadata=nothing)
-        self.figure.set_layout_engine("none")  # the PNG needs no second layout, which is slow
+        self.figure.set_layout_engine("none")  # the PNG keeps this layout: making it again is slow
         text = target.getvalue().decode()
         text = re.sub(r"<[^>]+>", _for_page, text[text.index("<svg") :])
         text = re.sub(r"\n\s+", "\n", text)

@@ -32,7 +32,7 @@ DASHES: tuple[Any, ...] = (
     (0, (4, 1, 1, 1, 1, 1)),
 )
 MARKERS = ("s", "o", "^", "D", "v", "P")
-"""Of lines and of points: who cannot tell the colours can tell these."""
+"""Of lines and of points: for readers who cannot tell the colours apart."""
 
 LOOK: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
@@ -46,7 +46,7 @@ LOOK: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "grid.color": LIGHT["grid"],
-    # The title says what the y axis shows: above the axis it need not be turned.
+    # The title says what the y axis shows: above the axis its text is level.
     "axes.titlelocation": "left",
     "axes.titlesize": "medium",
     "axes.titlecolor": MUTED,
@@ -54,7 +54,7 @@ LOOK: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 10,
     "text.color": INK,
-    # A dollar sign in a user's name for something does not begin a formula.
+    # A dollar sign in a name that a user gave does not begin a formula.
     "text.parse_math": False,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
@@ -66,7 +66,7 @@ LOOK: dict[Any, Any] = {
 }
 
 in_our_look = mpl.rc_context(LOOK)
-"""A decorator for functions that draw or save a chart: matplotlib looks up its settings at both moments."""
+"""A decorator for functions that draw or save a chart: matplotlib reads its settings when it does either."""
 
 
 def new_axes(height: float = HEIGHT) -> Axes:

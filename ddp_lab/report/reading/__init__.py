@@ -1,5 +1,5 @@
 """Reading: run directories, claims and drills become records, in whatever state their files are.
 
-`runs` and `claims` read one kind of file each, `families` sets runs of one experiment side by side and judges them.
+`runs` reads run directories, `claims` reads claims and drills, and `families` compares the runs of one experiment.
 A file that cannot be read becomes a record that says why. Nothing here draws, or decides what the page shows.
 """

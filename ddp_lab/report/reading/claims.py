@@ -1,4 +1,4 @@
-"""Claims and drills read from their JSON files; one that cannot be read is said, not raised."""
+"""Claims and drills read from their JSON files; a file that cannot be read is listed, and raises no error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Loose(BaseModel):
 
 
 class Claim(_Loose):
-    """A sentence of the sources with what was measured and the verdict (format ddp-claim/1)."""
+    """A sentence from a source, what was measured, and the verdict (format ddp-claim/1)."""
 
     id: str
     title: str
@@ -39,7 +39,7 @@ class Claim(_Loose):
 
 
 class Fault(_Loose):
-    """One fault of a drill and what became of it."""
+    """One fault of a drill, and what the run did about it."""
 
     name: str
     at_step: int | float | None = None
@@ -75,7 +75,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class MeasuredClaim:
-    """A claim with the pictures beside it."""
+    """A claim with the pictures that lie beside its file."""
 
     claim: Claim
     pictures: list[Picture]
@@ -94,7 +94,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_findings(output: Path) -> Findings:
-    """Every claims/C??.json and drill.json below `output`; of one claim measured twice, the newer."""
+    """Every claims/C??.json and drill.json below `output`; of a claim that was measured twice, only the newer."""
     unreadable: list[tuple[str, str]] = []
     newest: dict[str, MeasuredClaim] = {}
     for file in sorted(output.glob("**/claims/C[0-9][0-9].json")):
@@ -124,7 +124,7 @@ def _read(file: Path, form: str, model: type[Model], output: Path, unreadable: l
 
 
 def _pictures(file: Path) -> list[Picture]:
-    """SVG before PNG of the same name."""
+    """The pictures beside `file`; of an SVG and a PNG with the same name, only the SVG."""
     found: dict[str, Picture] = {}
     for kind, media in (("svg", "image/svg+xml"), ("png", "image/png")):
         for picture in sorted(file.parent.glob(f"{file.stem}*.{kind}")):

@@ -1,4 +1,4 @@
-"""Runs set side by side.
+"""Runs of one experiment, put together and compared.
 
 A family is all runs of one experiment, whatever their seeds; a group is those runs of a family that were carried out
 the same way (layout, reduction, loader workers, backend).
@@ -30,7 +30,7 @@ class Group:
 
     @property
     def layout_order(self) -> tuple[int, int, str]:
-        """What to sort by: single first, then dp and ddp, small before large."""
+        """The key to sort by: single first, then dp and ddp; small layouts before large ones."""
         layout = self.runs[0].layout
         return _KINDS.index(layout.kind), layout.shares, self.label
 
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class SeedVerdict:
-    """Whether the runs with one seed ended with the same weights, in words and as a tone: good, bad, warn or quiet."""
+    """Whether the runs with one seed ended with the same weights: in words and as a tone (good, bad, warn, quiet)."""
 
     seed: int | None
     text: str
@@ -121,7 +121,7 @@ class Family:
         return SeedVerdict(None, f"identical on {layouts} layout{'s' if layouts > 1 else ''}", "good")
 
     def reference_for(self, group: Group) -> Group | None:
-        """Return the single runs that `group` is compared with: on the same device type, if possible same reduction."""
+        """Return the single runs that `group` is compared with: same device type, if possible same reduction."""
         layout, options = group.runs[0].layout, group.runs[0].record.options
         found = [
             other
@@ -134,14 +134,14 @@ class Family:
         return next(iter([*same, *found]), None)
 
     def speed_up(self, group: Group) -> Spread | None:
-        """Return the throughput over the median throughput of the reference; None where one is unknown."""
+        """Return the throughput over the median throughput of the reference; None where one of them is unknown."""
         speed, reference = group.spread("samples_per_second"), self.reference_for(group)
         base = reference.spread("samples_per_second") if reference else None
         return speed.over(base.median) if speed and base and base.median else None
 
     @property
     def common_seed(self) -> int | None:
-        """The seed that most groups have completed, of several the lowest."""
+        """The seed that most groups have completed; the lowest if there are several."""
         counts = Counter(
             seed for group in self.groups for seed in {run.seed for run in group.completed} if seed is not None
         )
@@ -151,7 +151,8 @@ class Family:
 def find_families(runs: Sequence[Run]) -> list[Family]:
     """Return the families by name.
 
-    Of several with one name the one with most runs comes first; the others say in which settings they differ from it.
+    Of several families with one name, that with the most runs comes first; the others say how their settings differ
+    from it.
     """
     by_key: dict[str, list[Run]] = {}
     for run in runs:
@@ -205,7 +206,7 @@ def way_of(run: Run) -> str:
 
 
 def judge(runs: Iterable[Run]) -> list[SeedVerdict]:
-    """Return what `ddp compare` says of the runs with one experiment digest, for each digest, that is for each seed."""
+    """Return what `ddp compare` says of the runs with one experiment digest; in a family each seed has one digest."""
     by_digest: dict[str, list[Run]] = {}
     for run in runs:
         by_digest.setdefault(run.record.experiment_sha256, []).append(run)
@@ -239,7 +240,7 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def digest_letters(runs: Iterable[Run]) -> dict[str, str]:
-    """Return a letter for each digest that several runs ended with: letters are easier to compare than digests."""
+    """Return a letter for each digest that several runs ended with, because letters are easier to compare."""
     counts = Counter(run.record.weights_sha256 for run in runs if run.record.weights_sha256)
     shared = [digest for digest, count in counts.items() if count > 1]
     return {digest: _letter(index) for index, digest in enumerate(shared)}

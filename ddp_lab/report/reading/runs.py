@@ -1,4 +1,4 @@
-"""Run directories read from disk: a broken one becomes a record that says what is wrong, and stops nothing."""
+"""Run directories read from disk; a broken directory becomes a record that says what is wrong."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class Run:
     def time_split(self) -> dict[str, float] | None:
         """Return the seconds of a mean step, by what they were spent on; None where nothing is known.
 
-        Where the run has measured the parts (`result.time_split`, or `timing` records), these; else only the wait for
-        data and the rest.
+        These are the parts that the run has measured (`result.time_split`, or `timing` records); if there are none,
+        only the wait for data and the rest.
         """
         recorded = (self.record.result or {}).get("time_split")
         sources = [recorded] if isinstance(recorded, dict) else []
@@ -158,7 +158,7 @@ class Inventory:
     runs: list[Run]
     broken: list[BrokenRun]
     left_out: int
-    """How many runs a claim made to measure something: they are shown as that claim, not as runs."""
+    """How many runs were made to measure a claim: the report shows the claim instead of these runs."""
 
 
 def read_runs(output: Path) -> Inventory:
@@ -263,7 +263,7 @@ def _clocked(records: list[dict[str, Any]], samples_per_step: float | None) -> I
 
 
 def _seconds_before(record: dict[str, Any], samples_per_step: float | None) -> float:
-    """How long the steps up to the first record took, by their throughput: when they began is not recorded."""
+    """Seconds of the steps up to the first record, from their throughput, because their start is not recorded."""
     speed, step = finite(record.get("samples_per_second")), finite(record.get("step"))
     return step * samples_per_step / speed if speed and step and samples_per_step else 0.0
 

@@ -25,7 +25,7 @@ class ClaimSection:
 
     @property
     def tone(self) -> str:
-        """How the verdict is set."""
+        """The tone in which the verdict is shown."""
         return TONES.get(self.claim.verdict, "quiet")
 
 

@@ -24,7 +24,7 @@ def find_environments(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def environment_anchor(letter: str) -> str:
-    """Return where the environment is told."""
+    """Return the anchor of the environment on the page."""
     return f"environment-{letter.lower()}"
 
 

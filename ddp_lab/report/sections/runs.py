@@ -30,7 +30,7 @@ class RunSection:
 
 
 def run_anchor(run: Run | BrokenRun) -> str:
-    """Return where the run's section is."""
+    """Return the anchor of the run's section on the page."""
     return f"run-{slug(run.name)}"
 
 
