@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed, also on another layout, train each remaining sample once and end undisturbed."""
+"""A run that is killed and resumed, also on another layout, trains each sample once and ends as if never killed."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str
 
 
 def write(records: list[dict[str, Any]]) -> None:
-    """Keep the records, and put the table between the page's marks."""
+    """Write the records to faults.json, and the table between the marks in faults.md."""
     KEPT.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -132,7 +132,7 @@ def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
 
 
 def test_the_core_names_no_experiment() -> None:
-    builders = {"digits", "fashion_mnist"}  # data sets of the same name
+    builders = {"digits", "fashion_mnist"}  # these are also the names of data sets
     names = {file.stem for file in (ROOT / "experiments").glob("*.py")} - builders
     assert names
     for module, file in CORE.items():

@@ -269,7 +269,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(
     try:
         describe(state)
     except ValueError:
-        return  # keys 1 and "1" side by side
+        return  # such as a dict with both keys, 1 and "1"
     directory = tmp_path_factory.mktemp("tree")
     with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=0, epoch=0)

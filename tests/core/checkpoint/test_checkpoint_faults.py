@@ -147,7 +147,7 @@ def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path)
     _kill_at_random_times(tmp_path, 200)
 
 
-# Rows 10 and 11: damage.
+# Rows 10 and 11: damaged files.
 
 
 def _truncate(checkpoint: Checkpoint) -> None:

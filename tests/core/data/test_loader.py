@@ -22,7 +22,7 @@ from ddp_core.errors import UserError
 
 
 class OneByOne:
-    """A user's data set with nothing but the two methods that torch asks for."""
+    """A user's data set with only the two methods that torch requires."""
 
     def __init__(self, size: int = 40) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Which optimizer a model's parameters get, and that no choice of kernel mixes elements up."""
+"""Which implementation of an optimizer a model gets, and that none of them mixes up the elements of a tensor."""
 
 from __future__ import annotations
 

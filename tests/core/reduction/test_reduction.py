@@ -30,7 +30,7 @@ quick = settings(deadline=None, max_examples=60)
 
 
 def by_definition(leaves: list[Tensor]) -> Tensor:
-    """The sum along the tree, from its top: the left part has the largest power of two of leaves that is not all."""
+    """The sum by definition of the tree: its left part has the largest power of two below the number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     half = 1 << ((len(leaves) - 1).bit_length() - 1)
