@@ -39,7 +39,8 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
-# What only a subclass can use: launch/agent.py overrides these methods of torch's agent and counts its restarts.
+# Private names that only a subclass can use. launch/agent.py overrides these methods of torch's agent and counts its
+# restarts.
 OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
@@ -164,7 +165,7 @@ def test_reports_read_run_directories_never_live_objects() -> None:
 
 
 def private_torch(file: Path) -> set[str]:
-    """What the file reaches for below torch's public names: by import, by attribute, by a method that it overrides."""
+    """The private names of torch that the file uses: by import, by attribute, or by a method that it overrides."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
