@@ -1,4 +1,4 @@
-"""What holds for every test: single-threaded mathematics, and no process left behind."""
+"""What holds for every test: mathematics on one thread, and no process left behind."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from multiprocessing import forkserver, resource_tracker
 import psutil
 import pytest
 
-# More threads than cores would have ranks wait for each other, and results are compared on one thread.
+# With more threads than cores, ranks would wait for each other. Results are compared on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# `ddp` says so itself before it imports torch; the fork server has imported torch already.
+# `ddp` sets this before it imports torch. The fork server has imported torch before `ddp` runs, so it is set here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# Descendants inherit it, also those that have left the tree; a process that outlives its test is found by it.
+# All descendants inherit this variable, even those that have left the process tree: it finds what outlives the tests.
 _MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)
 os.environ[_MARK] = _SESSION
 
-# Orphans below become children here, where they are looked for.
+# A descendant whose parent has ended becomes a child of this process, where `_children` finds it.
 if sys.platform == "linux":
     PR_SET_CHILD_SUBREAPER = 36
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
-# A machine with other things to do takes its time over the end of a process; one that stays, stays longer than this.
+# On a busy machine a process may need some seconds to end. A process that was left behind stays longer than this.
 _LEAVING_SECONDS = 30
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need more CUDA devices than there are. Last: torch is asked only where -m has left some."""
+    """Skip the tests that need more CUDA devices than there are.
+
+    This hook runs last, so that torch is asked only if the option -m has left such tests.
+    """
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         chosen = [item for item in items if item.get_closest_marker(marker)]
         if chosen and (found := _cuda_devices()) < needed:
@@ -48,8 +51,8 @@ def _cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def _own_helpers() -> set[int | None]:
-    """multiprocessing's fork server and resource tracker live as long as the test session, by design."""
+def _own_servers() -> set[int | None]:
+    """The process ids of multiprocessing's fork server and resource tracker, which live as long as the session."""
     return {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
 
 
@@ -61,8 +64,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _children() -> list[psutil.Process]:
-    helpers = _own_helpers()
-    return [child for child in psutil.Process().children(recursive=True) if child.pid not in helpers and _lives(child)]
+    servers = _own_servers()
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in servers and _lives(child)]
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -73,18 +76,18 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _strays() -> list[psutil.Process]:
-    """Everything that carries this session's mark, wherever in the process tree it is."""
-    helpers, found = _own_helpers() | {os.getpid()}, []
+    """All processes that carry this session's mark, wherever they are in the process tree."""
+    servers, found = _own_servers() | {os.getpid()}, []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid not in helpers and process.environ().get(_MARK) == _SESSION and _lives(process):
+            if process.pid not in servers and process.environ().get(_MARK) == _SESSION and _lives(process):
                 found.append(process)
     return found
 
 
 @pytest.fixture(autouse=True)
 def leaves_no_child() -> Iterator[None]:
-    """Fails the test whose processes are still there after it."""
+    """Fail a test that leaves processes behind."""
     before = {child.pid for child in _children()}
     yield
     deadline = time.monotonic() + _LEAVING_SECONDS
@@ -98,7 +101,7 @@ def leaves_no_child() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def leaves_no_stray() -> Iterator[None]:
-    """Fails the session when a process that no longer has a parent among the tests outlives them."""
+    """Fail the session if any process with its mark outlives the tests, even one that has left the process tree."""
     yield
     deadline = time.monotonic() + _LEAVING_SECONDS
     while (left := _strays()) and time.monotonic() < deadline:

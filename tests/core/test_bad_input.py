@@ -1,4 +1,4 @@
-"""Bad input, in every launch mode: one line that says what, where and what to do; the code; nothing left behind."""
+"""Bad input in every launch mode: one line says what, where and what to do; the exit code; nothing left behind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ experiment = Experiment(name='a', model=Component(name='model'), data=Component(
 """,
 }
 
-# Words of the command, exit code, and what the line must hold.
+# Words of the command, exit code, and what the error line must contain.
 CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "unknown experiment": (["toy_mpl"], 2, ["toy_mpl", "did you mean toy_mlp?"]),
     "missing file": (["nowhere/mine.py"], 2, ["nowhere/mine.py", "ddp list"]),

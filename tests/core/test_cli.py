@@ -1,4 +1,4 @@
-"""The command: what it lists, offers and says; and that its words mean what they say."""
+"""The command line: what it lists, its help, its errors, and that every option reaches the run."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_every_command_line_of_the_documentation_is_understood() -> None:
 
 
 def test_the_reference_names_every_option_of_train() -> None:
-    """Those of other commands may stand there, too."""
+    """The page may also name options of other commands."""
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
     assert options - {"--experiment", "--record"} - set(re.findall(r"--[a-z-]+", page)) == set()

@@ -1,4 +1,4 @@
-"""The order is a bijection and a pure function; the ranks share it without overlap, on every layout, also resumed."""
+"""The order of samples is a bijection and a pure function; ranks share it without overlap, also after a resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from ddp_core.sampler import BLOCK, ElasticSampler, GlobalOrder, Permutation
 from tests.support.processes import run_processes
 
-# Both methods (prefix cipher up to a block, Feistel above) and, above, lengths on either side of powers of two.
+# Lengths up to BLOCK use the prefix cipher, longer ones a Feistel network. The longer ones include powers of two and
+# the lengths just above.
 LENGTHS = [0, 1, 2, 3, 4, 5, 63, 1437, BLOCK - 1, BLOCK, BLOCK + 1, 2**15, 2**15 + 1, 50_000, 2**16 + 1]
 HUGE = [2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1, 10**12, 2**63 - 1]
 
@@ -100,7 +101,7 @@ def test_positions_in_any_form_give_the_same_ids(length: int) -> None:
 
 
 def test_the_order_is_the_same_on_every_machine_and_version() -> None:
-    # A saved position means what it meant only while these hold: with other numbers, raise ORDER_FORMAT.
+    # Saved positions keep their meaning only while these numbers stay the same. If they change, raise ORDER_FORMAT.
     assert Permutation(10, (0, 0))(range(10)).tolist() == [3, 1, 4, 0, 7, 8, 9, 5, 2, 6]
     assert Permutation(10**6, (0, 0))(range(5)).tolist() == [341193, 981294, 305758, 387989, 319461]
     assert Permutation(10**12, (0, 0))(range(5)).tolist() == [
@@ -161,7 +162,7 @@ def test_ids_are_the_callers_own() -> None:
 def test_global_order_depends_on_seed_and_epoch_alone() -> None:
     assert np.array_equal(GlobalOrder(500, 1).ids(2, 0, 500), GlobalOrder(500, 1).ids(2, 0, 500))
     orders = [GlobalOrder(500, seed).ids(epoch, 0, 500).tolist() for seed in range(4) for epoch in range(4)]
-    # DistributedSampler seeds with seed + epoch: there (1, 0) and (0, 1) are one order.
+    # DistributedSampler seeds with seed + epoch, so that (1, 0) and (0, 1) give the same order there.
     assert len({tuple(order) for order in orders}) == 16
     assert np.array_equal(GlobalOrder(500, 1, shuffle=False).ids(7, 3, 9), np.arange(3, 9))
     assert np.array_equal(
@@ -237,7 +238,7 @@ def test_resuming_on_another_world_size_trains_each_remaining_sample_once(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_cursor_counts_trained_samples_not_prefetched_ones(workers: int) -> None:
     length, world_size, local, steps = 600, 2, 8, 5
-    # With two workers, four batches of each are fetched ahead: 64 ids beyond the ones trained.
+    # Each of two workers fetches four batches ahead: 64 ids more than have been trained.
     options = {"num_workers": workers, "multiprocessing_context": "fork", "prefetch_factor": 4} if workers else {}
     sampler = ElasticSampler(Numbers(length), world_size, rank=1, seed=5)
     loader = DataLoader(Numbers(length), batch_size=local, sampler=sampler, **options)

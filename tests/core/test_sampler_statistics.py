@@ -1,7 +1,8 @@
-"""The order is uniform: what a shuffle could get wrong, tested on fixed seeds.
+"""The order of samples is uniform: statistical tests of what a shuffle could get wrong, on fixed seeds.
 
-Every p-value has to lie in [0.001, 0.999], a bound chosen before the first run; the seeds are whatever came first.
-That the tests can fail is shown twice: torch's own permutation passes them, and this one with four rounds does not.
+Every p-value must lie in [0.001, 0.999], a bound chosen before the first run. The seeds were not selected by their
+results. Two controls show that the tests tell a good permutation from a bad one: torch's own permutation passes them,
+and the permutation tested here does not if it has only four rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ddp_core import sampler
 from ddp_core.sampler import BLOCK, GlobalOrder, Permutation
 
 LOWEST, HIGHEST = 0.001, 0.999
-# Prefix cipher; the narrowest network (halves of seven and eight bits), walking and not; a wider one.
+# 1437 and BLOCK use the prefix cipher. BLOCK + 1 and 2**15 use the narrowest Feistel network (halves of seven and eight
+# bits), with and without cycle walking. 2**16 + 1 uses a wider network.
 LENGTHS = [1437, BLOCK, BLOCK + 1, 2**15, 2**16 + 1]
 ORDERS = 40
 
@@ -33,10 +35,10 @@ def torch_order(length: int, epoch: int) -> Integers:
 
 
 def p_values(length: int, order: Callable[[int, int], Integers], orders: int = ORDERS) -> dict[str, float]:
-    """One p-value for each thing that may go wrong, pooled over the epochs."""
+    """One p-value for each kind of error, pooled over the epochs."""
     tables: dict[str, list[tuple[float, int]]] = defaultdict(list)
     bits = (length - 1).bit_length()
-    # Neighbours, a batch apart, and where only the left half of the position differs.
+    # Pairs of neighbours, pairs a batch apart, and pairs whose positions differ only in their left half.
     distances = (1, 2, 64, 1 << (bits - bits // 2))
     before = order(length, orders)
     for epoch in range(orders):
@@ -91,7 +93,7 @@ def test_a_window_of_a_huge_order_is_spread_over_all_of_it(length: int) -> None:
             for name, table in of_pairs(ids[0], ids[other], length).items():
                 results[f"{start}, {other}, epochs or seeds, {name}"] = pooled([table])
             assert abs(correlation(ids[0], ids[other])) < 3.3
-    # A hundred p-values at once: the bound for each is a tenth of the one above.
+    # Here are a hundred p-values, so the bound for each is ten times as strict as the one above.
     assert not {name: p for name, p in results.items() if not LOWEST / 10 <= p <= 1 - LOWEST / 10}
 
 
@@ -121,7 +123,8 @@ def test_one_position_visits_all_classes_over_the_epochs(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1437, BLOCK, 2**15, 50_000])
 def test_ids_that_keep_their_position_are_as_many_as_chance_has_it(length: int) -> None:
-    # Fixed points, and coincidences of neighbouring epochs, of uniform permutations: Poisson of mean 1 each.
+    # In uniform permutations, the number of fixed points is Poisson distributed with mean 1, and so is the number of
+    # positions that hold the same id in two neighbouring epochs.
     orders = [whole_order(length, epoch) for epoch in range(101)]
     fixed = sum(int((ids == np.arange(length)).sum()) for ids in orders[:100])
     together = sum(int((one == other).sum()) for one, other in pairwise(orders))

@@ -1,4 +1,4 @@
-"""The private names of torch that we use: each is tried on the installed torch, as we use it."""
+"""The private names of torch that this project uses: each is tried on the installed torch, as it is used here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMEOUT = timedelta(seconds=7)
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Whatever fails in the block: which name it is about, and what that is for."""
+    """Add to any failure in the block the private name that it concerns, and what the name is used for."""
     try:
         yield
     except Exception as error:
@@ -48,7 +48,7 @@ def explained(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def agent(directory: Path, entrypoint: str = "/bin/true", *words: str) -> Iterator[LocalElasticAgent]:
-    """An agent of torch's own with one worker, which is not started yet."""
+    """An agent of torch with one worker, which is not started yet."""
     handler = join(None, "contract", (1, 1), "127.0.0.1", 60)
     spec = WorkerSpec("trainer", 1, handler, entrypoint=entrypoint, args=words, max_restarts=3, local_addr="127.0.0.1")
     try:
@@ -59,7 +59,7 @@ def agent(directory: Path, entrypoint: str = "/bin/true", *words: str) -> Iterat
 
 @contextlib.contextmanager
 def replicated(**settings: Any) -> Iterator[DistributedDataParallel]:
-    """A module of one rank."""
+    """A DDP module on one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     try:
         yield DistributedDataParallel(nn.Linear(2, 1), **settings)
@@ -75,7 +75,7 @@ def test_the_agent_has_the_methods_that_ours_overrides(name: str) -> None:
         parameters = list(inspect.signature(method).parameters.values())
         assert [parameter.name for parameter in parameters[: len(wanted)]] == wanted
         assert all(parameter.default is not parameter.empty for parameter in parameters[len(wanted) :])
-        # One that torch has, but calls no more, would be as bad.
+        # A method that torch still has but no longer calls would be no use either.
         callers = [inspect.unwrap(each) for each in vars(SimpleElasticAgent).values() if inspect.isfunction(each)]
         assert any(name in caller.__code__.co_names for caller in callers), "torch does not call it"
 
@@ -202,7 +202,7 @@ def metadata(_: int, __: int, ___: str) -> None:
     assert versions is not None
     assert versions[""]["version"] == 2
     torch_internals.set_module_versions(state, {"": {"version": 1}})
-    # Without a version torch takes the state for an old one, which has no counter of batches.
+    # Without a version, torch takes the state for one of an old format, which has no counter of batches.
     del state["num_batches_tracked"]
     nn.BatchNorm1d(2).load_state_dict(state)
 

@@ -1,4 +1,4 @@
-"""What the worker processes of test_exact_reduction.py do; no test framework here, so that they start fast."""
+"""What the worker processes of test_exact_reduction.py run; imports no test framework, so that they start fast."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ConvolutionalNet(nn.Module):
 
 
 class RandomNet(nn.Module):
-    """Layers of random widths; a layer's turn may depend on the data, so that its gradient is missing sometimes."""
+    """Layers of random widths; the data may decide whether a layer is used, so gradients are sometimes missing."""
 
     def __init__(self, generator: random.Random, sometimes_unused: bool) -> None:
         super().__init__()
@@ -98,15 +98,15 @@ def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """A DDP module whose buffers are left alone."""
+    """A DDP module that does not broadcast buffers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has a new name for broadcast_buffers, 2.11 has not
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers; 2.11 does not
         return DistributedDataParallel(module, broadcast_buffers=False, **options)
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Start gloo, and end it in the order that cannot hang."""
+    """Start gloo, and end it in an order that cannot hang."""
     dist.init_process_group("gloo")
     try:
         yield
@@ -116,7 +116,7 @@ def process_group() -> Iterator[None]:
 
 
 def train(case: Case, world_size: int) -> str:
-    """Train on `world_size` ranks (0: no process group at all); return the digest."""
+    """Train as one of `world_size` ranks (0: without a process group); return the digest."""
     torch.manual_seed(0)
     net = case.net()
     if case.channels_last:
@@ -184,7 +184,7 @@ RANDOM_CASES = range(6)
 
 
 def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
-    """Sum random leaves over the ranks by each way of exchange; return what differs from the tree on one process."""
+    """Sum random leaves over the ranks by each way of exchange; return the cases that differ from one process."""
     generator = random.Random(seed)
     micro_batches = generator.randint(1, 12)
     elements = generator.choice([0, 1, 2, 7, 100, 1023, 5000])
@@ -228,7 +228,7 @@ def canonical_leaves(span: Any) -> list[Any]:
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    """All cases in one set of processes: digests by name, and what went wrong with sums."""
+    """Run all cases in the same processes; return their digests by name, and the sums that were wrong."""
     with process_group():
         digests = {name: train(case, world_size) for name, case in TRAININGS.items()}
         digests |= {f"random {seed}": train(random_case(seed), world_size) for seed in RANDOM_CASES}
@@ -238,7 +238,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
-    """The reference: the same trainings without a process group."""
+    """The reference digests: the same trainings without a process group."""
     digests = {name: train(case, 0) for name, case in TRAININGS.items()}
     return digests | {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
 
@@ -255,7 +255,7 @@ def controls(rank: int, world_size: int) -> list[str]:
 
 
 def train_inexactly(case: Case, world_size: int, way: str) -> str:
-    """`train` with one thing done the usual way."""
+    """Train as `train` does, but with one part done in the usual, inexact `way`."""
     torch.manual_seed(0)
     net = case.net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -319,7 +319,7 @@ def fail_on_one_rank(rank: int, world_size: int, where: str) -> str:
     except RuntimeError as error:
         message = str(error)
     exact.close()
-    # Not even an orderly end: this process leaves, and the others must notice.
+    # This process leaves without an orderly end, and the other ranks must notice.
     del exact, module
     gc.collect()
     dist.destroy_process_group()
@@ -331,7 +331,7 @@ def _fail(*_: Any) -> Any:
 
 
 def leave_a_parameter_out(rank: int, world_size: int) -> str:
-    """A parameter without gradient in rank 0's last micro-batch, and DDP not told that this may happen."""
+    """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen."""
     dist.init_process_group("gloo")
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
 
@@ -361,7 +361,7 @@ def leave_a_parameter_out(rank: int, world_size: int) -> str:
 
 
 def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
-    """A short training of a deep network, one bucket per parameter."""
+    """Train a deep network for a few steps, with one bucket per parameter."""
 
     def deep() -> nn.Module:
         return nn.Sequential(
@@ -375,7 +375,7 @@ def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 def run_document(rank: int, world_size: int, code: str, distributed: bool) -> str:
-    """What the script of the how-to prints, under torchrun's variables or without."""
+    """Run the script of the how-to, with torchrun's variables or without; return what it prints."""
     printed = io.StringIO()
     if not distributed:
         del os.environ["RANK"]

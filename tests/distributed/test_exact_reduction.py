@@ -1,4 +1,4 @@
-"""Exact reduction in real processes: one digest whatever the world size, and what happens when something goes wrong."""
+"""Exact reduction in real processes: one digest whatever the world size, and clear errors when something fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2
 
 @functools.cache
 def results(world_size: int) -> list[dict]:
-    """Everything on `world_size` ranks, run once."""
+    """The results of all cases on `world_size` ranks; they run once."""
     return run_processes(cases.everything, world_size)
 
 
 @functools.cache
 def reference(name: str) -> str:
-    """The digest of one process without any process group."""
+    """The digest of a case in one process without a process group."""
     (result,) = results_of_one_process()
     return result[name]
 

@@ -1,4 +1,4 @@
-"""One training, started in every way: the same digest, the same directory, a clean console, nothing left behind."""
+"""One training started by every launcher: the same digest and directory, a clean console, nothing left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = {"checkpoints", "experiment.py", "heartbeats", "log.txt", "metrics.jsonl
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The digests of one process."""
+    """The digests of the training in one process."""
     record = train(tmp_path_factory.mktemp("reference"), *TOY)
     return record["weights_sha256"], record["optimizer_sha256"]
 
@@ -34,8 +34,8 @@ def check(output: Path, reference: tuple[str, str], launcher: str, ended: Ended,
         assert ended.errors == ""
 
 
-# An interpreter that imports torch and its optimizers takes 5 s of processor time before it trains: what the fast tests
-# start is a fork of the server where it can be, and one rank where each is an interpreter of its own.
+# A new interpreter that imports torch and its optimizers takes 5 s of processor time before it trains. So the fast
+# tests start forks of the server where they can. Where each rank must be a new interpreter, they start only one rank.
 each_start = pytest.mark.parametrize(
     "start", [pytest.param(ddp, id="forked"), pytest.param(command, id="as a user", marks=pytest.mark.slow)]
 )

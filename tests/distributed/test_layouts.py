@@ -1,4 +1,4 @@
-"""The project's sentence: the result does not depend on the layout. Real processes, real files."""
+"""The project's main promise, with real processes and files: the result does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK = [("dp", 2), ("ddp", 3)]
 
 @functools.cache
 def exact_digests(kind: str, count: int) -> dict[str, tuple[str, str]]:
-    """Every exact case on one layout, run once."""
+    """The digests of every exact case on one layout; each case runs once."""
     with tempfile.TemporaryDirectory() as output:
         return digests(EXACT, Path(output), kind, count)
 
@@ -59,7 +59,10 @@ def test_keys_by_rank_end_with_other_bits(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def toy_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """toy_mlp in plain reduction with a ledger, on every layout; 2 x 2 as two launches that meet at a rendezvous."""
+    """Output folders of toy_mlp in plain reduction, with a ledger, on every layout.
+
+    The layout of 2 x 2 is two launches that meet at a rendezvous.
+    """
     output = tmp_path_factory.mktemp("toy")
     words = ["toy_mlp", "--reduction", "plain", "--ledger"]
     runs = {name: output / name for name in ("single", "dp x 2", "ddp x 2", "ddp x 4", "2 x 2")}
@@ -176,7 +179,7 @@ def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["all_ranks", "rank0"])
 def test_evaluation_is_the_same_on_every_layout(tmp_path: Path, where: str) -> None:
-    # 360 held-out samples in batches of 101: the last one is short, and two ranks have two each, three have 2, 1, 1.
+    # 360 held-out samples are four batches of at most 101. Two ranks have 2 batches each, three ranks have 2, 1 and 1.
     words = [
         *EXACT["AdamW, clipping, cosine"],
         "--set",

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and what is said when one is missing, there twice, or different."""
+"""What ranks tell each other, and the message when a rank is missing, started twice, or different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed and started again, here or elsewhere: each remaining sample once, and the end of the undisturbed run."""
+"""A run that is killed and resumed, also on another layout, trains each sample once and ends as if never killed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddp_core.observe.metrics import read_metrics
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import ADAMW_MLP, ids_by_step
 
-# 23 steps per epoch: the second epoch begins within the run, and checkpoints lie inside epochs.
+# An epoch has 23 steps, so that the second epoch begins within the run and checkpoints lie inside epochs.
 WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "5", "--ledger", "--log-every", "1")
 AUTO = ("--resume", "auto")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, str], dict[int, Any]]:
-    """Digests and samples by step of the run that nothing happened to."""
+    """The digests and the samples of each step, of a run that was never killed."""
     output = tmp_path_factory.mktemp("undisturbed")
     return digests(train(output, *WORDS)), ids_by_step(output)
 
@@ -29,8 +29,8 @@ def digests(record: dict[str, Any]) -> tuple[str, str]:
 
 
 def kill_at(output: Path, step: int, *words: str, ranks: int = 0) -> None:
-    """Start or continue the run, and have rank 0 killed (SIGKILL) after a step."""
-    # Else the last checkpoint might still be on its way when the process dies: fine, but not the same in every test.
+    """Start or resume the run, and have rank 0 killed (SIGKILL) after a step."""
+    # Without synchronous saves, the process may or may not die before its last checkpoint is written.
     full = [*words, *AUTO, "--synchronous-save", "--fault", f"kill@{step}"]
     if ranks:
         with pytest.raises(AssertionError, match=r"ranks \[0\] died with \[-9\]"):

@@ -28,7 +28,7 @@ if shutil.which("docker") is not None:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[docker.DockerClient]:
-    """The engine's API, or the reason to skip."""
+    """A client of the Docker engine; skips the test if there is no engine."""
     try:
         engine_version()
     except UserError as error:
@@ -40,14 +40,14 @@ def engine() -> Iterator[docker.DockerClient]:
 
 @pytest.fixture(scope="session")
 def image(engine: docker.DockerClient) -> str:
-    """The runtime image, up to date with the working tree."""
+    """The runtime image, built from the working tree."""
     ContainerBackend().build()
     return f"ddp-core:{os.environ.get('IMAGE_TAG', 'latest')}"
 
 
 @dataclass
 class Project:
-    """A Compose project: runs commands in it, reads what it wrote, and is removed after the test."""
+    """A Compose project of one test: runs its services, reads their records, and is removed after the test."""
 
     output: Path
     data: Path
@@ -56,7 +56,7 @@ class Project:
     variables: dict[str, str] = field(default_factory=dict)
 
     def compose(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-        """`docker compose ARGUMENTS` on this project's files, with its variables."""
+        """Run `docker compose ARGUMENTS` on this project's files, with its variables."""
         files = [word for name in self.files for word in ("-f", name)]
         environment = os.environ | {"DDP_OUTPUT": str(self.output), "DDP_DATA": str(self.data)} | self.variables
         return subprocess.run(
@@ -70,12 +70,12 @@ class Project:
         )
 
     def up(self, service: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run one service to its end; the result's return code is the service's."""
+        """Run one service until it ends; the return code is that of the service."""
         self.variables |= variables
         return self.compose("up", "--no-build", "--no-color", "--exit-code-from", service, service)
 
     def records(self) -> list[dict[str, Any]]:
-        """run.json of every run that it made."""
+        """The content of run.json of every run that the project made."""
         return [json.loads(path.read_text()) for path in sorted(self.output.glob("*/*/run.json"))]
 
     def own(self, uid: int, gid: int) -> None:
@@ -84,7 +84,7 @@ class Project:
             os.chown(directory, uid, gid)
 
     def remove(self) -> None:
-        """Containers and networks."""
+        """Remove the project's containers and networks."""
         self.compose("--profile", "*", "down", "--timeout", "1", "--remove-orphans")
 
 

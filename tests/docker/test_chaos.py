@@ -1,4 +1,4 @@
-"""Faults in real containers: each row of the fault matrix that needs an engine, as quickly as it can be shown."""
+"""Faults in real containers: each row of the fault matrix that needs a Docker engine, in as little time as possible."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, 
 
 
 def run_drill(place: Path, text: str) -> tuple[dict[str, Any], str]:
-    """A drill from its YAML; its report and all it said."""
+    """Run a drill from its YAML `text`; return its report and its output."""
     file = place / "quick.yaml"
     file.write_text(text)
     words = ["--drill", str(file), "--backend", "docker", "--seed", "1", "--verbose"]
@@ -95,7 +95,7 @@ def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_pa
 
 
 class Nodes:
-    """A cluster without a script: the test breaks it."""
+    """A cluster without a drill's script: the test itself breaks the nodes."""
 
     def __init__(self, place: Path, drill: Drill, *options: str, epochs: int = 6) -> None:
         self.cluster = BreakableContainers(drill)
@@ -135,7 +135,7 @@ Start = Callable[..., Nodes]
 
 @pytest.fixture
 def start(image: str, tmp_path: Path) -> Iterator[Start]:
-    """Starts clusters of which nothing may be left."""
+    """A function that starts clusters; fails the test if anything of them is left behind."""
     started: list[Nodes] = []
 
     def one(content: dict[str, object], *options: str, **settings: Any) -> Nodes:
@@ -185,7 +185,7 @@ def test_slow_link_is_waited_for_and_not_taken_for_a_loss(start: Start) -> None:
 
 
 def test_throttled_node_is_named_as_the_slowest(start: Start) -> None:
-    # A slow machine's throttled steps and evaluations must not pass for silence.
+    # The timeout is long, so that throttled steps and evaluations on a slow machine are not taken for silence.
     nodes = start({"nodes": 2, "timeout": 60}, epochs=2)
     nodes.at_step(1)
     nodes.cluster.throttle("node-2", 0.3)

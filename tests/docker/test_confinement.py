@@ -1,4 +1,4 @@
-"""What a training container may do, and whose its files are."""
+"""What a training container may do, and which user owns its files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_running_container_is_confined_and_saves_when_stopped(
     (network,) = container.attrs["NetworkSettings"]["Networks"]
     assert engine.networks.get(network).attrs["Internal"] is True
 
-    # Every process, the init included, is the owner's and can never gain a capability.
+    # Every process, init included, runs as the owner of the directory and can never gain a capability.
     uids = {line[0] for line in container.top(ps_args="-eo uid,pid,args")["Processes"]}
     assert uids <= {str(UNNAMED_USER[0]), *([] if identity == "detected" else ["0"])}
     script = "for status in /proc/[0-9]*/status; do grep -E '^(Uid|Cap|NoNewPrivs)' $status; done"

@@ -1,4 +1,4 @@
-"""Each layout in a container of its own, and the GPU services where there is no GPU."""
+"""Each layout in a container of its own, and the GPU services on a machine without a GPU."""
 
 from __future__ import annotations
 

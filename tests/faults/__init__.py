@@ -1,1 +1,1 @@
-"""The fault matrix: every fault is produced with real processes, and what a run says, leaves and resumes is checked."""
+"""The fault matrix: each fault happens to real processes; checks what a run says, leaves behind and resumes from."""

@@ -1,4 +1,4 @@
-"""What the tests of the fault matrix share: the digest of a run that nothing happened to."""
+"""What the tests of the fault matrix share: the digest of a run without any fault."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.faults.launches import undisturbed
 
 @pytest.fixture(scope="session")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights of `dots` after its 80 steps."""
+    """The digest of the weights of `dots` after its 80 steps."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"))

@@ -1,9 +1,9 @@
 """Writes the table in docs/reference/faults.md from what the tests of the fault matrix have recorded.
 
     python -m tests.faults.document              run the tests on processes, slow ones too, and write the table
-    python -m tests.faults.document RECORDS …    add what others have recorded, such as drills in containers
+    python -m tests.faults.document RECORDS …    add the records in these folders, such as those of drills in containers
 
-What is known is kept in docs/reference/faults.json; a test's new records take the place of its old ones.
+All records are kept in docs/reference/faults.json. A test's new records replace its old records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BEGIN, END = "<!-- begin: python -m tests.faults.document -->", "<!-- end -->"
 
 
 def main(folders: list[str]) -> int:
-    """Write the page's table; returns how the tests ended."""
+    """Write the page's table; return pytest's exit code, or 0 if no test was run."""
     if folders:
         write(merge(known(), [record for folder in folders for record in read(Path(folder))]))
         return 0
@@ -42,7 +42,7 @@ def main(folders: list[str]) -> int:
 
 
 def run_tests(folder: Path) -> int:
-    """Run every test that the matrix names, with records."""
+    """Run every test that the matrix names, with records in `folder`; return pytest's exit code."""
     tests = sorted({test for row in ROWS for test in row.tests})
     words = ["-p", "tests.faults.recording", "-q", *tests]
     settings = os.environ | {RECORDS: str(folder)}
@@ -55,18 +55,18 @@ def is_of_processes(record: dict[str, Any]) -> bool:
 
 
 def known() -> list[dict[str, Any]]:
-    """What is kept."""
+    """The records in docs/reference/faults.json."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else []
 
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new records, and the old ones of other tests."""
+    """The new records, and the old records of all other tests."""
     tests = {record["test"] for record in new}
     return [*(record for record in old if record["test"] not in tests), *new]
 
 
 def write(records: list[dict[str, Any]]) -> None:
-    """Keep the records, and put the table between the page's marks."""
+    """Write the records to faults.json, and the table between the marks in faults.md."""
     KEPT.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -74,7 +74,7 @@ def write(records: list[dict[str, Any]]) -> None:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All records of a folder, in a stable order."""
+    """All records of a folder, sorted by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -91,7 +91,7 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def colophon(record: dict[str, Any]) -> str:
-    """Where and when the tests on processes ran; nothing for any other record."""
+    """A sentence on where and when the tests on processes ran; empty for any other record."""
     if record.get("test") != MACHINE:
         return ""
     load = f", load average {record['load']} before the start" if "load" in record else ""
@@ -99,7 +99,7 @@ def colophon(record: dict[str, Any]) -> str:
 
 
 def line(row: Row, records: list[dict[str, Any]]) -> str:
-    """The row's fault, what must happen, what was seen, the longest time, and how its tests ended."""
+    """One line of the table: the fault, what must happen, what was seen, the longest time, how the tests ended."""
     seen = [record for record in records if record.get("row") == row.number]
     tests = [record for record in records if row.number in record.get("rows", [])]
     outcomes = list(dict.fromkeys(cell(record["outcome"]) for record in seen))
@@ -110,14 +110,14 @@ def line(row: Row, records: list[dict[str, Any]]) -> str:
 
 
 def verdict(tests: list[dict[str, Any]], row: Row) -> str:
-    """How many of the row's tests passed."""
+    """How many of the row's tests passed, failed and were skipped."""
     counts = {result: sum(test["result"] == result for test in tests) for result in ("passed", "failed", "skipped")}
     words = [f"{count} {result}" for result, count in counts.items() if count]
     return ", ".join(words) or ("in containers" if row.where == "D" else "not run")
 
 
 def cell(text: str) -> str:
-    """Safe between the bars of a table."""
+    """The text, escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 

@@ -1,4 +1,4 @@
-"""`ddp train` with its workers as one thing that can be watched, hurt and waited for: a node of a launch."""
+"""`ddp train` with its workers, as one node of a launch that a test can watch, hurt and wait for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANK = "ddp-rank-"
 class Launch:
     """One `ddp` command and everything below it, started in a session of its own.
 
-    What is left of it at the end is killed, and where an ended launch has left a process an AssertionError is raised.
+    Its processes are killed when the `with` block ends. Raises AssertionError if the launch leaves a process behind.
     """
 
     def __init__(self, *words: str | Path, pause: float = 0.0) -> None:
@@ -50,24 +50,24 @@ class Launch:
 
     @property
     def pid(self) -> int:
-        """The launcher's."""
+        """The process id of the launcher."""
         return self._process.pid
 
     @property
     def lives(self) -> bool:
-        """Whether the launcher is there."""
+        """Whether the launcher still runs."""
         return self._process.lives
 
     def output(self) -> str:
-        """What it has said so far."""
+        """What the launch has written to standard output until now."""
         return self._process.said()[0]
 
     def errors(self) -> str:
-        """What it has said so far on standard error."""
+        """What the launch has written to standard error until now."""
         return self._process.said()[1]
 
     def wait(self, timeout: float = HANG) -> Ended:
-        """How it ended. Raises AssertionError when it does not."""
+        """Wait for the launcher; return how it ended. Raises AssertionError after `timeout` seconds."""
         return self._process.end(timeout)
 
     def workers(self) -> dict[int, psutil.Process]:
@@ -88,22 +88,22 @@ class Launch:
         return []
 
     def signal_all(self, number: signal.Signals) -> None:
-        """To the launcher and all below it, as `docker kill` or `docker pause` do to a node."""
+        """Send a signal to the launcher and all processes below it, as `docker kill` or `docker pause` do to a node."""
         for process in self.everything():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL to all of it."""
+        """Send SIGKILL to the launcher and all processes below it."""
         self.signal_all(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the launcher alone."""
+        """Send a signal to the launcher alone."""
         os.kill(self.pid, number)
 
 
 def train_words(output: Path, *words: str | Path, ranks: int = 2) -> list[str]:
-    """The words of a training of `dots` on this machine's CPU that keeps a ledger and saves every four steps."""
+    """The words of a `ddp train` of `dots` on this machine's CPU, with a ledger and a checkpoint every four steps."""
     return [
         *("train", DOTS, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", str(ranks), "--output", str(output)),
         *("--ledger", "--checkpoint-every", "4", "--log-every", "1"),
@@ -115,7 +115,10 @@ def train_words(output: Path, *words: str | Path, ranks: int = 2) -> list[str]:
 def nodes(
     count: int, output: Path, *words: str | Path, pause: float = 0.0
 ) -> Iterator[tuple[list[Launch], Callable[[], Launch], Store]]:
-    """`count` launches of one worker that meet at a rendezvous; a way to start one more; the rendezvous."""
+    """Start `count` launches of one worker each that meet at a rendezvous.
+
+    Yields the launches, a function that starts one more, and the rendezvous.
+    """
     with Store(free_port()) as store, contextlib.ExitStack() as stack:
         meeting = ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", f"test-{store.port}"]
         full = train_words(output, *words, "--nnodes", f"1:{count}", *meeting, ranks=1)
@@ -135,12 +138,12 @@ class Store:
         self.launch: Launch | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
+        """Start the rendezvous, and wait until it listens."""
         self.launch = store = self._stack.enter_context(Launch("rendezvous", "--port", str(self.port)))
         wait_until(lambda: "listening" in store.output(), HANG, "the rendezvous listens")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """End the rendezvous by SIGKILL."""
         assert self.launch is not None
         self.launch.kill()
         self.launch.wait()
@@ -160,7 +163,7 @@ class Watch:
         self.output = output
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl of one kind, also those taken back later."""
+        """The records of one kind in metrics.jsonl, with those that a resume has rolled back."""
         found = []
         for path in self.output.glob("*/*/metrics.jsonl"):
             for line in path.read_text().splitlines():
@@ -169,20 +172,20 @@ class Watch:
         return [record for record in found if record["kind"] == kind]
 
     def step(self) -> int:
-        """The last step that was written down."""
+        """The last step in metrics.jsonl; 0 if there is none."""
         steps = self.records("step")
         return int(steps[-1]["step"]) if steps else 0
 
     def wait_for_step(self, step: int) -> None:
-        """Until this step is done."""
+        """Wait until this step is done."""
         wait_until(lambda: self.step() >= step, HANG, f"step {step}")
 
     def wait_for_record(self) -> None:
-        """Until the run has begun."""
+        """Wait until run.json exists."""
         wait_until(lambda: any(self.output.glob("*/*/run.json")), HANG, "run.json")
 
     def wait_for_new_step(self, since: float) -> float:
-        """Until a step is done after the moment `since` and a resume; the seconds between."""
+        """Wait for a resume after the moment `since`, then for a step; return the seconds from `since` to the step."""
         first = [0.0]
 
         def found() -> bool:
@@ -195,25 +198,25 @@ class Watch:
         return first[0] - since
 
     def layout(self) -> str:
-        """The label of the layout that trains now."""
+        """The label of the layout in run.json."""
         (path,) = self.output.glob("*/*/run.json")
         return str(RunDirectory(path.parent).read()["layout"]["label"])
 
     def when_struck(self, fault: str) -> float:
-        """The moment of a scripted fault."""
+        """The time at which a scripted fault happened, in seconds since 1970."""
         (marker,) = self.output.glob(f"*/*/.fault-{fault}")
         return marker.stat().st_mtime
 
 
 def undisturbed(output: Path, *words: str) -> str:
-    """The weights' digest of `dots` trained by one process that nothing happens to."""
+    """The digest of the weights of `dots`, trained by one process without any fault."""
     ended = ddp("train", DOTS, "--device", "cpu", "--output", output, *words)
     assert ended.code == 0, ended.errors
     return str(trained(output)[1]["weights_sha256"])
 
 
 def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any]:
-    """The run has ended as if nothing had happened: same weights, every sample once; returns its record."""
+    """Check that the run ended as if without faults: same weights, every sample once; return its record."""
     directory, record = trained(output)
     assert (record["status"], record["exit_code"], record["weights_sha256"]) == ("completed", 0, digest)
     check_ledger(directory, steps)
@@ -221,7 +224,7 @@ def check_aftermath(output: Path, digest: str, steps: int = 80) -> dict[str, Any
 
 
 def check_ledger(directory: RunDirectory, steps: int) -> None:
-    """Every sample of every epoch trained exactly once, up to `steps`."""
+    """Check that every sample of every epoch was trained exactly once, up to `steps`."""
     audit(directory.path)
     committed = committed_steps(directory.path)
     assert sorted(committed) == list(range(1, steps + 1))
@@ -231,5 +234,5 @@ def check_ledger(directory: RunDirectory, steps: int) -> None:
 
 
 def now() -> float:
-    """Wall clock, as in metrics.jsonl."""
+    """The wall clock in seconds since 1970, as in metrics.jsonl."""
     return time.time()

@@ -1,7 +1,7 @@
 """The fault matrix as a table: each fault, what a run must do about it, and the tests that produce it.
 
-`record_row` notes what a test has seen, for docs/reference/faults.md; `python -m tests.faults.document` writes that
-page's table.
+`record_row` records what a test has seen. `python -m tests.faults.document` writes the records into the table of
+docs/reference/faults.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _LAYOUTS = "tests/distributed/test_layouts.py"
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. `where`: P on processes, D in containers; `tests` holds those on processes, as FILE::FUNCTION."""
+    """One fault.
+
+    `where`: P if it is tested on processes, D in containers. `tests`: the tests on processes, as FILE::FUNCTION.
+    """
 
     number: int
     fault: str
@@ -312,9 +315,9 @@ ROWS = (
 
 
 def record_row(row: int, outcome: str, seconds: float | None = None, by: str | None = None) -> None:
-    """Note what a run has done about fault number `row`, in a few words, and how long that took.
+    """Record in a few words what a run has done about fault number `row`, and how many seconds it took.
 
-    `by`: the test or drill that has seen it; by default the test that runs.
+    `by`: the test or drill that has seen the outcome; by default the test that runs now.
     """
     if folder := os.environ.get(RECORDS):
         test = by or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]

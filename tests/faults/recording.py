@@ -1,4 +1,4 @@
-"""pytest plugin: notes for every test of the fault matrix whether it passed and how long it took.
+"""pytest plugin: records for every test of the fault matrix whether it passed and how long it took.
 
 DDP_FAULT_RECORDS=records python -m pytest -p tests.faults.recording TESTS
 """
@@ -16,7 +16,7 @@ from tests.faults.matrix import RECORDS, ROWS
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write `test-<name>.json` with the rows that the test holds, its outcome and its seconds."""
+    """Write `test-<name>.json` with the rows that name the test, its outcome and its seconds."""
     folder, name = os.environ.get(RECORDS), report.nodeid.partition("[")[0]
     rows = [row.number for row in ROWS if name in row.tests]
     if folder and rows and (report.when == "call" or report.skipped):

@@ -1,4 +1,4 @@
-"""The parts that a loss goes through: ending what is left, naming who is gone, and shortening what gloo says."""
+"""What follows the loss of a process: the rest is ended, the lost rank is named, and gloo's message is shortened."""
 
 from __future__ import annotations
 

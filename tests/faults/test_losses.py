@@ -1,4 +1,4 @@
-"""Workers that die, stop, raise or are slow, and a launcher that dies. One node, torchrun's agent, real processes."""
+"""Workers that die, stop, raise or are slow, and a launcher that dies: real processes on one node, torchrun's agent."""
 
 from __future__ import annotations
 

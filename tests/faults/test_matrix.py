@@ -1,4 +1,4 @@
-"""The table of faults is whole: each row has tests that exist, and the page that shows it can be written."""
+"""The fault matrix is complete: each row has tests that exist, and the page with its table can be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that die, stop and come back, and a rendezvous that is lost: one launch per node, on loopback."""
+"""Nodes that die, stop and come back, and a rendezvous that is lost: one launch per node, over loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAUSE = 0.006
 
 @pytest.fixture(scope="module")
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights after the longer training that these tests need."""
+    """The digest of the weights after the longer training that these tests need."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), *LENGTH)
 
 
@@ -46,7 +46,7 @@ def test_a_killed_node_is_done_without_and_taken_in_again(tmp_path: Path, digest
         assert watch.layout() == "ddp-2x1-cpu"
         back = start()
         watch.wait_for_new_step(now())
-        # What the workers said when they made room for it must not be taken for the reason of the next loss.
+        # When this node came back, the workers said why they stopped. The next loss must not give that as its reason.
         struck_again = now()
         back.workers().popitem()[1].kill()
         watch.wait_for_new_step(struck_again)

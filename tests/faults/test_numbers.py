@@ -1,4 +1,4 @@
-"""Numbers that go wrong or do not divide, and ranks that do not agree: workers of a launcher outside."""
+"""Losses that are NaN, sizes that do not divide, and ranks that disagree: workers of a launcher other than `ddp`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_nan_is_skipped_on_all_ranks_when_told_to(tmp_path: Path) -> None:
 
 
 def test_uneven_shares_end_together_with_the_same_weights(tmp_path: Path) -> None:
-    # 100 samples in batches of 12: the last batch has 4 samples, two micro-batches for three ranks.
+    # 100 samples in batches of 12: the last batch has 4 samples, which are two micro-batches for three ranks.
     case = {"uneven": [DOTS, "--set", "data.size=100", "--set", "last_batch=keep", "--set", "epochs=3"]}
     found = {
         (kind, count): digests(case, tmp_path / f"{kind}-{count}", kind, count)

@@ -1,4 +1,4 @@
-"""Places that are taken: a port, a run directory."""
+"""A port or a run directory that another process already uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.commands import ddp, trained
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port on which a socket already listens."""
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()

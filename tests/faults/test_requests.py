@@ -1,4 +1,4 @@
-"""Requests to stop, in every way that one can ask, and going on afterwards on another layout."""
+"""Requests to stop, in every way there is, and the resume afterwards on another layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAUSE = 0.01
 
 
 def check_stopped(output: Path, ended: Ended, why: str) -> int:
-    """The run has left with 75 and everything up to its last step; returns that step."""
+    """Check that the run exited with 75 and saved everything up to its last step; return that step."""
     assert ended.code == 75
     found = re.fullmatch(
         rf"ddp: stopped: at step (\d+) \({why}\); saved, continue with --resume auto", ended.errors.strip()

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, malicious or do not fit on the disk, as a whole run meets them."""
+"""Whole runs with checkpoints that are damaged, malicious or too large for the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def output(interrupted: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
+    """A copy of the interrupted run, which a test may damage."""
     return Path(shutil.copytree(interrupted, tmp_path / "outputs"))
 
 
@@ -90,7 +90,7 @@ def test_no_valid_checkpoint_is_the_end(output: Path) -> None:
 
 
 class Attack:
-    """Makes a directory when it is unpickled."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -136,5 +136,5 @@ def test_a_full_disk_ends_the_run_and_loses_one_save(tmp_path: Path) -> None:
 
 
 def _limit_files(limit: int, rank: int) -> None:
-    """No file of this process may grow beyond this, as on a full disk."""
+    """Let no file of this process grow beyond `limit` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -1,4 +1,4 @@
-"""Ranks without a launcher of ours: forked from a server that has torch loaded, quick to start."""
+"""Ranks that `ddp` does not launch itself: forked from a server that has torch loaded, so quick to start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Prepare = Callable[[int], None]
 
 
 def run_workers(words: list[str], ranks: int, prepare: Prepare | None = None) -> list[Ended]:
-    """`ddp WORDS` as every rank of a launch from outside; how each ended. `prepare(rank)` runs in it before."""
+    """Run `ddp WORDS` as every rank of an outside launcher; return how each ended.
+
+    `prepare(rank)` runs in each rank's process before the command.
+    """
     with tempfile.TemporaryDirectory(prefix="ddp-test-") as scratch:
         codes = run_processes(_work, ranks, words, scratch, prepare)
         said = [[(Path(scratch) / f"{name}-{rank}").read_text() for name in ("out", "err")] for rank in range(ranks)]

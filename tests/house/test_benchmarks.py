@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def counting(start: float) -> Turn:
-    """A contender whose turns take start, start + 1, … seconds."""
+    """A contender whose turns report start, start + 1, … seconds."""
     seconds = start
 
     def turn() -> Seconds:
@@ -36,7 +36,7 @@ def failing() -> Turn:
 @pytest.mark.slow
 def test_contenders_take_turns_and_are_compared_round_by_round() -> None:
     seconds = take_turns({"first": (counting, [1.0]), "second": (counting, [3.0])}, rounds=3)
-    # The first turn of each warms it up and is not counted.
+    # The first turn of each contender is a warm-up and is not counted.
     assert seconds == {
         "first": [{"step": 2.0}, {"step": 3.0}, {"step": 4.0}],
         "second": [{"step": 4.0}, {"step": 5.0}, {"step": 6.0}],

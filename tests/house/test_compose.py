@@ -1,4 +1,4 @@
-"""compose.yaml keeps its promises: read as text here, so that no engine is needed."""
+"""compose.yaml keeps its promises; the tests read it as text, so they need no Docker engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_service_is_confined(service: dict[str, Any]) -> None:
 
 @each_service
 def test_command_is_said_here(service: dict[str, Any]) -> None:
-    # Another entrypoint, as `detected` has it, makes the engine forget the image's own command.
+    # A service with its own entrypoint, as in `detected`, does not get the command of the image.
     assert service["command"]
 
 

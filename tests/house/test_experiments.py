@@ -1,4 +1,4 @@
-"""Experiment files: the ones that come with the package, users' own, and every way in which one can be wrong."""
+"""Experiment files: those of the package, those of users, and every way in which a file can be wrong."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mine(folder: Path, text: str = "", model: str = "two_layer", loss: str = "me
 
 
 def refusal(path: Path | str) -> str:
-    """The one line with which loading fails."""
+    """The one-line error with which loading the file fails."""
     with pytest.raises(UserError) as failure:
         load_experiment(str(path))
     assert failure.value.exit_code == ExitCode.BAD_INPUT

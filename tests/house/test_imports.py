@@ -1,4 +1,4 @@
-"""The house: who may import whom, read from the sources; and that asking for help does not wait for torch."""
+"""Which room of the code may import which, read from the sources; and that `--help` does not wait for torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.processes import HANG
 
 ROOT = Path(__file__).parents[2]
 
-# From the ground up. A room imports from rooms on lower floors only: two on one floor do not know each other.
-# A room is a module or a whole package; a part of a package that is named here is a room of its own.
+# The lowest floor first. A room imports from rooms on lower floors only, never from another room on its own floor.
+# A room is a module or a whole package. A part of a package that is named here is a room of its own.
 FLOORS = [
     ["ddp_core.errors", "ddp_core.torch_internals", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
     ["ddp_core.sampler", "ddp_core.reduction"],
@@ -30,7 +30,7 @@ FLOORS = [
     ["ddp_core.launch", "ddp_core.commands"],
     ["ddp_core.cli"],
 ]
-# The laboratory stands on all of these, and has floors of its own.
+# All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
     ["ddp_lab.records"],
     ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.report.values"],
@@ -39,9 +39,10 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
-# What only a subclass can use: launch/agent.py overrides these methods of torch's agent and counts its restarts.
+# Private names that only a subclass can use. launch/agent.py overrides these methods of torch's agent and counts its
+# restarts.
 OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
-# `python -m` enters here: the door of a room that has its floor above.
+# What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
 
 
@@ -59,7 +60,7 @@ EVERYTHING = CORE | LAB | sources("experiments", "benchmarks")
 
 
 def imports(file: Path, only_at_import: bool = False) -> set[str]:
-    """Every module that the file imports, by full name; those for type checkers alone are left out."""
+    """The full names of all modules that the file imports, but for those that only type checkers import."""
     found: set[str] = set()
     for node in _statements(ast.parse(file.read_text()), only_at_import):
         if isinstance(node, ast.Import):
@@ -84,7 +85,7 @@ def _statements(node: ast.AST, only_at_import: bool) -> Iterator[ast.AST]:
 
 
 def room_of(module: str) -> str:
-    """The longest name of a room that the module's begins with."""
+    """The room of a module: the longest name of a room with which the module's name begins."""
     names = [".".join(module.split(".")[:length]) for length in range(module.count(".") + 1, 0, -1)]
     return next((DOORS.get(name, name) for name in names if name in FLOOR_OF or name in DOORS), module)
 
@@ -132,7 +133,7 @@ def test_the_core_knows_no_experiment_no_docker_and_no_report() -> None:
 
 
 def test_the_core_names_no_experiment() -> None:
-    builders = {"digits", "fashion_mnist"}  # data sets of the same name
+    builders = {"digits", "fashion_mnist"}  # these are also the names of data sets
     names = {file.stem for file in (ROOT / "experiments").glob("*.py")} - builders
     assert names
     for module, file in CORE.items():
@@ -141,7 +142,7 @@ def test_the_core_names_no_experiment() -> None:
 
 
 def test_only_the_host_side_of_the_cluster_knows_docker() -> None:
-    host_side = ("ddp_lab.cluster.", "ddp_lab.chaos.")  # starts and judges it; breaks it
+    host_side = ("ddp_lab.cluster.", "ddp_lab.chaos.")  # the first starts and judges containers, the second breaks them
     users = {name for name, file in EVERYTHING.items() if any(to.split(".")[0] == "docker" for to in imports(file))}
     assert all(name.startswith(host_side) for name in users), users
 
@@ -164,7 +165,7 @@ def test_reports_read_run_directories_never_live_objects() -> None:
 
 
 def private_torch(file: Path) -> set[str]:
-    """What the file reaches for below torch's public names: by import, by attribute, by a method that it overrides."""
+    """The private names of torch that the file uses: by import, by attribute, or by a method that it overrides."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -205,12 +206,12 @@ def test_help_and_list_answer_without_torch_in_half_a_second(words: list[str]) -
     )
     output, seconds = python("-c", code, *words)
     assert output.endswith("heavy: set()\n")
-    # Processor time: a busy machine makes everything wait.
+    # Processor time is compared, because on a busy machine everything waits.
     assert seconds < 0.5
 
 
 def python(*words: str) -> tuple[str, float]:
-    """Standard output of a Python process, and the processor time that it took."""
+    """The standard output of a Python process, and its processor time in seconds."""
     before = os.times()
     done = subprocess.run(
         [sys.executable, *words],

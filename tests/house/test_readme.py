@@ -1,5 +1,6 @@
-"""The README holds: its Python runs as it stands, and a test runs each of its commands; and so does the tutorial. In
-every page, links lead somewhere.
+"""The README and the tutorial hold: their Python runs as it stands, and a test runs each of their commands.
+
+In every page of the documentation, links lead somewhere.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The headings of a page in the form in which links name them."""
+    """The headings of a page, in the form that links use."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -96,7 +97,7 @@ def _execute(block: str, folder: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("commands", [WALK, TOUR], ids=["README", "tutorial"])
 def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> None:
-    """Each `ddp` line in turn, shortened to a few steps, in one output directory."""
+    """Run each `ddp` line in turn, shortened to a few steps, in one output directory."""
     (own_file,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)
     (tmp_path / "parity.py").write_text(own_file)
     port, settings = free_port(), {"DDP_OUTPUT": str(tmp_path)}

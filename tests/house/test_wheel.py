@@ -1,4 +1,4 @@
-"""What `pip install` of the built wheel brings: the command, the experiments, and no name that could be anybody's."""
+"""What `pip install` of the wheel brings: the command, the experiments, and no top-level name that others may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
-# Two commands, one import of torch.
+# Two commands in one process, so that torch is imported once.
 TRAIN = """
 import sys
 import ddp_core
@@ -42,7 +42,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A program in `folder`, without what says where this working tree is. Raises AssertionError where it fails."""
+    """Run a program in `folder`, without the variables that point to this working tree.
+
+    Raises AssertionError if the program fails.
+    """
     settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DDP_OUTPUT")}
     done = subprocess.run(
         [*map(str, words)], cwd=folder, env=settings, capture_output=True, text=True, timeout=HANG, check=False
@@ -65,7 +68,8 @@ def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(wheel: Path
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "--disable-pip-version-check"]
     run(here, *pip, "install", "-qq", "--no-index", "--no-deps", wheel)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # The dependencies of this environment. Its own .pth files, one of which names the working tree, are not followed.
+    # Let the new environment find this environment's dependencies. It does not follow the .pth files there, one of
+    # which names the working tree.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     listed = {line.split()[0] for line in run(here, scripts / "ddp", "list").stdout.splitlines()}

@@ -1,4 +1,4 @@
-"""`ddp` as tests start it: quickly, in a fork of a server that has torch loaded; or as a user does."""
+"""Starts `ddp` for tests: quickly, in a fork of a server that has torch loaded, or as a user does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code and what it said."""
+    """How a command ended: its exit code, and its text on standard output and standard error."""
 
     code: int
     output: str
@@ -44,10 +44,10 @@ class Forked:
         self._process, self._scratch, self._words = process, scratch, words
         assert process.pid is not None
         self.pid = process.pid
-        """Also the number of its process group."""
+        """The process id, which is also the id of its process group."""
 
     def end(self, timeout: float = HANG) -> Ended:
-        """Wait for it. Raises AssertionError after `timeout` seconds."""
+        """Wait for the command to end. Raises AssertionError after `timeout` seconds."""
         self._process.join(timeout)
         code = self._process.exitcode
         output, errors = self.said()
@@ -55,21 +55,21 @@ class Forked:
         return Ended(code, output, errors)
 
     def said(self) -> tuple[str, str]:
-        """What it has written so far, to standard output and to standard error."""
+        """What the command has written until now, to standard output and to standard error."""
         output, errors = ((self._scratch / name).read_text() for name in ("output", "errors"))
         return output, errors
 
     @property
     def lives(self) -> bool:
-        """Whether it still runs."""
+        """Whether the command still runs."""
         return self._process.is_alive()
 
 
 @contextlib.contextmanager
 def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli") -> Iterator[Forked]:
-    """`ddp WORDS`, or another module's `main`, in a fork of the server: the command itself, but torch is there already.
+    """Run `ddp WORDS`, or the `main` of another `module`, in a fork of the server, where torch is already loaded.
 
-    Raises AssertionError where a process is left when it has ended.
+    The command is killed when the block ends. Raises AssertionError if it leaves a process behind.
     """
     with tempfile.TemporaryDirectory(prefix="ddp-test-") as scratch, _marked(env) as settings:
         for name in ("output", "errors"):
@@ -88,7 +88,7 @@ def forked(*words: object, env: Mapping[str, str] | None = None, module: str = "
 def ddp(
     *words: object, timeout: float = HANG, env: Mapping[str, str] | None = None, module: str = "ddp_core.cli"
 ) -> Ended:
-    """How what `forked` starts ends. Raises AssertionError after `timeout` seconds."""
+    """Run a command as `forked` does; return how it ended. Raises AssertionError after `timeout` seconds."""
     with forked(*words, env=env, module=module) as started:
         return started.end(timeout)
 
@@ -99,7 +99,10 @@ def command(
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "ddp_core"),
 ) -> Ended:
-    """`python -m ddp_core WORDS`, or another `program`, as a user starts it. Raises as `ddp` does."""
+    """Run `python -m ddp_core WORDS`, or another `program`, as a user does; return how it ended.
+
+    Raises subprocess.TimeoutExpired after `timeout` seconds, and AssertionError if it leaves a process behind.
+    """
     with running(*words, env=env, program=program) as process:
         output, errors = process.communicate(timeout=timeout)
         return Ended(process.returncode, output, errors)
@@ -109,9 +112,9 @@ def command(
 def running(
     *words: str | Path, env: Mapping[str, str] | None = None, program: Sequence[str] = ("-m", "ddp_core")
 ) -> Iterator[subprocess.Popen[str]]:
-    """The same while it runs; what is left of it at the end is killed.
+    """Start what `command` runs, and yield the process; it is killed when the block ends.
 
-    Raises AssertionError where a process of an ended command is left.
+    Raises AssertionError if the command leaves a process behind.
     """
     with _marked(env) as settings:
         process = subprocess.Popen(
@@ -132,13 +135,16 @@ def running(
 
 
 def trained(output: Path) -> tuple[RunDirectory, dict[str, Any]]:
-    """The one run below `output`."""
+    """The directory and the record of the one run below `output`."""
     (run,) = find_runs(output)
     return run
 
 
 def train(output: Path, *words: str | Path, ranks: int = 0) -> dict[str, Any]:
-    """The record of a training that ends well: in one process, or with `ranks` workers as of a launcher outside."""
+    """Train in one process, or as `ranks` workers of an outside launcher; return the record.
+
+    Raises AssertionError if the training does not end with 0.
+    """
     full = ["train", *map(str, words), "--device", "cpu", "--output", str(output)]
     if ranks:
         codes = run_processes(_work, ranks, [*full, "--layout", "ddp"])
@@ -180,9 +186,10 @@ def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str
         descriptor = os.open(Path(scratch) / name, os.O_WRONLY)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # A child of the server would start its own children from a server, too; a command does it the platform's way.
+    # A child of the fork server would start its own children from a server, too. A real command starts them in the
+    # platform's default way.
     multiprocessing.set_start_method(None, force=True)
-    # multiprocessing's children ignore what a terminal sends; a command does not.
+    # multiprocessing's children ignore SIGINT, which a terminal sends on Ctrl-C. A real command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = importlib.import_module(module).main(words)
     sys.stdout.flush()
@@ -191,7 +198,10 @@ def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str
 
 @contextlib.contextmanager
 def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
-    """An environment without a launcher's variables and with a mark, by which every descendant is found in the end."""
+    """An environment without a launcher's variables, with a mark by which all descendants can be found.
+
+    Kills at the end what carries the mark. Raises AssertionError if it had to, unless the block has already failed.
+    """
     mark = uuid.uuid4().hex
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark} | dict(env or {})
@@ -209,9 +219,9 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
 
 
 def _left(mark: str, patience: float = 10.0) -> list[psutil.Process]:
-    """The processes with the mark that do not leave within `patience` seconds.
+    """The processes with the mark that have not ended after `patience` seconds.
 
-    A killed one takes a moment; torch's loader processes look for a killed parent every five seconds.
+    A killed process takes a moment to end. torch's loader processes look every five seconds whether their parent lives.
     """
     deadline = time.monotonic() + patience
     while (found := list(_with(mark))) and time.monotonic() < deadline:

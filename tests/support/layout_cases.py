@@ -1,4 +1,4 @@
-"""The trainings that every layout repeats, and what a worker process does to run them."""
+"""The trainings that are repeated on every layout, and the function with which a worker process runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.processes import free_port, run_processes
 
 ADAMW_MLP = str(Path(__file__).parent / "experiment_files" / "adamw_mlp.py")
 
-# Digits has 1,438 training samples or a few less: 2 * 704 and a rest that is less than one micro-batch of 64.
+# The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
     "digits": ["digits", "--set", "max_steps=5"],
     "AdamW, clipping, cosine": [ADAMW_MLP, "--set", "max_steps=8"],
@@ -31,7 +31,7 @@ EXACT: dict[str, list[str]] = {
 def digests(
     cases: dict[str, list[str]], output: Path, kind: str, count: int, keyed_by_rank: bool = False
 ) -> dict[str, tuple[str, str]]:
-    """Digests of weights and of the optimizer's state, by case, on `count` ranks or replicas."""
+    """The digests of the weights and of the optimizer's state, by case, on `count` ranks or replicas."""
     ranks = count if kind == "ddp" else 1
     words = ["--layout", kind, "--nproc-per-node", str(count), "--device", "cpu"]
     plan = [
@@ -47,7 +47,7 @@ def digests(
 
 
 def ids_by_step(output: Path) -> dict[int, tuple[int, list[int]]]:
-    """Epoch and sample ids of every step in the order of the global batch, by the ledger."""
+    """Epoch and sample ids of every step, read from the ledger, in the order of the global batch."""
     directory, _ = trained(output)
     return committed_steps(directory.path)
 
@@ -75,7 +75,7 @@ def _run_all(
 
 def _seed_keyed_by(rank: int) -> type[MicroBatchSeed]:
     class KeyedByRank(MicroBatchSeed):
-        """The mistake: a stream of random numbers per rank."""
+        """A deliberate mistake: a stream of random numbers per rank."""
 
         def __init__(self, seed: int, *details: Any) -> None:
             super().__init__(seed + 1 + rank, *details)

@@ -15,11 +15,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 HANG = 240
-"""Seconds after which a process is taken to hang. Not a measure of anything: a busy machine may need most of them."""
+"""Seconds after which a process is taken to hang; so many, because a busy machine may need most of them."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes as forks of a server that has torch and this project loaded."""
-# torch._dynamo is what the first optimizer of a process imports, at the price of torch itself.
+# The first optimizer of a process imports torch._dynamo, which takes as long as importing torch itself.
 CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
-    """Start `function(*arguments)` in a process that has torch already; it ends with this one."""
+    """Start `function(*arguments)` in a process that has torch loaded; the process ends when this process ends."""
     process = CONTEXT.Process(target=_alone, args=(function, arguments), daemon=True)
     process.start()
     return process
@@ -54,7 +54,7 @@ def _alone(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 
 def _settle() -> None:
-    # What the server has loaded is no garbage; to look at it would copy every page of it.
+    # What the server has loaded is not garbage. If the collector looked at it, every page of it would be copied.
     gc.freeze()
     import torch
 
@@ -62,9 +62,9 @@ def _settle() -> None:
 
 
 def ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function(*arguments)` returns in a process of its own, which has torch already and no launcher.
+    """Run `function(*arguments)` in a process of its own, with torch loaded and no launcher; return its result.
 
-    Raises AssertionError with its traceback, where it does not end well, or after HANG seconds.
+    Raises AssertionError with the traceback if the function raises, if the process ends badly, or after HANG seconds.
     """
     here, there = CONTEXT.Pipe(duplex=False)
     process = start(_answer, there, function, arguments)

@@ -1,4 +1,7 @@
-"""Processes that save, and are killed, stopped or starved while they do: imported by children, so it stays light."""
+"""Functions for child processes that save checkpoints and are killed, stopped or short of space while they save.
+
+The children import this module, so it imports little.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.support.processes import HANG
 
 
 def state_of(step: int, floats: int = 30_000) -> dict[str, Any]:
-    """A state whose every number tells its step."""
+    """A state in which every number tells the step that it belongs to."""
     return {
         "model": {"weight": torch.full((floats,), float(step)), "bias": torch.full((3, 2), float(step))},
         "optimizer": {"state": {0: {"momentum": torch.full((floats,), -float(step))}}, "betas": (0.9, 0.999)},
@@ -30,7 +33,7 @@ def state_of(step: int, floats: int = 30_000) -> dict[str, Any]:
 
 
 def killed_at(directory: Path, point: str, asynchronous: bool, before: list[int], step: int) -> None:
-    """Save the steps `before`, then `step`, and die by SIGKILL at `point` of that save."""
+    """Save the steps `before`, then `step`, and die by SIGKILL at `point` of the last save."""
     with Checkpointer(directory) as checkpointer:
         for earlier in before:
             checkpointer.save(state_of(earlier), step=earlier, epoch=0, best=True)
@@ -44,14 +47,14 @@ def killed_at(directory: Path, point: str, asynchronous: bool, before: list[int]
 
 
 def save_without_end(directory: Path, first: int, asynchronous: bool) -> None:
-    """Save one step after the other until somebody kills this process."""
+    """Save one step after the other until this process is killed."""
     with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
         for step in range(first, first + 100_000):
             checkpointer.save(state_of(step), step=step, epoch=0, best=step % 3 == 0)
 
 
 def save_under_a_file_limit(directory: Path, limit: int, asynchronous: bool) -> tuple[str, int, str]:
-    """Save step 20 with RLIMIT_FSIZE set; return where it failed, the exit code and the message."""
+    """Save step 20 with RLIMIT_FSIZE set to `limit` bytes; return where it failed, the exit code and the message."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     checkpointer = Checkpointer(directory, asynchronous=asynchronous)
     where = "save"
@@ -66,7 +69,10 @@ def save_under_a_file_limit(directory: Path, limit: int, asynchronous: bool) -> 
 
 
 def stopped_at(directory: Path, point: str, asynchronous: bool) -> None:
-    """Take the fence, save step 30, stop by SIGSTOP at `point`, leave with the exit code of what follows."""
+    """Take the fence, save step 30 and stop by SIGSTOP at `point`.
+
+    Once continued, the process ends with the exit code of the save.
+    """
 
     def stop(reached: str) -> None:
         if reached == point:
@@ -82,7 +88,7 @@ def stopped_at(directory: Path, point: str, asynchronous: bool) -> None:
 
 
 def stopped_inside_the_fence(directory: Path) -> None:
-    """Take the fence and stop oneself while holding its short lock."""
+    """Take the fence and stop this process while it holds the fence's short lock."""
     with Fence.take(directory).holding():
         _stop_here()
 
@@ -90,19 +96,19 @@ def stopped_inside_the_fence(directory: Path) -> None:
 def _stop_here() -> None:
     """Stop this process by SIGSTOP before the calling thread does anything more.
 
-    A signal to the process goes to its main thread; until that is scheduled, which takes long on a busy machine, a
-    thread that writes would go on.
+    A signal to the process goes to its main thread. On a busy machine it takes long until the main thread is scheduled,
+    and meanwhile a thread that writes would go on.
     """
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def take_many(directory: Path, count: int) -> list[int]:
-    """The tokens of `count` takes in a row."""
+    """Take the fence `count` times in a row; return the tokens."""
     return [Fence.take(directory).token for _ in range(count)]
 
 
 def wait_until_stopped(child: BaseProcess) -> None:
-    """Return when the child has been stopped by a signal."""
+    """Wait until the child has been stopped by a signal."""
 
     def is_stopped() -> bool:
         assert child.is_alive(), f"the child ended with {child.exitcode} instead of stopping"

@@ -1,4 +1,4 @@
-"""Checkpoints on a good day: what is written, kept, found and loaded, now and in the background."""
+"""Checkpoints without faults: what is written, kept, found and loaded, at once and in the background."""
 
 from __future__ import annotations
 
@@ -233,12 +233,12 @@ def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
             snapshots.carry_on()
             wrong.extend(number for number in range(20) if not torch.equal(state[number], tensors[number]))
 
-        helpers = [threading.Thread(target=copy_and_look) for _ in range(3)]
-        for helper in helpers:
-            helper.start()
+        threads = [threading.Thread(target=copy_and_look) for _ in range(3)]
+        for thread in threads:
+            thread.start()
         copy_and_look()
-        for helper in helpers:
-            helper.join()
+        for thread in threads:
+            thread.join()
         assert snapshots.arrived
         for number, tensor in enumerate(tensors):
             tensor.add_(number + 1)
@@ -249,7 +249,7 @@ def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
     snapshots = Snapshots()
     state = snapshots.begin(Tree([torch.ones(4)]), [])
     (pair,) = snapshots._left
-    snapshots._left.clear()  # taken by a thread that is slow
+    snapshots._left.clear()  # as if a slow thread had taken the pair
     waiting = threading.Thread(target=snapshots.carry_on)
     waiting.start()
     waiting.join(0.2)
@@ -269,7 +269,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(
     try:
         describe(state)
     except ValueError:
-        return  # keys 1 and "1" side by side
+        return  # such as a dict with both keys, 1 and "1"
     directory = tmp_path_factory.mktemp("tree")
     with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=0, epoch=0)
@@ -289,7 +289,7 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     best = best_checkpoint(tmp_path)
     assert best is not None
     assert best.step == 50
-    # The next process keeps the best one of the process before.
+    # The next process keeps the best checkpoint of the process before.
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(state_of(130, 10), step=130, epoch=0)
     assert _steps(tmp_path) == [130, 50]
@@ -329,7 +329,7 @@ def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
 
 
 class _Gate:
-    """Stops a save at one point until it is opened."""
+    """Holds a save at one point until the gate is opened."""
 
     def __init__(self, point: str) -> None:
         self.point, self.reached, self.open = point, threading.Event(), threading.Event()
@@ -442,6 +442,6 @@ def test_the_examples_of_the_document_run_as_they_stand(tmp_path: Path, monkeypa
     blocks = re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        for _ in range(2):  # the second time it resumes
+        for _ in range(2):  # the second run resumes the first
             exec(compile(block, str(HOW_TO), "exec"), {})
     assert find_checkpoints(tmp_path / "checkpoints")

@@ -1,4 +1,7 @@
-"""Checkpoints on a bad day: kills, damage, strangers' files, full disks, and writers that wake up too late."""
+"""Checkpoints with faults: kills, damage, foreign files, full disks, and writers that wake up too late.
+
+The rows named below are those of the fault matrix, tests/faults/matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ from tests.support.processes import HANG, ask, start
 
 
 def _save(directory: Path, *steps: int) -> list[Checkpoint]:
-    """Checkpoints of these steps, the last one first."""
+    """Save checkpoints of these steps; return them, the newest first."""
     checkpointer = Checkpointer(directory, keep_last=100)
     for step in steps:
         checkpointer.save(state_of(step), step=step, epoch=0, metadata={"experiment": "abc"})
@@ -57,7 +60,7 @@ def _save(directory: Path, *steps: int) -> list[Checkpoint]:
 
 
 def _is_whole(checkpoint: Checkpoint | None) -> bool:
-    """Whether a checkpoint loads, and is that of its step from the first number to the last."""
+    """Whether a checkpoint loads, and every number in it belongs to its step."""
     assert checkpoint is not None
     state, expected = load(checkpoint), state_of(checkpoint.step)
     return bool(
@@ -72,7 +75,7 @@ def _leftovers(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()} - committed - {"latest.json", "best.json"}
 
 
-# Row 9: SIGKILL at every point between open and the last rename.
+# Row 9: SIGKILL at every point between the opening of the file and the last rename.
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
@@ -144,7 +147,7 @@ def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path)
     _kill_at_random_times(tmp_path, 200)
 
 
-# Rows 10 and 11: damage.
+# Rows 10 and 11: damaged files.
 
 
 def _truncate(checkpoint: Checkpoint) -> None:
@@ -245,11 +248,11 @@ def test_no_flipped_bit_of_a_manifest_is_believed(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << position % 7
         newest.manifest.write_bytes(damaged)
-        # In white space a flip may change nothing; what is read must then be what was written.
+        # A flip in white space may change nothing. The checkpoint that is read must then be the one that was written.
         assert find_checkpoints(tmp_path)[0] in (older, newest), f"position {position} of {whole!r}"
 
 
-# Rows 12 and 13: strangers' files.
+# Rows 12 and 13: the files of others.
 
 
 def _no_tensor_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +294,7 @@ def test_the_checkpoint_of_another_experiment_is_refused_with_the_difference(
 
 
 class _Attack:
-    """Makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -355,7 +358,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
     assert find_checkpoints(tmp_path / "checkpoints") == []
 
 
-# Rows 8 and 22: no room, no right to write.
+# Rows 8 and 22: no room on the disk, no permission to write.
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])

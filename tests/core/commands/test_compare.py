@@ -1,4 +1,4 @@
-"""Runs side by side, from their records alone."""
+"""`ddp compare`: runs side by side, read from their records alone."""
 
 from __future__ import annotations
 

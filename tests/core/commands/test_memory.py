@@ -1,4 +1,4 @@
-"""The memory estimate where it can be counted by hand, and what `ddp doctor EXPERIMENT` says of it."""
+"""The memory estimate for a model small enough to count by hand, and what `ddp doctor EXPERIMENT` says about it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_weights_gradients_state_and_inputs_are_counted() -> None:
 
 
 def test_activations_are_what_backward_needs_each_once() -> None:
-    # The sigmoid's output, saved by the sigmoid and the layer after it, and the difference that is squared.
+    # Backward needs the sigmoid's output and the difference that is squared. The sigmoid and the layer after it both
+    # save the sigmoid's output; it is counted once.
     assert estimate(Optimizer()).activations == 8 * (20 + 5) * FLOAT
 
 

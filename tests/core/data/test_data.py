@@ -1,4 +1,4 @@
-"""Data sets: their content, their splits, their files; augmentation against a plain reference."""
+"""Data sets: their content, splits and files; augmentation compared with a plain reference."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
 
 
 class Trap:
-    """What a malicious pickle looks like: code that runs while it is loaded."""
+    """A malicious pickle: its code runs while the pickle is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

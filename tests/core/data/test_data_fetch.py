@@ -1,4 +1,4 @@
-"""Fetching, against a real HTTP server on this machine that can break off, refuse and lie."""
+"""Fetching data sets from a real HTTP server on this machine, which can break off, refuse and send wrong bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.core.data.test_data import write_cifar, write_fashion
 
 @dataclass
 class Server:
-    """What is served, how it misbehaves, and what was asked for."""
+    """What the server sends, how it misbehaves, and what it was asked for."""
 
     port: int = 0
     files: dict[str, bytes] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def md5(content: bytes) -> str:
 
 
 def one_file(server: Server, content: bytes = bytes(range(256)) * 500) -> dict[str, tuple[Archive, ...]]:
-    """A data set `thing` of one gzipped file."""
+    """The archives of a data set `thing`, which is one gzipped file."""
     packed = gzip.compress(content, mtime=0)
     server.files["thing.gz"] = packed
     return {"thing": (Archive((server.url("thing.gz"),), md5(packed), "sub/thing.gz"),)}

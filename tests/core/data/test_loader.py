@@ -1,4 +1,4 @@
-"""The loader: what it fetches, and that workers change nothing but the time."""
+"""The loader: what it fetches, and that worker processes change nothing but the time it takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddp_core.errors import UserError
 
 
 class OneByOne:
-    """A user's data set with nothing but the two methods that torch asks for."""
+    """A user's data set with only the two methods that torch requires."""
 
     def __init__(self, size: int = 40) -> None:
         self.size = size
@@ -36,14 +36,14 @@ class OneByOne:
 
 
 class ListOfSamples(OneByOne):
-    """torch's own meaning of `__getitems__`: a list of samples."""
+    """A data set whose `__getitems__` returns a list of samples, as torch defines it."""
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, int]]:
         return [self[index] for index in indices]
 
 
 class WholeBatch(OneByOne):
-    """Our meaning: a tuple of batch tensors."""
+    """A data set whose `__getitems__` returns a tuple of batch tensors, as this project defines it."""
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         ids = torch.tensor(indices)
@@ -66,7 +66,7 @@ class Failing(OneByOne):
 
 
 class Where(OneByOne):
-    """Tells which process made a sample."""
+    """A data set that tells which process made a sample."""
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         return np.full(3, index, dtype=np.float32), os.getpid()
@@ -190,7 +190,7 @@ def test_requests_are_taken_one_at_a_time_without_workers() -> None:
 
 
 def test_user_files_are_read_in_workers(tmp_path: Path) -> None:
-    """A data set that reads a file per sample, as many users' do."""
+    """A data set that reads a file per sample, as those of many users do."""
     for index in range(40):
         np.save(tmp_path / f"{index}.npy", np.full(2, index, dtype=np.float32))
 

@@ -1,4 +1,4 @@
-"""Random numbers by key, and digests by their documented format, each against an implementation of its own."""
+"""Random numbers by key, and digests in their documented format, each compared with a second implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = 2**64
 
 
 def documented_digest(state: dict[str, Tensor]) -> str:
-    """The format as run.json's documentation has it, from Python's own numbers: one element at a time."""
+    """The digest in the format that run.json's documentation gives, computed element by element in plain Python."""
     content = b""
     for name in sorted(state):
         tensor = state[name]
@@ -102,7 +102,7 @@ def test_the_optimizer_digest_covers_every_moment_and_step_count() -> None:
 
 
 def splitmix_finaliser(word: int) -> int:
-    """Steele, Lea, Flood 2014: the output of SplitMix64 from state `word`."""
+    """The output of SplitMix64 from state `word` (Steele, Lea, Flood 2014)."""
     word = (word + 0x9E3779B97F4A7C15) % WORDS
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORDS
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORDS
@@ -142,13 +142,13 @@ def test_numbers_are_uniform_and_unrelated() -> None:
     for column in here.T:
         observed = np.histogram(column, bins=bins, range=(0, 1))[0]
         chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
-        # 99 degrees of freedom; one in a million is below 41 or above 183.
+        # With 99 degrees of freedom, one value in a million is below 41 or above 183.
         assert 41 < chi_square < 183
     others = [sample_uniforms(3, 2, np.arange(count), 4), sample_uniforms(4, 1, np.arange(count), 4)]
     pairs = [here, *others, sample_uniforms(3, 1, np.arange(1, count + 1), 4)]
     columns = np.concatenate([pairs[0], pairs[1], pairs[2], pairs[3]], axis=1)
     correlation = np.corrcoef(columns.T) - np.eye(columns.shape[1])
-    # The standard error of a correlation is 0.0032; five of them.
+    # The bound is five standard errors of a correlation, 0.0032 each.
     assert abs(correlation).max() < 0.016
 
 

@@ -1,4 +1,4 @@
-"""Asked to stop: the step is finished and saved, the code is 75, and what follows is as if nothing had happened."""
+"""A run that is asked to stop finishes its step, saves and exits with 75; resumed, it ends as if never stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def has_begun(output: Path) -> bool:
-    """Whether a step was recorded."""
+    """Whether a run below `output` has recorded a step."""
     return any('"kind": "step"' in file.read_text() for file in output.glob("*/*/metrics.jsonl"))
 
 
@@ -39,12 +39,12 @@ def to_the_command(started: Forked, number: int) -> None:
 
 
 def to_its_group(started: Forked, number: int) -> None:
-    """As a terminal does on Ctrl-C."""
+    """Send the signal to the process group, as a terminal does on Ctrl-C."""
     os.killpg(started.pid, number)
 
 
 def stop(output: Path, *words: str, number: int, send: Callable[[Forked, int], None]) -> dict[str, Any]:
-    """Start, stop after some steps, and check what a stopped run is."""
+    """Start a run, stop it after some steps, check what it leaves behind; return its record."""
     full = ["train", *WORDS, *words, "--device", "cpu", "--fault", "slow@1", "--output", output]
     with forked(*full) as started:
         wait_until(lambda: has_begun(output), HANG, "the first step")
@@ -135,13 +135,13 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
         wait_until(lambda: any(record for _, record in find_runs(output)), HANG, "the run's record")
 
         def has_left() -> bool:
-            # Two that come before the process looks count as one.
+            # Two signals that come before the process handles the first count as one, so it may take more than two.
             with contextlib.suppress(ProcessLookupError):
                 to_its_group(started, signal.SIGINT)
             return not started.lives
 
         wait_until(has_left, HANG, "it leaves")
-        # 75 is the code after the step, which takes longer than a test may.
+        # The code 75 would come only after the step, which takes longer than a test may.
         assert started.end().code == 130
 
 

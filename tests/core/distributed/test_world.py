@@ -1,4 +1,4 @@
-"""Who am I: the launcher's variables, read in one place and checked."""
+"""A process's rank and world: the launcher's variables, read in one place and checked."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_single_process_needs_no_store() -> None:
 
 
 def test_nothing_else_knows_the_launchers_variables() -> None:
-    """The names stand in world.py alone, and where a launcher hands one to its workers."""
+    """Only world.py names the variables, and the modules in which a launcher hands a variable to its workers."""
     handed_on = {("launch/elastic.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
     named = {
         (name, node.value)
@@ -109,7 +109,7 @@ def test_nothing_else_knows_the_launchers_variables() -> None:
 
 
 def test_few_modules_touch_the_environment() -> None:
-    """Everything else is told what it must know, so that one process can do two things that need different values."""
+    """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
         "cli/commands.py": "keeps libraries quiet, before they are imported",
         "determinism/fingerprint.py": "notes what decides which kernels a library picks",

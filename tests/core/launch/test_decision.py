@@ -1,4 +1,4 @@
-"""What follows when workers have failed: every case, without a process."""
+"""What the launcher decides when workers have failed: every case, without starting a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node joins: torch takes settings that it does not know without a word, so what it made of them is read back."""
+"""How a node joins: torch ignores unknown settings silently, so the tests read back what it made of each setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers from the nursery: what they are given, how their ends are told, and that none outlives it."""
+"""Workers that the nursery starts: what they are given, how their end is reported, and that none outlives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the nursery is 
 
 
 def act(words: Sequence[str]) -> int:
-    """The entry of the tests' workers."""
+    """The function that the nursery's workers run in these tests."""
     what, *rest = words
     if what == "write":
         Path(rest[0]).write_text(" ".join([os.environ["RANK"], str(os.getsid(0) == os.getpid()), *rest[1:]]))
@@ -34,7 +34,7 @@ def act(words: Sequence[str]) -> int:
 
 
 def lead(rank: int, world_size: int, case: str, place: str) -> object:
-    """One case in a process of its own: a nursery is forked from one that has no threads."""
+    """Run one case in a process of its own, because a nursery must be forked from a process without threads."""
     return CASES[case](Path(place))
 
 

@@ -1,4 +1,4 @@
-"""Models by shape and parameter count; losses against torch's own means."""
+"""Models: output shapes and parameter counts; losses: compared with torch's own means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizer a model's parameters get, and that no choice of kernel mixes elements up."""
+"""Which implementation of an optimizer a model gets, and that none of them mixes up the elements of a tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(form: Form, settings: Optimizer) -> list[torch.Tensor]:
     for step in range(3):
         gradients = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
-            # As the reductions hand them over: cut from a flat buffer, whatever the parameter's strides.
+            # Gradients are contiguous whatever the parameter's strides: the reductions cut them from a flat buffer.
             parameter.grad = torch.randn(parameter.shape, generator=gradients)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]

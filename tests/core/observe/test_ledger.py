@@ -1,4 +1,4 @@
-"""The ledger read back: what counts after several attempts, and what is said where it shows nothing or too much."""
+"""The ledger read back: which lines count after several attempts, and the messages for missing or repeated samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is named when a collective ends in silence: not one that was itself left waiting."""
+"""Which rank is named when a collective times out: the silent one, not another rank that was left waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
 ) -> None:
     monkeypatch.setattr(lost_peers, "_SIGNING_SECONDS", 0.3)
     (tmp_path / "heartbeats").mkdir()
-    # Signs are rationed, so that the paused rank 0 may well have the youngest of three old ones.
+    # A rank writes its heartbeat at most once a second. So the paused rank 0 may have the youngest of the three.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
         beat = {"rank": rank, "node_rank": rank, "host": f"host-{rank}", "address": "10.0.0.1", "pid": 1, "step": 7}
         text = json.dumps(beat | {"time": time.time() - age})

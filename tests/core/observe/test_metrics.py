@@ -1,4 +1,4 @@
-"""What a run says: whole JSON lines, steps rolled back by a resume, and who may speak."""
+"""What a run writes: whole JSON lines, steps rolled back by a resume, and which ranks may write to the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory, cores and the GPU's busy share, as a rank reports them."""
+"""Memory, cores and GPU utilisation, as a rank reports them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_cores_are_processor_time_over_wall_time(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_what_this_process_accounts_for() -> None:
     before = Usage(CPU).totals()["peak_memory_bytes"]
-    taken = torch.ones(100_000_000)  # 400 MB, more than anything before it in this process has given back
+    taken = torch.ones(100_000_000)  # 400 MB, more than this process has freed before
     grown = Usage(CPU).totals()["peak_memory_bytes"]
     assert 10_000_000 < before < 4_000_000_000
     assert grown >= max(before, taken.nbytes)
@@ -39,7 +39,7 @@ def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
     usage = Usage(CUDA)
     for _ in range(4):
-        usage.sample()  # from the third on an error, here StopIteration
+        usage.sample()  # from the third call on, the driver raises an error (here StopIteration)
     found = usage.totals()
     assert found["gpu_utilisation"] == pytest.approx(0.5)
     assert found["peak_memory_bytes"] == 7

@@ -1,4 +1,4 @@
-"""The plain reduction: the exact one's interface, and its gradients up to rounding."""
+"""The plain reduction has the interface of the exact reduction, and its gradients up to rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 def gradients(
     reduction: ExactReduction | PlainReduction, module: nn.Module, scale: float, loss_weight: float = 1.0
 ) -> list[Tensor]:
-    """Of the squares of all outputs, summed over the micro-batches of this rank and reduced over the ranks."""
+    """The gradients of the sum of all squared outputs, over this rank's micro-batches, reduced over the ranks."""
     inputs = torch.randn(MICRO_BATCHES, SAMPLES, 5, generator=torch.Generator().manual_seed(1))
     reduction.begin(MICRO_BATCHES)
     for index in reduction.share:

@@ -30,7 +30,7 @@ quick = settings(deadline=None, max_examples=60)
 
 
 def by_definition(leaves: list[Tensor]) -> Tensor:
-    """The tree, top down: the left half is the largest power of two that leaves something to the right."""
+    """The sum by definition of the tree: its left part has the largest power of two below the number of leaves."""
     if len(leaves) == 1:
         return leaves[0]
     half = 1 << ((len(leaves) - 1).bit_length() - 1)
@@ -197,7 +197,7 @@ def test_one_process_sums_the_gradients_in_the_tree_and_scales_once() -> None:
         net(batch).square().sum().backward()
         separately.append(take_gradients(net.parameters()))
     with ExactReduction(net, 5) as exact:
-        for _ in range(2):  # gradients of the step before do not leak into the next
+        for _ in range(2):  # a second step must not see the gradients of the first
             step(exact, batches, scale=0.04)
             for position, parameter in enumerate(net.parameters()):
                 expected = by_definition([leaf[position] for leaf in separately]) * 0.04

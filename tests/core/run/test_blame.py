@@ -1,4 +1,4 @@
-"""Whose an exception is: what our code last called tells, and what is short is said in one line."""
+"""Whose fault an exception is: the last call from our code decides; a shortage is reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the record says of the code: a state of the tree that cannot be told is not called clean."""
+"""What the record says about the code: a working tree whose state cannot be read is not called clean."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ COMMIT = "0123456789abcdef"
 
 @pytest.fixture
 def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `git` of the test's own, alone on the path."""
+    """The path of a `git` that the test writes; no other program is on the search path."""
     monkeypatch.delenv("DDP_GIT_COMMIT", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path / "git"
 
 
 def answer(git: Path, status: str) -> None:
-    """Let `git rev-parse` tell COMMIT, and `git status` do what the line of shell says."""
+    """Let `git rev-parse` print COMMIT, and `git status` run the shell line `status`."""
     git.write_text(f'#!/bin/sh\ncase "$3" in\nrev-parse) echo {COMMIT} ;;\nstatus) {status} ;;\nesac\n')
     git.chmod(0o755)
 

@@ -1,4 +1,4 @@
-"""Freed memory stays: a tensor that is allocated again costs no page faults."""
+"""Freed memory stays with the process: a tensor that is allocated again costs no page faults."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_what_is_freed_is_used_again_without_page_faults() -> None:
     if not kept:
         pytest.skip("this C library has no mallopt")
     _, faults_otherwise = run("leave")
-    # 40 MB are 9,766 pages of 4 KiB, and there are ten of them.
+    # A tensor of 40 MB has 9,766 pages of 4 KiB, and ten tensors are allocated.
     assert faults < 1000
     assert faults_otherwise > 10_000

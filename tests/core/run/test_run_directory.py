@@ -1,4 +1,4 @@
-"""The run's directory: made, found, read while it is written, and never taken from somebody who works in it."""
+"""The run's directory: made, found, read while it is written, and never taken from a process that works in it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,11 @@ def _hold(directory: Path, pipe: Connection) -> None:
 
 
 def _hold_and_fork(directory: Path, pipe: Connection, gate: Connection | None) -> None:
-    """The fork tells its number when it has closed its copy of the lock, which it does not do before `gate` opens."""
+    """Hold the lock and fork a worker; the worker's process id goes through the pipe.
+
+    Without a gate, the worker sends the id after it has closed its copy of the lock. With a gate, this process sends it
+    at once, and the worker keeps its copy until the gate opens.
+    """
     if gate is not None:
         os.register_at_fork(after_in_child=gate.recv)
     with RunLock(directory):
@@ -44,7 +48,7 @@ def _hold_and_fork(directory: Path, pipe: Connection, gate: Connection | None) -
 
 @contextmanager
 def _holder(directory: Path, hold: Callable[..., None] = _hold, *words: object) -> Iterator[int]:
-    """A process that holds the lock until the block ends; yields the process number that it tells."""
+    """Run a process that holds the lock until the block ends; yield the process id that it sends."""
     here, there = CONTEXT.Pipe(duplex=False)
     child = CONTEXT.Process(target=hold, args=(directory, there, *words), daemon=True)
     child.start()

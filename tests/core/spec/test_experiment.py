@@ -1,4 +1,4 @@
-"""What is trained: validation, JSON round trip, digest, settings from the command line, learning rates."""
+"""Experiments: validation, JSON round trip, digest, settings from the command line, learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where it runs: what a layout may be, and that the cut of a global batch depends on the experiment alone."""
+"""Layouts: which are allowed, and that the cut of a global batch depends on the experiment alone."""
 
 from __future__ import annotations
 

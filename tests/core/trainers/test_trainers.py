@@ -1,4 +1,4 @@
-"""One step, against its textbook definition, and what a training decides on the way; in this process, without files."""
+"""The trainers in one process, without files: steps compared with the textbook, and the decisions during a run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def digests(trainer: Trainer) -> tuple[str, str]:
 
 
 def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
-    """The loop of every tutorial: one batch, one mean, one backward, one step, one tensor after the other."""
+    """Train with the loop of every tutorial: per batch one mean loss, one backward, one step, tensor by tensor."""
     torch.manual_seed(record.seed)
     model = build()
     optimizer = build_optimizer(record.optimizer.model_copy(update={"implementation": "loop"}), model)
@@ -161,7 +161,7 @@ def test_training_is_the_textbooks(recipe: str, micro_batch: int | None, reducti
 @pytest.mark.parametrize("last_batch", ["drop", "keep"])
 def test_threads_end_with_the_bits_of_one_process(count: int, last_batch: str) -> None:
     record = experiment(reduction="exact", epochs=2, last_batch=last_batch, **RECIPES["adamw"])
-    # 69 = 4 * 16 + 5: the last batch holds a whole micro-batch and one of a single sample, so a replica stays idle.
+    # 70 = 4 * 16 + 6: a kept last batch has micro-batches of 4 and 2 samples, so a third and fourth replica stay idle.
     details: dict[str, Any] = {"train": samples(70)}
     alone = finished(record, batch_norm_and_dropout, **details)
     together = finished(record, batch_norm_and_dropout, Layout(kind="dp", nproc_per_node=count), **details)
@@ -176,7 +176,7 @@ def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
 
 
 def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: dropout that knows who computes."""
+    """The negative control: dropout that depends on the replica gives other bits."""
     from ddp_core.trainers import keyed_random
 
     record, dp = experiment(reduction="exact"), Layout(kind="dp", nproc_per_node=2)
@@ -394,7 +394,7 @@ def test_a_loss_of_another_shape_is_the_users_mistake() -> None:
 
 
 class Recorder(StepObserver):
-    """Keeps what it is called with, and the weights at that moment."""
+    """Keeps the arguments of each call, and the weights at that moment."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []

@@ -1,7 +1,7 @@
 """Does a small network with BatchNorm, Dropout and momentum end with the same weights whatever happens to its ranks?
 
-Random points, cheap to make and quick to start. DOTS_PAUSE stretches each micro-batch by some seconds, so that there is
-time to hurt a rank. Six micro-batches of 2: one, two, three or six ranks.
+The data are random points, because they are quick to make. DOTS_PAUSE makes each micro-batch take some seconds longer,
+so that a test has time to hurt a rank. A step has six micro-batches of 2 samples, for one, two, three or six ranks.
 """
 
 import os
@@ -16,7 +16,7 @@ from ddp_core.spec.experiment import Component, Experiment, Optimizer
 
 
 class Paced(InMemory):
-    """Samples that take their time."""
+    """Samples of which each micro-batch takes DOTS_PAUSE seconds longer to fetch."""
 
     def __getitems__(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         time.sleep(float(os.environ.get("DOTS_PAUSE", "0")))

@@ -1,4 +1,4 @@
-"""The chaos drill without an engine: drills as data, judgement on made-up runs, and one kill of a local node."""
+"""The chaos drill without a Docker engine: reading drills, judging made-up runs, and one kill of a local node."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_victims_own_word_is_no_notice() -> None:
 
 
 def make_run(place: Path, steps: int = 4, digest: str = "a" * 64, **fields: Any) -> Path:
-    """A completed run of two epochs on two ranks, whose second attempt took two steps back."""
+    """A completed run of two epochs on two ranks, whose second attempt repeated the last two steps of the first."""
     place.mkdir(parents=True)
     record = {
         "format": "ddp-run/1",
@@ -237,7 +237,7 @@ def test_progress_follows_a_growing_run(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """A cluster whose run is a directory that the test writes; what is done to it is noted."""
+    """A cluster whose run directory the test writes; it notes what is done to it."""
 
     name = "scripted"
     kinds = frozenset({"kill"})
@@ -344,7 +344,7 @@ def test_shaping_is_asked_for_in_the_kernels_own_format() -> None:
     assert (length, kind, flags & shape._REPLACE) == (len(asked), 36, shape._REPLACE)
     assert struct.unpack_from("i", asked, 20) == (7,)
     assert b"tbf\0" in asked
-    # rtattr of options, then of parameters, then tc_ratespec, whose rate is in bytes per second.
+    # The rate, in bytes per second, is in tc_ratespec, after the rtattr of the options and that of the parameters.
     (rate,) = struct.unpack_from("I", asked, 16 + 20 + 8 + 4 + 4 + 8)
     assert rate == 1_000_000
     undone = shape.message(7, 0)

@@ -1,4 +1,4 @@
-"""Made-up measurements of every claim: by themselves such that the claim is confirmed (C18: refuted)."""
+"""Made-up measurements of every claim. Unchanged, they confirm the claim (C18: refute it)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ Measurements = dict[str, Any]
 
 
 def around(value: float, rounds: int = 9, spread: float = 0.01) -> list[float]:
-    """Rounds of a measurement, all near a value."""
+    """The rounds of a measurement, all near `value`."""
     return [value * (1 + spread * ((number * 5) % rounds / rounds - 0.5)) for number in range(rounds)]
 
 
 def noise(value: float) -> list[float]:
-    """Rounds that say little."""
+    """The rounds of a measurement that vary too much to show a difference."""
     return [value * factor for factor in (0.6, 1.5, 0.8, 1.3, 1.0, 0.7, 1.6, 0.9, 1.2)]
 
 
 def wave(height: float) -> list[float]:
-    """Losses that go up and down about nothing."""
+    """Losses that alternate between `height` and -`height`."""
     return [height * (-1) ** step for step in range(40)]
 
 

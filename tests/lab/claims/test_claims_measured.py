@@ -1,4 +1,4 @@
-"""What claims are measured with, and claims whose outcome does not depend on the machine, really measured here."""
+"""The tools that measure claims; and real measurements of claims whose outcome does not depend on the machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_c12_gradients_add_up(tmp_path: Path) -> None:
 
 
 def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
-    """Which is faster depends on what else the machine does; that the losses agree does not."""
+    """Only the agreement of the losses is tested: which way is faster depends on the load of the machine."""
     content = measured("C13", tmp_path)
     assert figure(content, "largest relative difference") <= 1e-6
     assert figure(content, "the same with DistributedSampler") > 1e-3

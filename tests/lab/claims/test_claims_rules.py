@@ -1,4 +1,4 @@
-"""The rules of the claims on made-up measurements: each verdict that a rule can give, and that a rule can fail."""
+"""The rules of the claims on made-up measurements: every verdict that a rule can give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIRMED, REFUTED, MISSING, OPEN = "confirmed", "refuted", "not measurable here
 
 
 def instead(other: Measurements) -> Change:
-    """Measurements of another kind altogether."""
+    """A change that replaces all measurements."""
 
     def change(measurements: Measurements) -> None:
         measurements.clear()
@@ -39,7 +39,7 @@ def instead(other: Measurements) -> Change:
 
 
 def at(*path: Any, value: Any) -> Change:
-    """Put a value somewhere into the measurements."""
+    """A change that puts `value` at `path` in the measurements."""
 
     def change(measurements: Measurements) -> None:
         place: Any = measurements

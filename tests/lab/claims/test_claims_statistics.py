@@ -1,4 +1,4 @@
-"""What is beyond noise and what is not: the intervals by which the claims' rules judge."""
+"""The intervals by which the rules of the claims tell a difference from noise."""
 
 from __future__ import annotations
 

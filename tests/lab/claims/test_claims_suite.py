@@ -1,4 +1,4 @@
-"""The claims' framework: every claim told in full, measured, judged, written and read again, also where that fails."""
+"""The framework of the claims: claims are described, measured, judged, written and read, also when a part fails."""
 
 from __future__ import annotations
 

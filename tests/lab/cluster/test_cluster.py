@@ -1,4 +1,4 @@
-"""The cluster's logic without a cluster, and a small real one of local processes."""
+"""The logic of the cluster command on scripted nodes, and a small real cluster of local processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_survived_out_of_memory_kill_is_success() -> None:
 
 
 class Scripted:
-    """A backend whose nodes end as a script says: name -> (poll at which it ends, exit code)."""
+    """A backend whose nodes end as a script says: node name -> (number of the poll at which it ends, exit code)."""
 
     name = "scripted"
 
@@ -210,7 +210,7 @@ UP = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp")
 
 
 def check_cluster(output: Path, ended: Ended) -> None:
-    """Two nodes have trained and are shown beside their baseline, which has the same weights."""
+    """Check that two nodes have trained and are shown beside their baseline, which has the same weights."""
     assert ended.code == 0, ended.output + ended.errors
     assert "cluster: node-1 exited with 0" in ended.output
     assert "cluster: node-2 exited with 0" in ended.output

@@ -1,4 +1,4 @@
-"""The projection: its formulas at points that can be checked by hand, its fit on made-up points, its command."""
+"""The projection: its formulas, checked by hand; its fit, on made-up points; its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output folders for the report's tests: run directories, claims and drills as their makers write them."""
+"""Output folders for the report's tests: run directories, claims and drills, as the project writes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_run(
     result: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
-    """A run directory with metrics for `steps` steps; returns it."""
+    """Write a run directory with metrics for `steps` steps; return it."""
     experiment = Experiment(
         name=name, seed=seed, model=Component(name="small_cnn"), data=Component(name="digits"), global_batch_size=50
     )
@@ -74,22 +74,22 @@ def write_run(
 
 
 def single() -> Layout:
-    """One process on the CPU."""
+    """The layout of one process on the CPU."""
     return Layout()
 
 
 def ddp(count: int) -> Layout:
-    """`count` processes on one node's CPU."""
+    """The layout of `count` processes on one node's CPU."""
     return Layout(kind="ddp", nproc_per_node=count)
 
 
 def dp(count: int) -> Layout:
-    """`count` replicas over CPU threads."""
+    """The layout of `count` replicas in CPU threads."""
     return Layout(kind="dp", nproc_per_node=count)
 
 
 def claim(**fields: Any) -> dict[str, Any]:
-    """What a claim's file holds."""
+    """The content of a claim's file."""
     content = {
         "format": "ddp-claim/1",
         "id": "C06",
@@ -122,7 +122,7 @@ def claim(**fields: Any) -> dict[str, Any]:
 
 
 def write_claim(output: Path, **fields: Any) -> Path:
-    """claims/<id>.json below `output`; returns it."""
+    """Write claims/<id>.json below `output`; return its path."""
     content = claim(**fields)
     path = output / "claims" / f"{content['id']}.json"
     path.parent.mkdir(exist_ok=True, parents=True)
@@ -131,7 +131,7 @@ def write_claim(output: Path, **fields: Any) -> Path:
 
 
 def write_drill(output: Path, **fields: Any) -> Path:
-    """A drill's file; returns it."""
+    """Write a drill's file below `output`; return its path."""
     fault = {"name": "kill node 1", "at_step": 40, "noticed_seconds": 0.2, "resumed_seconds": 5.3, "steps_lost": 3}
     content = {
         "format": "ddp-drill/1",
@@ -153,7 +153,7 @@ def write_drill(output: Path, **fields: Any) -> Path:
 
 
 def write_everything(output: Path) -> None:
-    """Every layout, several seeds, runs in every state, broken directories, claims and a drill."""
+    """Write runs on every layout, of several seeds and in every state; broken directories; claims and a drill."""
     for seed in (0, 1, 2):
         write_run(output, single(), seed=seed, speed=1000 + seed, digest=f"{seed}" * 64)
         write_run(output, ddp(2), seed=seed, speed=1800 + seed, digest=f"{seed}" * 64)

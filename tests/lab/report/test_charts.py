@@ -1,4 +1,4 @@
-"""What the charts show: which plots are drawn, their lines, names and the numbers behind them."""
+"""The charts: which plots are drawn, their lines and names, and their tables of numbers."""
 
 from __future__ import annotations
 

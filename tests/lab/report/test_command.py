@@ -1,4 +1,4 @@
-"""`ddp report`: what it writes and says, and the server that shows it."""
+"""The report's command: what it writes and prints, and the server that shows the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_users_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A served folder with a secret beside it."""
+    """The address of a server and the folder it serves, with secrets inside and beside the folder."""
     folder = tmp_path / "report"
     (folder / "plots").mkdir(parents=True)
     (folder / "index.html").write_text("the page")

@@ -1,4 +1,4 @@
-"""The page: one file that asks for nothing from outside, says what it has to, and works in a browser."""
+"""The report's page: one file that loads nothing from outside, tells every result, and works in a browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _INSIDE = ("#", "data:")
 
 
 class _Elements(HTMLParser):
-    """Collects what a page would load, what it names, and its tables."""
+    """Collects what a page would load, its names and links, and its tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 
 
 def _browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Opens the page in a headless browser and waits for its end; stderr holds the console."""
+    """Open the page in a headless browser and wait until it ends; stderr holds the browser's console."""
     with tempfile.TemporaryDirectory(prefix="ddp-browser-", ignore_cleanup_errors=True) as profile:
         quiet = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
         more = ("--disable-component-update", "--disable-sync", f"--user-data-dir={profile}")
@@ -271,7 +271,7 @@ def test_tables_sort_when_their_headings_are_clicked(folder: Path, tmp_path: Pat
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_page_is_not_wider_than_the_window(folder: Path, tmp_path: Path, width: int) -> None:
-    # A window cannot be as narrow as a phone, a frame can; a frame's page measures itself.
+    # A browser window cannot be as narrow as a phone, but a frame can. The page in the frame measures itself.
     measure = (
         "<script>parent.postMessage([innerWidth, document.documentElement.scrollWidth].join(' '), '*')</script></body>"
     )

@@ -1,4 +1,4 @@
-"""The report's reading and judging: run directories in any state, families of runs, claims and drills."""
+"""How the report reads and judges run directories in any state, families of runs, claims and drills."""
 
 from __future__ import annotations
 

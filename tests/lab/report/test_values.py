@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""How the report writes numbers and durations."""
 
 from __future__ import annotations
 
