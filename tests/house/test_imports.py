@@ -204,10 +204,10 @@ def test_help_and_list_answer_without_torch_in_half_a_second(words: list[str]) -
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print('heavy:', {'torch', 'numpy', 'sklearn'} & set(sys.modules))"
     )
-    output, seconds = python("-c", code, *words)
-    assert output.endswith("heavy: set()\n")
-    # Processor time is compared, because on a busy machine everything waits.
-    assert seconds < 0.5
+    runs = [python("-c", code, *words) for _ in range(3)]
+    assert all(output.endswith("heavy: set()\n") for output, _ in runs)
+    # Processor time is compared, because on a busy machine everything waits; other processes only ever add to it.
+    assert min(seconds for _, seconds in runs) < 0.5
 
 
 def python(*words: str) -> tuple[str, float]:
