@@ -33,6 +33,7 @@ from ddp_core.checkpoint import (
 )
 from ddp_core.checkpoint.state import Snapshots, Tree
 from tests.core.checkpoint.children import state_of
+from tests.support.processes import HANG
 
 DOCS = Path(__file__).parents[3] / "docs"
 REFERENCE, HOW_TO = DOCS / "reference" / "checkpoints.md", DOCS / "how-to" / "checkpoints-in-your-own-script.md"
@@ -256,7 +257,7 @@ def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
     assert waiting.is_alive()
     snapshots._left.append(pair)
     snapshots.carry_on()
-    waiting.join(5)
+    waiting.join(HANG)
     assert not waiting.is_alive()
     assert torch.equal(state[0], torch.ones(4))
 
@@ -337,7 +338,7 @@ class _Gate:
     def __call__(self, point: str) -> None:
         if point == self.point:
             self.reached.set()
-            assert self.open.wait(20)
+            assert self.open.wait(HANG)
 
 
 def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path)
     inner = [1, 2]
     checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
     checkpointer.save({"weight": weight, "inner": inner}, step=1, epoch=0)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(HANG)
     weight.zero_()
     inner.append(3)
     checkpointer.check()
@@ -417,7 +418,7 @@ def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
         gate = _Gate(point)
         checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
         checkpointer.save(state_of(1), step=1, epoch=0)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(HANG)
         swept = sweep(tmp_path)
         gate.open.set()
         checkpointer.close()

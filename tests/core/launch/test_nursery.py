@@ -29,7 +29,7 @@ def act(words: Sequence[str]) -> int:
         return 7
     if what == "raise":
         raise ValueError("on purpose")
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 
@@ -46,7 +46,7 @@ def codes(place: Path) -> object:
         assert sleeping.poll() is None
         wait_until(lambda: psutil.Process(sleeping.pid).name() == "ddp-rank-5", HANG, "it has its name")
         sleeping.send_signal(signal.SIGTERM)
-        ended = (written.wait(10), failed.wait(10), sleeping.wait(10))
+        ended = (written.wait(HANG), failed.wait(HANG), sleeping.wait(HANG))
         sleeping.send_signal(signal.SIGTERM)
         sleeping.kill()
         return ended
@@ -72,7 +72,7 @@ def killed(place: Path) -> object:
         sleeping = nursery.start(["sleep"], os.environ)
         os.kill(nursery.pid, signal.SIGKILL)
         wait_until(lambda: state_of(sleeping.pid) == "gone", HANG, "it has gone with the nursery")
-        code = sleeping.wait(5)
+        code = sleeping.wait(HANG)
         try:
             nursery.start(["sleep"], os.environ)
         except OSError:

@@ -53,7 +53,7 @@ def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", folder
         server.shutdown()
-        thread.join(5)
+        thread.join(HANG)
 
 
 def _fetch(url: str, method: str = "GET") -> tuple[int, str]:
