@@ -21,7 +21,7 @@ class Passes:
     def __init__(self, experiment: Experiment, loss: Loss, device: torch.device, exact: bool) -> None:
         self._loss, self._device = loss, device
         self._precision = _PRECISIONS.get(experiment.precision)
-        # torch's 2**16 is meant for a mean; the exact backward starts from a sum over samples.
+        # Where the scale starts. The scaler halves it after an overflow and doubles it after 2000 good steps.
         scale = 2.0 ** (16 - (experiment.global_batch_size.bit_length() if exact else 0))
         self.scaler = torch.amp.GradScaler(device.type, scale) if self._precision is torch.float16 else None
         self._loss_weights: dict[int, Tensor] = {}
