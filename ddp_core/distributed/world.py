@@ -8,7 +8,7 @@
 | MASTER_ADDR, MASTER_PORT | the same as RANK | store_host, store_port: where the process group's store is |
 | TORCHELASTIC_USE_AGENT_STORE | torchrun | agent_serves_store: its agent serves that store, so rank 0 must not |
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
-| TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first, then different on the nodes of a round |
+| TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
 """
 

@@ -67,6 +67,13 @@ VALUES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_folders_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image sets these variables, which count as given."""
+    for name in ("DDP_OUTPUT", "DDP_DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def understood(*words: str) -> Asked:
     """What `ddp train WORDS` asks for."""
     with group.commands["train"].make_context("train", list(words)) as context:
