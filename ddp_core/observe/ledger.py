@@ -1,7 +1,9 @@
 """Which rank trained which samples at which step: the proof that no sample was lost or trained twice.
 
-With `--ledger` every rank appends one line per finished step to `ledger/attempt-<n>-rank-<r>.jsonl`. An attempt that
-starts with the weights of step k cancels what earlier attempts did after step k.
+With `--ledger` every rank appends two lines per step to `ledger/attempt-<n>-rank-<r>.jsonl`: the samples before it
+trains them, and that the step is done. A step is done for all ranks when it is done on one of them, because that rank
+has received the gradients of all; so a rank that is killed just after it sent its gradients leaves no gap. An attempt
+that starts with the weights of step k cancels what earlier attempts did after step k.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ class Ledger(StepObserver):
         self._file: IO[str] = path.open("w", buffering=1)
         self._write({"from_step": first_step})
 
-    def after_step(self, batch: StepBatch) -> None:
+    def before_step(self, batch: StepBatch) -> None:
         ids = np.concatenate([*batch.ids, np.empty(0, np.int64)])
         self._write({"step": batch.step + 1, "epoch": batch.epoch, "ids": ids.tolist()})
+
+    def after_step(self, batch: StepBatch) -> None:
+        self._write({"done": batch.step + 1})
 
     def close(self) -> None:
         """Close the file."""
@@ -39,7 +44,7 @@ class Ledger(StepObserver):
 
 
 def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
-    """For each step not cancelled: its epoch and the ids that all ranks trained; empty before the first step.
+    """For each step that is done and not cancelled: its epoch and the ids that all ranks trained.
 
     Raises UserError where there is no ledger.
     """
@@ -53,8 +58,9 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
         ranks = attempts[number]
         first = min((lines[0]["from_step"] for lines in ranks if lines), default=max(steps, default=0))
         steps = {step: entry for step, entry in steps.items() if step <= first}
+        done = max((line["done"] for lines in ranks for line in lines if "done" in line), default=0)
         for lines in ranks:
-            for line in lines[1:]:
+            for line in (line for line in lines if line.get("step", done + 1) <= done):
                 epoch, ids = steps.get(line["step"], (line["epoch"], []))
                 steps[line["step"]] = (epoch, ids + line["ids"])
     return steps

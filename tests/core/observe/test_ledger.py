@@ -13,10 +13,16 @@ from ddp_core.observe.ledger import Ledger, audit, committed_steps
 from ddp_core.observe.step import StepBatch
 
 
-def write(directory: Path, attempt: int, rank: int, first_step: int, steps: dict[int, tuple[int, list[int]]]) -> None:
+def write(
+    directory: Path, attempt: int, rank: int, first_step: int, steps: dict[int, tuple[int, list[int]]], done: int = 9
+) -> None:
+    """The ledger of one rank that began all `steps` and noted those up to `done` as done."""
     ledger = Ledger(directory, attempt, rank, first_step)
     for step, (epoch, ids) in steps.items():
-        ledger.after_step(StepBatch(step - 1, epoch, len(ids), [], [np.array(ids, dtype=np.int64)], []))
+        batch = StepBatch(step - 1, epoch, len(ids), [], [np.array(ids, dtype=np.int64)], [])
+        ledger.before_step(batch)
+        if step <= done:
+            ledger.after_step(batch)
     ledger.close()
 
 
@@ -26,6 +32,13 @@ def test_a_later_attempt_takes_back_what_it_trains_again(tmp_path: Path) -> None
         write(tmp_path, 2, rank, 2, {3: (0, [5 - rank]), 4: (1, [rank])})
     assert committed_steps(tmp_path) == {1: (0, [0, 1]), 2: (0, [2, 3]), 3: (0, [5, 4]), 4: (1, [0, 1])}
     assert audit(tmp_path).startswith("ledger: 4 steps, 2 epochs, 8 samples")
+
+
+def test_a_step_is_done_for_all_ranks_when_it_is_done_on_one(tmp_path: Path) -> None:
+    """Rank 1 is killed after it sent its gradients of step 2, before it could note that the step is done."""
+    write(tmp_path, 1, 0, 0, {1: (0, [0]), 2: (0, [2]), 3: (0, [4])}, done=2)
+    write(tmp_path, 1, 1, 0, {1: (0, [1]), 2: (0, [3])}, done=1)
+    assert committed_steps(tmp_path) == {1: (0, [0, 1]), 2: (0, [2, 3])}
 
 
 def test_an_attempt_that_died_before_its_first_line_takes_nothing_back(tmp_path: Path) -> None:

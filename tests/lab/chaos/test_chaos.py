@@ -151,7 +151,7 @@ def make_run(place: Path, steps: int = 4, digest: str = "a" * 64, **fields: Any)
             entries: list[dict[str, Any]] = [{"from_step": first}]
             for step in range(first + 1, last + 1):
                 ids = [2 * ((step - 1) % 2) + rank]
-                entries.append({"step": step, "epoch": (step - 1) // 2, "ids": ids})
+                entries += [{"step": step, "epoch": (step - 1) // 2, "ids": ids}, {"done": step}]
             path = ledger / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
             path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return place
