@@ -1,4 +1,4 @@
-"""torchrun's agent under our rules: it looks what has happened, asks `decision`, says what follows, and does it."""
+"""torchrun's agent with our rules: it finds out what happened, asks `decision` what to do, prints that, and does it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STALE_SECONDS = 1.2
 
 
 class WouldRepeat(Exception):
-    """A worker has ended over something that a new start would only repeat."""
+    """A worker ended with an error that a new start would only repeat."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(report.message)
@@ -63,13 +63,13 @@ class Agent(LocalElasticAgent):
         try:
             result: RunResult = super()._invoke_run(role)
         except (RendezvousConnectionError, DistError):
-            # Said at once: the workers have a step to finish and to save before this launcher can do anything else.
+            # Printed before anything else is done: the workers may take long to finish their step and save it.
             say("the rendezvous does not answer; the workers save and leave, to meet again when it is back")
             raise
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # What the workers of the round before have said, if only that they saved and left, is no failure of this one.
+        # Reports of the round before say nothing about the workers that start now.
         clear_reports(self._reports)
         with started_by(self._nursery):
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -120,7 +120,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            # They were not to end, but a node waits.
+            # The workers are healthy. They start again because another node waits to be taken in.
             say(MAKING_ROOM)
             self._stop_workers(worker_group)
             report = first_telling(read_reports(self._reports))
@@ -129,7 +129,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: Any, **named_timeout: Any) -> None:
-        # A worker knows no other signals than these and its early one; a lost terminal (SIGHUP) is a request, too.
+        # Workers handle SIGTERM, SIGINT and the early signal only. A lost terminal (SIGHUP) asks for a stop, too.
         asking = signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig
         self._end_workers(asking, FINISHING_SECONDS)
         # The workers have ended. torch 2.11 gives no timeout, and takes none.

@@ -53,7 +53,8 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     Raises UserError where the rendezvous cannot be reached or is not completed.
     """
     os.environ[SEPARATE_STORES] = "1"
-    # Its loggers have levels of their own; what they say ends here. The launcher says what the user must know.
+    # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
+    # must know.
     agents = logging.getLogger("torch.distributed.elastic")
     agents.addHandler(logging.NullHandler())
     agents.propagate = False
@@ -61,7 +62,7 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in (*_HEARD, *early))
     address = own_address(settings.endpoint)
     if settings.endpoint is None:
-        # One machine talks to itself; its host name need not resolve.
+        # On one machine, use the loopback interface: the host name may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with TemporaryDirectory(prefix="ddp-") as scratch:
         reports = Path(scratch) / "reports"
@@ -75,7 +76,7 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
 
 
 def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Path, nursery: Nursery | None) -> int:
-    # Longer than another node's workers may take to finish: only then does its launcher come to the meeting.
+    # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
     join_seconds = int(max(settings.timeout, 2 * FINISHING_SECONDS))
     nnodes = (settings.min_nodes, settings.max_nodes)
     handler = join(settings.endpoint, settings.launch_id, nnodes, address, join_seconds)
@@ -93,7 +94,7 @@ def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Pat
         with leaves_when_cut_off(settings.endpoint, max(2 * settings.timeout, _CUT_OFF_SECONDS), agent.kill_workers):
             result = agent.run()
     except SignalException as stopped:
-        # Not shut down: that would close the rendezvous for the nodes that go on.
+        # The rendezvous is not shut down here: that would close it for the nodes that go on.
         return _code_after(stopped.sigval, reports)
     except WouldRepeat as mistake:
         with contextlib.suppress(RendezvousError, DistError):
@@ -111,13 +112,13 @@ def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Pat
     except (RendezvousError, DistError) as error:
         raise RendezvousLost(settings.endpoint, error) from None
     with contextlib.suppress(RendezvousError, DistError):
-        # Nobody needs to wait for this node any more.
+        # This node is done: the others need not wait for it.
         handler.shutdown()
     return ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
 
 
 def _code_of(result: RunResult, directory: Path) -> int:
-    """The code for the launcher, after saying what the most telling worker had to say."""
+    """The exit code of the launcher; prints the report that explains best how the workers ended."""
     if not result.is_failed():
         return ExitCode.DONE
     reports = read_reports(directory)

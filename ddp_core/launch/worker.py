@@ -48,7 +48,10 @@ class Report:
 
 
 def run_worker(request: Request, world: World) -> int:
-    """Run one worker to its end; returns the exit code and leaves a report with the launcher, or says it."""
+    """Run one worker to its end, and return its exit code.
+
+    How it ended is written to a report for the launcher, or printed where there is no launcher of ours.
+    """
     if world.report_dir is not None:
         _die_with_launcher(world.report_dir)
     try:
@@ -66,11 +69,11 @@ def run_worker(request: Request, world: World) -> int:
 
 
 def report_error(error: UserError) -> int:
-    """Leave or say what a worker met before its work began; returns the exit code."""
+    """Report an error from before the training began, as `run_worker` reports one; returns the exit code."""
     try:
         world = World.from_environment()
     except UserError:
-        world = World()  # the launcher's word is what is wrong: say it here
+        world = World()  # the launcher's variables are wrong themselves: print the error here
     return _report(world, error.exit_code, str(error))
 
 
@@ -85,7 +88,7 @@ def _is_consequence(report: Report) -> bool:
 
 
 def clear_reports(directory: Path) -> None:
-    """Forget the reports of a round that is being repeated."""
+    """Remove the reports of the round before: the workers start again."""
     for file in directory.glob("*.json"):
         file.unlink()
 
@@ -111,12 +114,12 @@ def _report(world: World, exit_code: int, message: str, trace: str | None = None
 
 
 def write_launcher(directory: Path, *others: int) -> None:
-    """Leave word, beside the reports, of which processes the workers are children of: this one, or one of `others`."""
+    """Write, beside the reports, which processes may be the parent of a worker: this process, and `others`."""
     (directory / _LAUNCHER).write_text(" ".join(str(pid) for pid in (os.getpid(), *others)))
 
 
 def _die_with_launcher(directory: Path) -> None:
-    """Ask the kernel to kill this worker when its launcher is gone, however that died."""
+    """Have the kernel kill this worker when its parent process ends, for whatever reason."""
     parents = (
         [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class StepReport:
     losses: list[float]
     stop: bool
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """The loss summed over the samples of the global batch."""
         return sum(self.losses)

@@ -66,7 +66,11 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
-    """Raises UserError where several nodes have no place to meet, or (6) where another number of nodes came."""
+    """Check the number of nodes.
+
+    Raises UserError (2) where several nodes are asked for without a place to meet, and UserError (6) where the launcher
+    started another number of nodes than was asked for.
+    """
     if asked.layout != "ddp":
         return
     low, high = asked.nnodes

@@ -28,7 +28,7 @@ _printing = threading.Lock()
 
 
 def say(text: str) -> None:
-    """Print one line of the cluster's own, whole even while nodes write."""
+    """Print a line of this command itself, in one write, so that no node's output lands inside the line."""
     with _printing:
         print(f"cluster: {text}", flush=True)
 
