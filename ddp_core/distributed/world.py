@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,3 +119,10 @@ class World:
             "DDP_REPORT_DIR": self.report_dir,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
+
+
+def free_port() -> int:
+    """A TCP port of this machine on which nothing listens at this moment, for the store of a launch."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

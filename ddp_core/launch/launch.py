@@ -7,11 +7,9 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 
 from ddp_core.distributed.stop import signal_named
-from ddp_core.distributed.world import World
+from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.worker import first_telling, read_reports, run_worker, write_launcher
@@ -154,7 +152,7 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     with TemporaryDirectory(prefix="ddp-") as scratch:
         write_launcher(Path(scratch))
         logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-        port = _free_port()
+        port = free_port()
         context = mp.start_processes(
             _spawned,
             args=(entry, count, port, scratch, list(arguments)),
@@ -207,9 +205,3 @@ def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, argum
     os.environ.update(world.to_environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(entry(arguments))
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,13 +6,14 @@ import gc
 import multiprocessing
 import os
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from ddp_core.distributed.world import free_port
 
 HANG = 240
 """Seconds after which a process is taken to hang; so many, because a busy machine may need most of them."""
@@ -32,13 +33,6 @@ CONTEXT.set_forkserver_preload(
         ),
     ]
 )
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(function: Callable[..., Any], *arguments: Any) -> BaseProcess:

@@ -7,12 +7,12 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ddp_core.distributed.world import free_port
 from ddp_core.errors import ExitCode, UserError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,7 +36,7 @@ def run_ranks(
     rank, where a rank fails or `timeout` seconds are over; leaves no process behind.
     """
     _CONTEXT.set_forkserver_preload(list(_PRELOAD))
-    port, results = _free_port(), _CONTEXT.Queue()
+    port, results = free_port(), _CONTEXT.Queue()
     place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     workers = [
         _CONTEXT.Process(
@@ -116,9 +116,3 @@ def _enter(
     except BaseException as error:
         first = str(error).strip().partition("\n")[0]
         results.put((rank, f"{type(error).__name__}: {first}", None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
