@@ -59,8 +59,9 @@ def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None
     experiment, parts = loaded.experiment, build_parts(loaded, data_dir)
     samples = experiment.micro_batch or experiment.global_batch_size
     ids = np.arange(min(samples, _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
-    inputs, targets = Loader(parts.splits.train).fetch(0, ids)
-    estimate = estimate_memory(parts.model, parts.loss, experiment.optimizer, inputs, targets, samples)
+    inputs, targets = Loader(parts.splits.train, collate=parts.splits.collate).fetch(0, ids)
+    growth = samples / len(ids)
+    estimate = estimate_memory(parts.model, parts.loss, experiment.optimizer, inputs, targets, growth)
     print(f"memory  {experiment.name}, one replica, micro-batches of {samples} samples, float32 (estimated):")
     for part, size in [*estimate.table(), ("peak", estimate.peak)]:
         print(f"  {part:16} {_bytes(size)}")

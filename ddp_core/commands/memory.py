@@ -10,16 +10,17 @@ workspaces, the CUDA context (some 500 MB beside the allocator's), and fragmenta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ddp_core.data.trees import Tree, tensors_of
+from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
 from ddp_core.spec.experiment import Optimizer
-
-Loss = Callable[[Tensor, Tensor], Tensor]
+from ddp_core.trainers.passes import call
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,17 @@ def estimate_memory(
     model: nn.Module,
     loss: Loss,
     optimizer: Optimizer,
-    inputs: Tensor,
-    targets: Tensor,
-    samples: int | None = None,
+    inputs: Tree,
+    targets: Tree,
+    growth: float = 1.0,
     bucketed: bool = False,
 ) -> MemoryEstimate:
     """The memory that training `model` on micro-batches like this one takes, on the device that it is on.
 
     Runs one forward and backward. Weights and gradients stay as they were; batch-norm's running statistics change.
-    `samples` is the micro-batch to estimate for, when it is larger than this one: the parts that depend on the batch
-    grow in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
+    The micro-batch to estimate for has `growth` times the samples of this one: the parts that depend on the batch grow
+    in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
     """
-    growth = 1.0 if samples is None else samples / len(inputs)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = _bytes([*model.parameters(), *model.buffers()])
     gradients = _bytes(parameters)
@@ -84,7 +84,7 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimizer_state=gradients * _copies(optimizer),
-        inputs=round(growth * _bytes([inputs, targets])),
+        inputs=round(growth * _bytes(tensors_of((inputs, targets)))),
         activations=activations,
         in_backward=in_backward,
         in_update=gradients + _in_passing(optimizer, parameters),
@@ -118,10 +118,11 @@ def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
 class _Watched:
     """One forward and backward, with the order of events in backward."""
 
-    def __init__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    def __init__(self, model: nn.Module, inputs: Tree, targets: Tree) -> None:
         self.model, self.inputs, self.targets = model, inputs, targets
-        standing = [*model.parameters(), *model.buffers(), inputs, targets]
+        standing = [*model.parameters(), *model.buffers(), *tensors_of((inputs, targets))]
         self.standing = {tensor.untyped_storage().data_ptr() for tensor in standing}
+        self.device = standing[0].device
         self.saved: dict[int, int] = {}
         """Bytes by the storage's address; addresses are unique as long as the graph holds all storages."""
         self.events: list[tuple[int, int]] = []
@@ -138,7 +139,7 @@ class _Watched:
         self.model.zero_grad(set_to_none=True)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._keep, self._use):
-                value = loss(self.model(self.inputs), self.targets)
+                value = loss(call(self.model, self.inputs), self.targets)
             kept = dict(self.saved)
             value.backward()
         finally:
@@ -169,7 +170,7 @@ class _Watched:
             # During a layer's backward: the gradients of its output and of its input, each about as large as what it
             # kept.
             flying = 2 * growth * kept.get(storage, 0)
-            if self.inputs.device.type == "cpu":
+            if self.device.type == "cpu":
                 # oneDNN keeps weights, and makes their gradients, in a memory format of its own, which takes copies.
                 flying += 2 * gradient
             made += gradient

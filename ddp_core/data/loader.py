@@ -11,21 +11,21 @@ import shutil
 import signal
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.data.augment import Augmentation
+from ddp_core.data.collating import Batch, Collate, aligned, collated, stack
 from ddp_core.data.splits import Dataset, InMemory
+from ddp_core.data.trees import map_tensors, tensors_of
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.sampler import Ids
 from ddp_core.torch_internals import end_loader_workers
 
-Batch = tuple[Tensor, Tensor]
 StepIds = tuple[int, Sequence[Ids]]
 """An epoch, and the ids of each micro-batch of one step."""
 
@@ -39,10 +39,11 @@ _SEMAPHORES = 2**18
 class Loader:
     """Fetches micro-batches of a data set, augmented where an augmentation is given.
 
-    Every micro-batch is its own freshly allocated pair of tensors, never a view into a larger one: alignment decides
-    which vector instructions run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (input,
-    target)`; one with `__getitems__(ids)` is asked for a micro-batch at once and answers with a tuple of batch tensors,
-    or with torch's list of samples.
+    Every micro-batch has tensors of its own, never views into larger ones: alignment decides which vector instructions
+    run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
+    tensors (`ddp_core.data.trees`), or whatever `collate` takes. One with `__getitems__(ids)` is asked for a
+    micro-batch at once and answers with torch's list of samples, or with a tuple of two trees of batch tensors, which
+    leaves nothing to collate.
     """
 
     def __init__(
@@ -52,13 +53,16 @@ class Loader:
         seed: int = 0,
         workers: int = 0,
         pin_memory: bool = False,
+        collate: Collate | None = None,
     ) -> None:
         self.dataset = dataset
         self.augmentation = augmentation
         self.seed = seed
         self.workers = workers
         self.pin_memory = pin_memory
-        self._whole: Callable[[Ids], Any] = dataset.__getitems__ if isinstance(dataset, InMemory) else self._collated
+        self.collate = collate
+        whole = dataset.__getitems__ if isinstance(dataset, InMemory) and collate is None else self._put_together
+        self._whole: Callable[[Ids], Batch] = whole
 
     def fetch(self, epoch: int, ids: Ids) -> Batch:
         """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`."""
@@ -107,7 +111,7 @@ class Loader:
         if not place.exists():
             return
         epoch, micro_batches = step_ids
-        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in self.fetch(epoch, micro_batches[0])]
+        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(self.fetch(epoch, micro_batches[0]))]
         needed = sum(pages) * len(micro_batches) * (_PREFETCHED * self.workers + 1) + _SEMAPHORES
         free = shutil.disk_usage(place).free
         if free < needed:
@@ -122,25 +126,25 @@ class Loader:
         return [self.fetch(epoch, ids) for ids in micro_batches]
 
     def _pinned(self, step: list[Batch]) -> list[Batch]:
-        return [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in step] if self.pin_memory else step
+        pinned: list[Batch] = map_tensors(Tensor.pin_memory, step) if self.pin_memory else step
+        return pinned
 
-    def _collated(self, ids: Ids) -> Any:
-        """A micro-batch of a data set that is not ours: a tuple of batch tensors taken, a list of samples collated."""
+    def _put_together(self, ids: Ids) -> Batch:
+        """A micro-batch of a data set that is not ours, or for the experiment's own `collate`. Raises UserError."""
+        numbers = ids.tolist()
         several = getattr(self.dataset, "__getitems__", None)
-        batch = [self.dataset[index] for index in ids.tolist()] if several is None else several(ids.tolist())
-        sample = batch if isinstance(batch, tuple) else batch[0]
-        if not isinstance(sample, tuple | list) or len(sample) != 2:
-            raise UserError(
-                f"data set {type(self.dataset).__name__}: sample {ids[0]} is a {type(sample).__name__}; "
-                "let __getitem__ return a pair (input, target)"
-            )
+        found = [self.dataset[number] for number in numbers] if several is None else several(numbers)
         try:
-            return batch if isinstance(batch, tuple) else default_collate(batch)
-        except (RuntimeError, TypeError) as error:
-            raise UserError(
-                f"data set {type(self.dataset).__name__}: samples {ids.tolist()} cannot be put together: "
-                f"{' '.join(str(error).split())}; let every sample have the same shape and type"
-            ) from None
+            if isinstance(found, tuple) and self.collate is not None:
+                raise UserError(
+                    "__getitems__ returns whole micro-batches, so that collate would never be called; "
+                    "remove one of the two, or let __getitems__ return a list of samples"
+                )
+            if isinstance(found, tuple):
+                return aligned(found, "__getitems__ returned")
+            return stack(found, numbers) if self.collate is None else collated(self.collate, found, numbers)
+        except UserError as error:
+            raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
 
 
 class _Steps(TorchDataset[list[Batch] | UserError]):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_core.data.augment import Augmentation
+from ddp_core.data.collating import Collate
+from ddp_core.data.trees import in_words
+from ddp_core.errors import UserError
 from ddp_core.sampler import Ids
+
+_EXPECTED = (
+    "a data builder returns a data set, which has __len__ and __getitem__(index), a pair (train, test) of them, "
+    "or ddp_core.data.splits.Splits"
+)
 
 
 class Dataset(Protocol):
@@ -29,6 +39,8 @@ class Splits:
 
     `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
     content, the same on every rank; it is written to the run's record. It is empty where the builder gives none.
+    `collate` puts the samples of a micro-batch together, where torch's default cannot; an experiment file's own comes
+    before it.
     """
 
     train: Dataset
@@ -36,6 +48,45 @@ class Splits:
     classes: int | None = None
     augmentation: Augmentation | None = None
     digest: str = ""
+    files: Sequence[Path] = ()
+    """The files that hold the data; digested by content where `digest` is empty."""
+    collate: Collate | None = None
+
+
+def as_splits(built: Any, whose: str) -> Splits:
+    """What a data builder returned, as splits: Splits, a data set, or a pair (training, held-out samples).
+
+    Raises UserError for anything else, and for a stream. `whose` begins the message.
+    """
+    if isinstance(built, Splits):
+        splits = built
+    elif isinstance(built, tuple | list) and len(built) == 2:
+        splits = Splits(*built)
+    elif isinstance(built, tuple | list | Mapping | str):
+        raise UserError(f"{whose} returned {in_words(built)}; {_EXPECTED}")
+    else:
+        splits = Splits(built)
+    _require_indexed(splits.train, f"{whose}: train")
+    if splits.test is not None:
+        _require_indexed(splits.test, f"{whose}: test")
+    return splits
+
+
+def _require_indexed(dataset: Any, what: str) -> None:
+    kind = type(dataset)
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            f"{what} is a {kind.__name__}; return its data set: the trainer loads micro-batches itself, "
+            "with --workers N in processes of their own"
+        )
+    indexed = hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if not indexed and hasattr(kind, "__iter__"):
+        raise UserError(
+            f"{what} is a {kind.__name__}, a stream: its samples have no index, so no rank could begin at a position "
+            "of its own; put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md)"
+        )
+    if not indexed or not hasattr(kind, "__len__"):
+        raise UserError(f"{what} is a {kind.__name__}; {_EXPECTED}")
 
 
 class InMemory:

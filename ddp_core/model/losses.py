@@ -7,13 +7,15 @@ the global batch. Each sample contributes what torch's own loss of that name giv
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
 from ddp_core.errors import UserError
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
+"""From the model's outputs and the targets of a micro-batch, each a tensor or a tree of tensors, to a scalar tensor."""
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
+    from ddp_core.data.collating import Batch
     from ddp_core.sampler import Ids
     from ddp_core.spec.cut import MicroBatch
 
@@ -29,7 +28,8 @@ class StepBatch:
     """Samples of the whole global batch, over all ranks."""
     micro_batches: list[MicroBatch]
     ids: list[Ids]
-    tensors: list[tuple[torch.Tensor, torch.Tensor]]
+    tensors: list[Batch]
+    """Inputs and targets of each micro-batch, in the host's memory."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
 

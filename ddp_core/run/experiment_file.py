@@ -134,6 +134,20 @@ def resolve_hits(loaded: LoadedExperiment) -> Callable[..., Any] | None:
     return HITS.get(resolve(loaded, "loss", loaded.experiment.loss))
 
 
+def resolve_collate(loaded: LoadedExperiment) -> Callable[..., Any] | None:
+    """How a micro-batch's samples are put together: the file's own `collate(samples)`; None where it has none.
+
+    Raises UserError for a `collate` that is no function.
+    """
+    own = loaded.namespace.get("collate")
+    if own is None or callable(own):
+        return own
+    raise UserError(
+        f"experiment file {loaded.path}: collate is {own!r}; let it be a function of a list of samples "
+        "that returns (inputs, targets)"
+    )
+
+
 def complete_options(component: Component, function: Callable[..., Any]) -> Component:
     """The component with the function's defaults for all missing options, in the order of the function's parameters.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ddp_core.data.splits import Splits
+from ddp_core.data.splits import Splits, as_splits
 from ddp_core.errors import UserError
-from ddp_core.run.experiment_file import LoadedExperiment, build, resolve, resolve_hits
+from ddp_core.run.experiment_file import LoadedExperiment, build, resolve, resolve_collate, resolve_hits
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
@@ -59,12 +59,9 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path) -> Parts:
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
     """The data sets alone. Raises UserError, also where there are too few samples for one step."""
     experiment = loaded.experiment
-    splits = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
-    if not isinstance(splits, Splits):
-        raise UserError(
-            f"data {experiment.data.name} returned a {type(splits).__name__}; "
-            "a data builder returns ddp_core.data.splits.Splits"
-        )
+    built = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
+    splits = as_splits(built, f"data {experiment.data.name}")
+    splits = replace(splits, collate=resolve_collate(loaded) or splits.collate)
     samples, size = len(splits.train), experiment.global_batch_size
     if samples == 0:
         raise UserError(f"data {experiment.data.name} has no training samples")

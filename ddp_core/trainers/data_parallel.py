@@ -17,6 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ddp_core.data.collating import Batch
+from ddp_core.data.trees import map_tensors, tensors_of
+from ddp_core.errors import UserError
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.shares import share_of
@@ -165,12 +168,36 @@ class CudaDataParallelTrainer(Trainer):
         weight = self.passes.loss_weight(batch.samples)
         for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
             self.seed_micro_batch(batch.step, batch.micro_batches[members[0]].index)
-            pairs = [batch.tensors[member] for member in members]
-            inputs, targets = torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
+            parts = [batch.micro_batches[member] for member in members]
+            inputs, targets = _joined(
+                [batch.tensors[member] for member in members], [part.stop - part.start for part in parts]
+            )
             loss = self.passes.loss(self.module, inputs, targets)
             self.signals.put_loss(batch.micro_batches[members[0]].index, loss.detach())
             self.passes.backward(loss, weight)
         self.send_signals()
+
+
+def _joined(batches: Sequence[Batch], samples: Sequence[int]) -> Batch:
+    """The micro-batches of a round as one batch, which nn.DataParallel cuts again along the first dimension.
+
+    Raises UserError where that cut would be another one, or where shapes differ.
+    """
+    for batch, count in zip(batches, samples, strict=True):
+        sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(batch)} - {count}
+        if sizes:
+            raise UserError(
+                f"nn.DataParallel cuts every tensor along its first dimension, but a micro-batch of {count} samples "
+                f"has a tensor with {min(sizes)} there; let it have one row per sample, or use --layout ddp"
+            )
+    try:
+        inputs, targets = map_tensors(lambda *parts: torch.cat(parts), *batches)
+    except RuntimeError as error:
+        raise UserError(
+            "nn.DataParallel takes the micro-batches of all devices as one batch, and these have different shapes "
+            f"({error}); let collate pad to a fixed length, or use --layout ddp"
+        ) from None
+    return inputs, targets
 
 
 def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:

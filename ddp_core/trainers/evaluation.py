@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_core.data.collating import Collate
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Dataset
+from ddp_core.data.trees import Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
 from ddp_core.spec.experiment import Evaluation
@@ -24,11 +26,12 @@ from ddp_core.spec.experiment import Evaluation
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    forward: Callable[[Tree, Tree], tuple[Tree, Tree, Tensor]],
     count_hits: Loss | None,
     dataset: Dataset,
     settings: Evaluation,
     collectives: Collectives,
+    collate: Collate | None = None,
 ) -> dict[str, float]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
@@ -41,7 +44,7 @@ def evaluate(
         mine = range(batches) if world.is_first else range(0)
     else:
         mine = range(world.rank, batches, world.world_size)
-    loader, table = Loader(dataset), torch.zeros(batches, 2, dtype=torch.float64)
+    loader, table = Loader(dataset, collate=collate), torch.zeros(batches, 2, dtype=torch.float64)
     training = model.training
     model.eval()
     for batch in mine:

@@ -6,13 +6,25 @@ Only this file calls the model and its loss. So an exception from below this fil
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
+from ddp_core.data.trees import Tree, map_tensors
 from ddp_core.model.losses import Loss
 from ddp_core.spec.experiment import Experiment
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def call(module: nn.Module, inputs: Tree) -> Tree:
+    """What the module returns for a tensor, for a tuple or list of arguments, or for a dict of named arguments."""
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
 class Passes:
@@ -26,22 +38,22 @@ class Passes:
         self.scaler = torch.amp.GradScaler(device.type, scale) if self._precision is torch.float16 else None
         self._loss_weights: dict[int, Tensor] = {}
 
-    def outputs_and_loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def outputs_and_loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
         """Outputs (float32 in mixed precision, too), targets and summed loss of a batch from the loader.
 
-        All three are on the model's device.
+        All three are on the model's device. Inputs, outputs and targets are trees of tensors.
         """
         if self._device.type == "cuda":
-            inputs, targets = inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+            inputs, targets = map_tensors(self._to_device, (inputs, targets))
         if self._precision is None:
-            outputs = module(inputs)
+            outputs = call(module, inputs)
         else:
             with torch.autocast(self._device.type, self._precision):
-                outputs = module(inputs)
-            outputs = outputs.float()
+                outputs = call(module, inputs)
+            outputs = map_tensors(_to_float32, outputs)
         return outputs, targets, self._loss(outputs, targets)
 
-    def loss(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
         return self.outputs_and_loss(module, inputs, targets)[2]
 
@@ -59,3 +71,10 @@ class Passes:
             self._loss_weights[samples] = torch.tensor(copies / samples, device=self._device)
         weight = self._loss_weights[samples]
         return weight if self.scaler is None else self.scaler.scale(weight)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

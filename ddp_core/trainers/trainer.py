@@ -46,6 +46,7 @@ class Trainer(ABC):
             job.experiment.seed,
             workers=job.options.workers,
             pin_memory=job.device.type == "cuda",
+            collate=job.splits.collate,
         )
         self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, self.shares())
         self.steps_per_epoch = self.batches.steps_per_epoch
@@ -174,11 +175,11 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, float]:
         """Loss and, for classification, accuracy over the held-out samples; the same on every rank and layout."""
-        job = self.job
-        if job.splits.test is None:
+        job, splits = self.job, self.job.splits
+        if splits.test is None:
             return {}
-        forward = partial(self.passes.outputs_and_loss, self.model)
-        return evaluate(self.model, forward, job.hits, job.splits.test, self.experiment.evaluation, job.collectives)
+        forward, settings = partial(self.passes.outputs_and_loss, self.model), self.experiment.evaluation
+        return evaluate(self.model, forward, job.hits, splits.test, settings, job.collectives, splits.collate)
 
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""

@@ -52,6 +52,23 @@ def model():
 experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
+    "stream": """
+from torch.utils.data import IterableDataset
+from ddp_core.spec.experiment import *
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter([])
+def data():
+    return Lines()
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "wrong_collate": """
+from ddp_core.spec.experiment import *
+collate = 7
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
     "empty_model": """
 from torch import nn
 from ddp_core.spec.experiment import *
@@ -85,6 +102,8 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "wrong field": (["wrong_field.py"], 2, ["wrong_field.py:3", "global_batch_size"]),
     "unknown model": (["unknown_model.py"], 2, ["mpl", "did you mean mlp?"]),
     "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
+    "stream": (["stream.py"], 2, ["data: train is a Lines, a stream", "docs/how-to/stream-from-shards.md"]),
+    "wrong collate": (["wrong_collate.py"], 2, ["wrong_collate.py", "collate is 7", "(inputs, targets)"]),
     "model raises": (["model_raises.py"], 2, ["model_raises.py:4", "no such width"]),
     "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
     "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),

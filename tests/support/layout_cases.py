@@ -13,7 +13,8 @@ from ddp_core.observe.ledger import committed_steps
 from tests.support.commands import LAUNCHER_VARIABLES, trained
 from tests.support.processes import free_port, run_processes
 
-ADAMW_MLP = str(Path(__file__).parent / "experiment_files" / "adamw_mlp.py")
+FILES = Path(__file__).parent / "experiment_files"
+ADAMW_MLP, SEQUENCES = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences"))
 
 # The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
@@ -21,6 +22,8 @@ EXACT: dict[str, list[str]] = {
     "AdamW, clipping, cosine": [ADAMW_MLP, "--set", "max_steps=8"],
     "bf16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=bf16"],
     "fp16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=fp16"],
+    "dicts of tensors": [SEQUENCES, "--set", "max_steps=6"],
+    "dicts of tensors, bf16": [SEQUENCES, "--set", "max_steps=3", "--set", "precision=bf16"],
     "ragged end": [
         *(ADAMW_MLP, "--set", "last_batch=keep", "--set", "epochs=2"),
         *("--set", "global_batch_size=704", "--set", "micro_batch=64"),

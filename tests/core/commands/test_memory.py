@@ -19,9 +19,9 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-def estimate(optimizer: Optimizer, samples: int | None = None, bucketed: bool = False) -> MemoryEstimate:
+def estimate(optimizer: Optimizer, growth: float = 1.0, bucketed: bool = False) -> MemoryEstimate:
     model = nn.Sequential(nn.Linear(10, 20), nn.Sigmoid(), nn.Linear(20, 5))
-    return estimate_memory(model, squares, optimizer, torch.randn(8, 10), torch.randn(8, 5), samples, bucketed)
+    return estimate_memory(model, squares, optimizer, torch.randn(8, 10), torch.randn(8, 5), growth, bucketed)
 
 
 WEIGHTS = (10 * 20 + 20 + 20 * 5 + 5) * FLOAT
@@ -43,7 +43,7 @@ def test_activations_are_what_backward_needs_each_once() -> None:
 
 
 def test_what_the_batch_decides_grows_with_it_and_the_rest_does_not() -> None:
-    small, large = estimate(Optimizer()), estimate(Optimizer(), samples=80)
+    small, large = estimate(Optimizer()), estimate(Optimizer(), growth=10)
     assert large.activations == 10 * small.activations
     assert large.inputs == 10 * small.inputs
     assert large.weights == small.weights

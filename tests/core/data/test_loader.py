@@ -60,6 +60,30 @@ class Uneven(OneByOne):
         return np.zeros(index), index
 
 
+class Trees(OneByOne):
+    """A data set of structured samples; `strange` is a sample that is built differently."""
+
+    def __init__(self, strange: int = -1) -> None:
+        super().__init__()
+        self.strange = strange
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = {"image": np.full((2, 2), index, dtype=np.float32), "place": (index, torch.tensor(index / 2))}
+        return (inputs | {"more": 1} if index == self.strange else inputs), [index % 7, {"weight": 1.0}]
+
+
+class Lengths(OneByOne):
+    """A data set whose samples have `index % 5 + 1` tokens, and are no pairs."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"tokens": np.full(index % 5 + 1, index), "label": index % 7}
+
+
+class ManyLengths(Lengths):
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
 class Failing(OneByOne):
     def __getitem__(self, index: int) -> Any:
         raise KeyError(f"sample {index} is broken")
@@ -108,11 +132,64 @@ def test_a_subset_of_ours_and_bytes_work_too() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_the_wrong_form_are_explained_in_one_line(workers: int) -> None:
     for dataset, expected in (
-        (NotPairs(), r"NotPairs: sample 2 is a ndarray.*\(input, target\)"),
-        (Uneven(), r"Uneven: samples \[2, 3\] cannot be put together"),
+        (NotPairs(), r"NotPairs: sample 2 is a ndarray.*\(inputs, targets\).*collate\(samples\)"),
+        (Uneven(), r"Uneven: samples \[2, 3\] cannot be put together.*collate"),
+        (Trees(strange=3), r"samples 2 and 3 are built differently: \(inputs, targets\)\[0\] is a dict with the keys"),
     ):
         with pytest.raises(UserError, match=expected) as failure:
             list(Loader(dataset, workers=workers).stream([(0, [np.array([2, 3])])]))
+        assert "\n" not in str(failure.value)
+    assert not multiprocessing.active_children()
+
+
+def padded(samples: list[Any]) -> tuple[Any, Any]:
+    """Tokens padded to the longest sample, in an array that begins at an odd address, and labels."""
+    longest = max(len(sample["tokens"]) for sample in samples)
+    tokens = np.frombuffer(bytearray(8 * longest * len(samples) + 8), np.uint8)[8:].view(np.int64)
+    tokens = tokens.reshape(len(samples), longest)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample["tokens"])] = sample["tokens"]
+    return {"tokens": torch.from_numpy(tokens)}, torch.tensor([sample["label"] for sample in samples])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_may_be_trees(workers: int) -> None:
+    ((batch,),) = Loader(Trees(), workers=workers).stream([(0, [np.array([4, 9])])])
+    inputs, (labels, more) = batch
+    assert torch.equal(inputs["image"], torch.tensor([4.0, 9.0]).view(2, 1, 1).expand(2, 2, 2))
+    assert [part.tolist() for part in inputs["place"]] == [[4, 9], [2.0, 4.5]]
+    assert (labels.tolist(), more["weight"].tolist()) == ([4, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("dataset", [Lengths(), ManyLengths()], ids=["one by one", "all at once"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_own_collate_puts_the_samples_of_a_micro_batch_together(workers: int, dataset: Any) -> None:
+    steps = list(Loader(dataset, workers=workers, collate=padded).stream(requests()))
+    for step, (_, micro_batches) in zip(steps, requests(), strict=True):
+        for (inputs, targets), ids in zip(step, micro_batches, strict=True):
+            assert inputs["tokens"].shape == (4, max(ids % 5 + 1))
+            assert inputs["tokens"].data_ptr() % 64 == 0
+            assert inputs["tokens"].max(1).values.tolist() == ids.tolist()
+            assert targets.tolist() == (ids % 7).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_collate_is_explained_in_one_line(workers: int) -> None:
+    def raises(samples: list[Any]) -> Any:
+        return samples[0]["no such key"]
+
+    for dataset, collate, expected in (
+        (Lengths(), raises, r"test_loader.py:\d+: collate raised KeyError: 'no such key', for samples \[2, 3\]"),
+        (
+            Lengths(),
+            lambda samples: samples[0],
+            r"Lengths: collate returned a dict with the keys tokens, label; let it be",
+        ),
+        (WholeBatch(), padded, r"WholeBatch: __getitems__ returns whole micro-batches.*remove one of the two"),
+        (images(), padded, r"InMemory: __getitems__ returns whole micro-batches"),
+    ):
+        with pytest.raises(UserError, match=expected) as failure:
+            list(Loader(dataset, workers=workers, collate=collate).stream([(0, [np.array([2, 3])])]))
         assert "\n" not in str(failure.value)
     assert not multiprocessing.active_children()
 

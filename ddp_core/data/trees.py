@@ -1,0 +1,65 @@
+"""Trees of tensors: a tensor, or a dict, list, tuple or named tuple of trees. Other leaves are left as they are.
+
+torch walks such trees in a private module, `torch.utils._pytree`, which takes a subclass of dict for a leaf: the
+dictionaries that tokenizers and other people's models return are such subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+Tree = Any
+"""What a type checker can say of a tree."""
+
+
+def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """The tree with `function(tensor)` in the place of each tensor, in containers of the same types.
+
+    With `others`, trees of the same structure, the function is called with the tensors that stand at the same place.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree, *others)
+    kind: Any = type(tree)
+    if isinstance(tree, Mapping):
+        changed = {key: map_tensors(function, part, *(other[key] for other in others)) for key, part in tree.items()}
+        try:
+            return kind(changed)
+        except TypeError:  # a defaultdict, for example, is not made from a dictionary
+            return changed
+    if isinstance(tree, list | tuple):
+        parts = [map_tensors(function, *same) for same in zip(tree, *others, strict=True)]
+        return kind(*parts) if hasattr(tree, "_fields") else kind(parts)
+    return tree
+
+
+def tensors_of(tree: Tree) -> Iterator[Tensor]:
+    """The tensors of a tree, in its own sequence."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from tensors_of(part)
+
+
+def difference(tree: Tree, other: Tree, place: str) -> str | None:
+    """Where two trees are built differently, in words that begin with the place; None where keys and lengths agree."""
+    if isinstance(tree, Mapping) and isinstance(other, Mapping) and tree.keys() == other.keys():
+        pairs = [(f"{place}[{key!r}]", tree[key], other[key]) for key in tree]
+    elif isinstance(tree, list | tuple) and isinstance(other, list | tuple) and len(tree) == len(other):
+        pairs = [(f"{place}[{number}]", *same) for number, same in enumerate(zip(tree, other, strict=True))]
+    elif isinstance(tree, Mapping | list | tuple) or isinstance(other, Mapping | list | tuple):
+        return f"{place} is {in_words(tree)} and {in_words(other)}"
+    else:
+        return None
+    return next(filter(None, (difference(part, same, there) for there, part, same in pairs)), None)
+
+
+def in_words(tree: Tree) -> str:
+    """What stands at the top of a tree: 'a dict with the keys a, b', 'a list of 3', 'a Tensor'."""
+    name = type(tree).__name__
+    if isinstance(tree, Mapping):
+        return f"a {name} with the keys {', '.join(map(str, tree))}" if tree else f"an empty {name}"
+    return f"a {name} of {len(tree)}" if isinstance(tree, list | tuple) else f"a {name}"

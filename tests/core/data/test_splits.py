@@ -1,0 +1,85 @@
+"""What a data builder may return: splits, torch's and torchvision's data sets, a pair of them; and what it may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
+
+from ddp_core.data.loader import Loader
+from ddp_core.data.splits import InMemory, Splits, as_splits
+from ddp_core.errors import ExitCode, UserError
+
+TENSORS = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TENSORS,
+        Subset(TENSORS, range(10)),
+        ConcatDataset([Subset(TENSORS, range(4)), Subset(TENSORS, range(4, 10))]),
+        InMemory(*TENSORS.tensors),
+    ],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_the_common_data_sets_work_alone(dataset: Any) -> None:
+    splits = as_splits(dataset, "data mine")
+    assert splits == Splits(dataset)
+    inputs, targets = Loader(splits.train).fetch(0, np.array([7, 2]))
+    assert inputs.tolist() == [[14.0, 15.0], [4.0, 5.0]]
+    assert targets.tolist() == [7, 2]
+
+
+def test_torchvisions_data_sets_work() -> None:
+    from ddp_core.model.torchvision_import import import_torchvision
+
+    to_tensor = import_torchvision("transforms").functional.to_tensor
+    images = import_torchvision("datasets").FakeData(8, (3, 5, 4), transform=to_tensor)
+    inputs, targets = Loader(as_splits(images, "data mine").train).fetch(0, np.array([1, 6]))
+    assert inputs.shape == (2, 3, 5, 4)
+    assert torch.equal(inputs[1], images[6][0])
+    assert targets.tolist() == [images[1][1], images[6][1]]
+
+
+def test_a_pair_is_training_and_held_out_samples() -> None:
+    halves = random_split(TENSORS, [0.5, 0.5], torch.Generator().manual_seed(0))
+    assert as_splits(halves, "data mine") == Splits(halves[0], halves[1])
+    assert as_splits((TENSORS, None), "data mine") == Splits(TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        (Stream(), ["data mine: train is a Stream, a stream", "docs/how-to/stream-from-shards.md"]),
+        (Splits(TENSORS, Stream()), ["data mine: test is a Stream"]),
+        (iter([1, 2]), ["train is a list_iterator, a stream"]),
+        (DataLoader(TENSORS), ["train is a DataLoader", "--workers N"]),
+        (NoLength(), ["train is a NoLength", "__len__"]),
+        (7, ["train is a int", "a pair (train, test)"]),
+        (None, ["train is a NoneType"]),
+        (random_split(TENSORS, [4, 3, 3]), ["data mine returned a list of 3", "a pair (train, test)"]),
+        ({"train": TENSORS}, ["data mine returned a dict with the keys train"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_anything_else_is_refused_in_one_line(built: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as failure:
+        as_splits(built, "data mine")
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert "\n" not in str(failure.value)
+    assert all(word in str(failure.value) for word in words), str(failure.value)
