@@ -26,6 +26,7 @@ from ddp_core.run.record import RunRecord
 from ddp_core.run.request import Parts, Request, build_parts, check_promise
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, resume
 from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers.loss_check import check_loss
 
 
 def run(request: Request, world: World) -> RunDirectory:
@@ -66,6 +67,8 @@ def run(request: Request, world: World) -> RunDirectory:
                 record.state = trainer.state
                 _announce(trainer, directory)
                 resume(trainer, start, directory, record.changed_fingerprint)
+                if start is None:
+                    check_loss(trainer)
                 record.usage.restart()
                 trainer.train()
             record.finish(trainer, heartbeat.speed())

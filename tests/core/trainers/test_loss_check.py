@@ -1,0 +1,132 @@
+"""A loss that averages is found before the first step, and the check leaves no trace."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_core.determinism.digests import weights_digest
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.model.losses import cross_entropy
+from ddp_core.trainers.loss_check import check_loss
+from tests.core.test_bad_input import MODES, one_line
+from tests.core.trainers.test_trainers import CLASSES, FEATURES, experiment, trainer_of
+from tests.support.commands import ddp
+
+
+class Noisy(nn.Module):
+    """A model that adds random numbers to a buffer, and has batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls = self.calls + torch.rand(()) + np.random.random() + random.random()
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def checked(loss: Callable[..., Any], capsys: pytest.CaptureFixture[str], **fields: Any) -> str:
+    """What the check says about a loss, by an error or by a warning."""
+    errors: list[UserError] = []
+    with trainer_of(experiment(loss="mine", **fields), Noisy) as trainer:
+        trainer.job = replace(trainer.job, loss=loss)
+        trainer.passes._loss = loss
+        before = traces(trainer.model)
+        try:
+            check_loss(trainer)
+        except UserError as error:
+            errors.append(error)
+        assert traces(trainer.model) == before
+        assert all(module.training for module in trainer.model.modules())
+    assert [error.exit_code for error in errors] == [ExitCode.BAD_INPUT] * len(errors)
+    return "".join(map(str, errors)) + capsys.readouterr().out
+
+
+def traces(model: nn.Module) -> tuple[Any, ...]:
+    """Weights, buffers and the states of all random numbers."""
+    states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+    return weights_digest(model.state_dict()), *states
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "loss",
+    [functional.cross_entropy, lambda outputs, targets: 1e-6 * functional.cross_entropy(outputs, targets)],
+    ids=["mean", "small mean"],
+)
+def test_a_loss_that_averages_is_an_error(
+    loss: Callable[..., Any], precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = checked(loss, capsys, precision=precision)
+    assert "loss mine gives" in said
+    assert "a micro-batch of 4 samples would count as one sample" in said
+    assert "reduction='sum'" in said
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sum_passes(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(summed, capsys, precision=precision) == ""
+    assert checked(lambda outputs, targets: -summed(outputs, targets), capsys, precision=precision) == ""
+    weighted = functional.cross_entropy
+    assert (
+        checked(lambda outputs, targets: weighted(outputs, targets) * len(targets), capsys, precision=precision) == ""
+    )
+
+
+def test_a_part_that_does_not_count_per_sample_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    said = checked(lambda outputs, targets: summed(outputs, targets) + 1.0, capsys)
+    assert said.startswith("warning: loss mine gives ")
+    assert "depends on micro_batch" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_there_is_no_verdict_on_what_says_nothing(value: float, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(lambda outputs, targets: outputs.sum() * 0 + value, capsys) == ""
+    assert checked(lambda outputs, targets: outputs, capsys) == "", "no scalar"
+    assert checked(lambda outputs, targets: targets.no_such_name, capsys) == "", "an error that training will meet"
+
+
+def test_nothing_is_computed_where_there_is_no_doubt() -> None:
+    with trainer_of(experiment(), Noisy) as trainer:
+        assert trainer.job.loss is cross_entropy
+        trainer.passes = None  # type: ignore[assignment]
+        check_loss(trainer)
+    with trainer_of(experiment(micro_batch=1), Noisy) as trainer:
+        trainer.job = replace(trainer.job, loss=functional.cross_entropy)
+        trainer.passes = None  # type: ignore[assignment]
+        check_loss(trainer)
+
+
+AVERAGING = '''"""A question?"""
+from ddp_core.spec.experiment import *
+
+def averaging(outputs, targets):
+    return ((outputs - targets) ** 2).mean()
+
+experiment = Experiment(name='a', model=Component(name='two_layer'), data=Component(name='toy_data'),
+                        loss='averaging', global_batch_size=8, micro_batch=4)
+'''
+
+
+@pytest.mark.parametrize("mode", ["single", "torchrun", pytest.param("dp", marks=pytest.mark.slow)])
+def test_every_layout_ends_with_one_line_before_the_first_step(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "averaging.py").write_text(AVERAGING)
+    words = ["train", tmp_path / "averaging.py", "--device", "cpu", *MODES[mode], "--output", tmp_path / "outputs"]
+    one_line(ddp(*words), 2, ["loss averaging gives", "reduction='sum'"])
