@@ -7,8 +7,9 @@ on the other samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,13 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Augmentation:
-    """`apply(inputs [n, …], uniforms float64 [n, draws] in [0, 1))` returns changed inputs of the same shape."""
+    """`apply(inputs [n, …], uniforms float64 [n, draws] in [0, 1))` returns changed inputs [n, …].
+
+    `inputs` are whatever the data set has, a tensor or a tree of tensors.
+    """
 
     draws: int
-    apply: Callable[[Tensor, NDArray[np.float64]], Tensor]
+    apply: Callable[[Any, NDArray[np.float64]], Any]
 
 
 @dataclass(frozen=True)
@@ -38,22 +42,49 @@ class ShiftAndFlip:
     flip: bool
 
     def __call__(self, images: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
-        count, _, height, width = images.shape
-        places = torch.from_numpy((uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64))
-        rows = places[:, 0, None] + torch.arange(height)
-        columns = torch.arange(width).expand(count, width)
-        if self.flip:
-            mirrored = torch.from_numpy(uniforms[:, 2] < 0.5)
-            columns = torch.where(mirrored[:, None], columns.flip(1), columns)
-        columns = places[:, 1, None] + columns
-        padded = functional.pad(images, (self.padding,) * 4).permute(0, 2, 3, 1)
-        chosen = padded[torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
-        return chosen.permute(0, 3, 1, 2).contiguous()
+        corners = (uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
+        padded = functional.pad(images, (self.padding,) * 4)
+        return _windows(padded, corners, images.shape[2:], uniforms[:, 2] < 0.5 if self.flip else None)
 
 
 def shift_and_flip(padding: int, flip: bool = False) -> Augmentation:
     """The standard augmentation of small images: random crop with padding, and a horizontal flip if asked for."""
     return Augmentation(draws=3 if flip else 2, apply=ShiftAndFlip(padding, flip))
+
+
+@dataclass(frozen=True)
+class CropAndFlip:
+    """Take a part of `size` x `size` pixels from a random place of each image, and mirror half of them.
+
+    Images are [n, channels, height, width], at least as large; the uniforms are row, column, side.
+    """
+
+    size: int
+
+    def __call__(self, images: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+        places = np.array(images.shape[2:]) - self.size + 1
+        corners = (uniforms[:, :2] * places).astype(np.int64)
+        return _windows(images, corners, (self.size, self.size), uniforms[:, 2] < 0.5)
+
+
+def crop_and_flip(size: int) -> Augmentation:
+    """The standard augmentation of photographs that are stored a little larger: random crop, horizontal flip."""
+    return Augmentation(draws=3, apply=CropAndFlip(size))
+
+
+def _windows(
+    images: Tensor, corners: NDArray[np.int64], shape: Sequence[int], mirrored: NDArray[np.bool_] | None
+) -> Tensor:
+    """The part of each image with its upper left pixel at `corners` [n, 2] (row, column), and the `shape` given."""
+    count, (height, width) = len(images), shape
+    places = torch.from_numpy(corners)
+    rows = places[:, 0, None] + torch.arange(height)
+    columns = torch.arange(width).expand(count, width)
+    if mirrored is not None:
+        columns = torch.where(torch.from_numpy(mirrored)[:, None], columns.flip(1), columns)
+    columns = places[:, 1, None] + columns
+    chosen = images.permute(0, 2, 3, 1)[torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return chosen.permute(0, 3, 1, 2).contiguous()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_core.data.augment import Augmentation, turn_shift_scale
-from ddp_core.data.splits import ByteImages, Dataset, InMemory, Splits, content_digest
+from ddp_core.data.image_folder import image_folder
+from ddp_core.data.splits import ByteImages, Dataset, InMemory, Splits, content_digest, stratified
 from ddp_core.data.vision import cifar10, fashion_mnist
 from ddp_core.errors import UserError
 
@@ -34,6 +35,7 @@ __all__ = [
     "counter_data",
     "digits",
     "fashion_mnist",
+    "image_folder",
     "linear_data",
     "random_images",
     "toy_data",
@@ -54,7 +56,7 @@ def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
     pixels, labels = _digit_table()
     images = torch.from_numpy(pixels.astype(np.float32) / 16).view(-1, 1, 8, 8)
     targets = torch.from_numpy(labels)
-    held_out = _stratified(labels, test_share, _DIGITS_SPLIT_SEED)
+    held_out = stratified(labels, test_share, _DIGITS_SPLIT_SEED)
     train, test = torch.from_numpy(np.flatnonzero(~held_out)), torch.from_numpy(np.flatnonzero(held_out))
     return Splits(
         train=InMemory(images[train], targets[train]),
@@ -130,16 +132,6 @@ def _digit_table() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return table[:, :-1].astype(np.uint8), table[:, -1].astype(np.int64)
 
 
-def _stratified(labels: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which samples are held out: the same share of every class, chosen by RandomState, whose stream never changes."""
-    chosen = np.zeros(len(labels), dtype=bool)
-    generator = np.random.RandomState(seed)
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        chosen[generator.permutation(members)[: round(share * len(members))]] = True
-    return chosen
-
-
 DATA: dict[str, Callable[..., Splits]] = {
     "digits": digits,
     "linear_data": linear_data,
@@ -148,4 +140,5 @@ DATA: dict[str, Callable[..., Splits]] = {
     "random_images": random_images,
     "fashion_mnist": fashion_mnist,
     "cifar10": cifar10,
+    "image_folder": image_folder,
 }

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -139,3 +140,13 @@ def content_digest(*tensors: Tensor) -> str:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
+
+
+def stratified(labels: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Which samples are held out: the same share of every class, chosen by RandomState, whose stream never changes."""
+    chosen = np.zeros(len(labels), dtype=bool)
+    generator = np.random.RandomState(seed)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        chosen[generator.permutation(members)[: round(share * len(members))]] = True
+    return chosen

@@ -15,7 +15,7 @@ import torch
 
 from ddp_core.determinism.fingerprint import cpu_model
 
-_PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "pydantic", "safetensors")
+_PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "pydantic", "safetensors")
 
 
 def describe_environment() -> dict[str, Any]:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_core.data.augment import Augmentation, shift_and_flip, turn_shift_scale
+from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.builders import DATA, InMemory, Splits
 from ddp_core.errors import ExitCode, UserError
 from tests.support.processes import run_processes
 
 SMALL = {"random_images": {"samples": 50, "image_size": 8, "pool": 20}}
-WITHOUT_FILES = sorted(set(DATA) - {"fashion_mnist", "cifar10"})
+WITHOUT_FILES = sorted(set(DATA) - {"fashion_mnist", "cifar10", "image_folder"})
 
 
 def write_idx(path: Path, content: np.ndarray) -> None:
@@ -135,12 +135,14 @@ def test_random_images_repeat_a_pool() -> None:
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("augmentation", [shift_and_flip(2), shift_and_flip(1, flip=True), turn_shift_scale()])
+@pytest.mark.parametrize(
+    "augmentation", [shift_and_flip(2), shift_and_flip(1, flip=True), turn_shift_scale(), crop_and_flip(7)]
+)
 def test_augmentation_of_a_sample_does_not_depend_on_its_company(augmentation: Augmentation) -> None:
     images = torch.rand(13, 3, 9, 7)
     uniforms = np.random.default_rng(0).random((13, augmentation.draws))
     whole = augmentation.apply(images, uniforms)
-    assert whole.shape == images.shape
+    assert whole.shape == (13, 3, 7 if augmentation == crop_and_flip(7) else 9, 7)
     assert whole.is_contiguous()
     for index in range(13):
         single = augmentation.apply(images[index : index + 1], uniforms[index : index + 1])
@@ -154,6 +156,13 @@ def test_shift_and_flip_cuts_the_padded_image_as_written() -> None:
     padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
     assert torch.equal(result[0], padded[0, :, 0:4, 2:7])
     assert torch.equal(result[1], padded[1, :, 1:5, 0:5].flip(2))
+
+
+def test_crop_and_flip_cuts_every_place_of_the_image() -> None:
+    images = torch.arange(1.0, 2 * 3 * 6 * 7 + 1).view(2, 3, 6, 7)
+    result = crop_and_flip(4).apply(images, np.array([[0.0, 0.99, 0.7], [0.99, 0.0, 0.1]]))
+    assert torch.equal(result[0], images[0, :, 0:4, 3:7])
+    assert torch.equal(result[1], images[1, :, 2:6, 0:4].flip(2))
 
 
 def test_turn_shift_scale_at_its_middle_changes_nothing_and_shifts_by_pixels() -> None:

@@ -1,0 +1,166 @@
+"""Image files in folders: which samples they become, what is said of wrong folders and files, and one digest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from ddp_core.data.image_folder import image_folder
+from ddp_core.data.loader import Loader
+from ddp_core.errors import ExitCode, UserError
+from tests.support.commands import train
+
+CLASSES = ("ants", "bees", "cats")
+
+
+def write_images(place: Path, count: int = 10, classes: tuple[str, ...] = CLASSES) -> None:
+    """`count` images per class: JPEG files of several sizes, and two PNG files, written in no sequence."""
+    generator = np.random.default_rng(0)
+    for number in generator.permutation(count):
+        for label, name in enumerate(classes):
+            height, width = generator.integers(20, 60, 2)
+            pixels = generator.integers(0, 100, (height, width, 3), dtype=np.uint8)
+            pixels[..., label] += 100
+            image = Image.fromarray(pixels)
+            file = place / name / f"{number:02}.jpg"
+            if number == 3:
+                image, file = image.convert("L"), file.with_suffix(".PNG")
+            if number == 4:
+                image, file = image.convert("RGBA"), file.with_suffix(".png")
+            if number == 5:
+                file = file.with_suffix(".JPEG")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.save(file)
+
+
+def as_in_the_docs(path: Path, size: int) -> torch.Tensor:
+    """The sample of an image file that was not augmented."""
+    stored = size + size // 8
+    with Image.open(path) as image:
+        image.draft("RGB", (stored, stored))
+        square = ImageOps.fit(image.convert("RGB"), (stored, stored), Image.Resampling.BILINEAR)
+    edge = (stored - size) // 2
+    pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)[:, edge : edge + size, edge : edge + size]
+    mean, deviation = torch.tensor((0.485, 0.456, 0.406)), torch.tensor((0.229, 0.224, 0.225))
+    return (pixels / 255 - mean.view(3, 1, 1)) / deviation.view(3, 1, 1)
+
+
+def test_every_file_is_a_sample_with_its_folder_for_a_label(tmp_path: Path) -> None:
+    write_images(tmp_path / "mine")
+    (tmp_path / "mine" / "ants" / "notes.txt").write_text("no image")
+    (tmp_path / "mine" / ".hidden").mkdir()
+    splits = image_folder(tmp_path, "mine", image_size=16, test_share=0.2, augment=False)
+    assert (splits.classes, splits.augmentation) == (3, None)
+    assert splits.test is not None
+    assert (len(splits.train), len(splits.test)) == (24, 6)
+    assert [splits.test[index][1] for index in range(6)] == [0, 0, 1, 1, 2, 2]
+    files = list(splits.files)
+    assert {path for path in (tmp_path / "mine").rglob("*.*") if path.suffix != ".txt" and path.is_file()} == set(files)
+    assert files[:24] == sorted(files[:24])
+    for index, path in enumerate(files):
+        image, label = splits.train[index] if index < 24 else splits.test[index - 24]
+        assert CLASSES[label] == path.parent.name
+        torch.testing.assert_close(image, as_in_the_docs(path, 16))
+    assert image_folder(tmp_path, "mine", test_share=0).test is None
+
+
+@pytest.mark.parametrize("held_out", ["val", "test"])
+def test_folders_of_held_out_images_are_used(held_out: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "mine" / "train", count=3)
+    write_images(tmp_path / "mine" / held_out, count=2, classes=CLASSES[1:])
+    splits = image_folder(tmp_path, "mine", image_size=8)
+    assert splits.test is not None
+    assert (len(splits.train), [splits.test[index][1] for index in range(4)]) == (9, [1, 1, 2, 2])
+    write_images(tmp_path / "mine" / held_out, count=1, classes=("dogs",))
+    with pytest.raises(UserError, match="dogs is a class that the training images do not have"):
+        image_folder(tmp_path, "mine")
+
+
+def test_training_images_are_cut_and_mirrored_by_seed_epoch_and_id(tmp_path: Path) -> None:
+    write_images(tmp_path / "mine", count=4)
+    splits = image_folder(tmp_path, "mine", image_size=16, test_share=0)
+    loader = Loader(splits.train, splits.augmentation, seed=3)
+    ids = np.arange(12)
+    inputs, targets = loader.fetch(0, ids)
+    assert inputs.shape == (12, 3, 16, 16)
+    assert targets.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert torch.equal(loader.fetch(0, ids[5:7])[0], inputs[5:7])
+    assert not torch.equal(loader.fetch(1, ids)[0], inputs)
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("nothing", ["nothing is not there", "--data-dir (now ", "that has nothing"]),
+        ("flat", ["flat has no folders", "flat/cats/1.jpg"]),
+        ("hollow", ["hollow/bees has no images", ".jpeg"]),
+    ],
+)
+def test_wrong_folders_are_explained_in_one_line(folder: str, words: list[str], tmp_path: Path) -> None:
+    write_images(tmp_path / "flat", classes=("",))
+    write_images(tmp_path / "hollow")
+    for path in (tmp_path / "hollow" / "bees").iterdir():
+        path.unlink()
+    with pytest.raises(UserError) as failure:
+        image_folder(tmp_path, folder)
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert "\n" not in str(failure.value)
+    assert all(word in str(failure.value) for word in words), str(failure.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty", "gone"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_file_is_named(workers: int, damage: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "mine", count=3)
+    splits = image_folder(tmp_path, "mine", image_size=8, test_share=0)
+    broken = splits.files[4]
+    content = broken.read_bytes()
+    broken.unlink()
+    if damage != "gone":
+        broken.write_bytes({"cut": content[: len(content) // 2], "text": b"<html>404</html>", "empty": b""}[damage])
+    with pytest.raises(UserError, match=f"{broken} cannot be {'read' if damage == 'gone' else 'decoded'}: ") as failure:
+        list(Loader(splits.train, workers=workers).stream([(0, [np.arange(9)])]))
+    assert failure.value.exit_code == (ExitCode.RESOURCES if damage == "gone" else ExitCode.BAD_INPUT)
+
+
+EXPERIMENT = '''"""Are image files decoded alike everywhere?"""
+from ddp_core.spec.experiment import Component, Experiment
+
+experiment = Experiment(
+    name="photographs",
+    model=Component(name="small_cnn", options={"width": 4, "image_size": 16, "channels": 3, "classes": 3}),
+    data=Component(name="image_folder", options={"folder": "mine", "image_size": 16, "test_share": 0.2}),
+    global_batch_size=12, micro_batch=3, epochs=2,
+)
+'''
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The words that train on image files."""
+    folder = tmp_path_factory.mktemp("photographs")
+    write_images(folder / "mine")
+    (folder / "photographs.py").write_text(EXPERIMENT)
+    return [folder / "photographs.py", "--data-dir", folder]
+
+
+def test_two_ranks_with_workers_end_as_one_process_without(photographs: list[Any], tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", *photographs)
+    two = train(tmp_path / "two", *photographs, "--workers", "2", ranks=2)
+    assert two["weights_sha256"] == alone["weights_sha256"]
+    assert two["result"]["test_loss"] == alone["result"]["test_loss"]
+    assert alone["environment"]["packages"]["pillow"]
+
+
+@pytest.mark.slow
+def test_workers_change_nothing(photographs: list[Any], tmp_path: Path) -> None:
+    records = [
+        train(tmp_path / f"{workers}{ranks}", *photographs, "--workers", workers, ranks=ranks)
+        for workers, ranks in (("0", 0), ("2", 0), ("0", 2))
+    ]
+    assert len({record["weights_sha256"] for record in records}) == 1
