@@ -41,6 +41,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+# A user's file. The last line is a mistake, which mypy sees only if the package says that it is typed.
+TYPED = """
+from ddp_core.errors import ExitCode
+code: str = ExitCode.DONE
+"""
+
+
 def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a program in `folder`, without the variables that point to this working tree.
 
@@ -57,6 +64,20 @@ def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_wheel_takes_no_name_that_could_be_anybodys(wheel: Path) -> None:
     top = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"ddp_core", "ddp_lab", "ddp_experiments"}
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="there is no mypy in this environment, as in the image")
+def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    (tmp_path / "mine.py").write_text(TYPED)
+    words = [sys.executable, "-m", "mypy", "--strict", "--python-executable", environment / "bin" / "python", "mine.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG, check=False)
+    assert [line.rpartition("error: ")[2] for line in done.stdout.splitlines()[:-1]] == [
+        'Incompatible types in assignment (expression has type "ExitCode", variable has type "str")  [assignment]'
+    ]
 
 
 @pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip in this environment, as in the image")
