@@ -11,6 +11,8 @@ DRILL ?= standard
 SEED ?=
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
+# `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
+TORCH ?=
 
 BIN := .venv/bin
 
@@ -27,8 +29,7 @@ help: ## Show this list
 	@echo
 	@echo "  cpu-cluster takes NODES=2 NPROC=2 EXPERIMENT=digits BACKEND=auto|docker|local OPTIONS=\"--set epochs=2\""
 
-# On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes this a tenth of the download.
-setup: ## Make .venv from constraints.txt (again only where that or pyproject.toml changed)
+setup: ## Make .venv from constraints.txt, with torch for CUDA or the CPU (says which, and why): TORCH=cpu|cuda
 	@for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	  then exec $$python tools/environment.py; fi; done; \

@@ -1,8 +1,8 @@
 """Make `.venv` and `.env`: what `make setup` does. Standard library only: it runs before anything is installed.
 
-`.venv` gets everything that constraints.txt pins and pyproject.toml asks for; it is made anew when either list changes
-and left alone otherwise. `.env` tells Docker Compose which user the containers run as, so that a later, bare
-`docker compose up` knows it.
+`.venv` gets everything that constraints.txt pins and pyproject.toml asks for. It is made anew when either list changes,
+or when TORCH asks for another build of torch than it has (torch_build.py), and left alone otherwise. `.env` tells
+Docker Compose which user the containers run as, so that a later, bare `docker compose up` knows it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+
+from torch_build import Build, asked_build, choose_build, installed_version, is_build, nvidia_driver
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
@@ -33,10 +35,17 @@ def fingerprint() -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def make_environment() -> None:
+def pins() -> dict[str, str]:
+    """The versions in constraints.txt, by package."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {name: version for name, equals, version in (line.partition("==") for line in lines) if equals}
+
+
+def make_environment(build: Build | None) -> None:
     """Install into a fresh `.venv`; the stamp comes last, so that an interrupted installation is begun again."""
     wanted = fingerprint()
-    if STAMP.is_file() and STAMP.read_text() == wanted:
+    as_asked = build is None or is_build(installed_version(ENVIRONMENT), build)
+    if STAMP.is_file() and STAMP.read_text() == wanted and as_asked:
         return
     version = sys.version.split()[0]
     print(f"setup: installing the pinned packages into .venv, Python {version} (minutes, the first time)", flush=True)
@@ -44,10 +53,12 @@ def make_environment() -> None:
     python = str(ENVIRONMENT / "bin" / "python")
     install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt"]
     subprocess.run([*install, "pip", "hatchling"], cwd=ROOT, check=True)
+    choice = choose_build(python, pins(), build, nvidia_driver())
+    print(f"setup: {choice.reason}", flush=True)
     # Without build isolation the pinned hatchling builds the project, not whatever is newest today.
-    subprocess.run([*install, "--no-build-isolation", "-e", f".[{EXTRAS}]"], cwd=ROOT, check=True)
+    subprocess.run([*install, "--no-build-isolation", "-e", f".[{EXTRAS}]", *choice.words], cwd=ROOT, check=True)
     STAMP.write_text(wanted)
-    print("setup: done", flush=True)
+    print(f"setup: done, with torch {installed_version(ENVIRONMENT)}", flush=True)
 
 
 def engine_is_rootless() -> bool:
@@ -78,10 +89,15 @@ def make_dotenv() -> None:
 
 
 def main() -> int:
-    """Make both; 1 with pip's own message where the installation fails."""
+    """Make both; 1 with pip's own message where the installation fails, 2 for a TORCH that is no build."""
+    try:
+        build = asked_build()
+    except ValueError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 2
     make_dotenv()
     try:
-        make_environment()
+        make_environment(build)
     except subprocess.CalledProcessError as failure:
         print(
             f"setup: {' '.join(failure.cmd[1:4])} ended with {failure.returncode}; see its message above",

@@ -1,0 +1,237 @@
+"""Which torch `make setup` takes: pip itself asks a stand-in of the CPU wheels' index, on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+from tests.support.processes import HANG
+from tools import torch_build
+
+pytestmark = pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip in this environment, as in the image")
+
+PINS = {"torch": "2.13.0", "torchvision": "0.28.0"}
+
+# A build backend in the place of hatchling: the editable wheel that it makes depends on torch, and holds nothing.
+BACKEND = """
+import zipfile
+from pathlib import Path
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "project-1-py3-none-any.whl"
+    with zipfile.ZipFile(Path(folder) / name, "w") as wheel:
+        wheel.writestr("project-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: project\\nVersion: 1\\n"
+            "Requires-Dist: torch>=2\\nRequires-Dist: torchvision\\nProvides-Extra: cluster\\nProvides-Extra: test\\n"
+            "Provides-Extra: lint\\n")
+        wheel.writestr("project-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("project-1.dist-info/RECORD", "")
+    return name
+"""
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "backend"
+[project]
+name = "project"
+version = "1"
+[tool.hatch]
+"""
+
+
+@dataclass
+class Index:
+    """Package indexes in the form of PEP 503: `indexes` has the folder of wheels of each, by its path."""
+
+    indexes: dict[str, Path]
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """The CPU wheels' index under /cpu, which has torch alone, and an ordinary one under /pypi; pip knows no other."""
+    served = Index({"cpu": tmp_path / "cpu", "pypi": tmp_path / "pypi"})
+    make_wheel(served.indexes["cpu"], "torch", "2.13.0+cpu")
+    for name, version in PINS.items():
+        make_wheel(served.indexes["pypi"], name, version)
+    make_wheel(served.indexes["pypi"], "hatchling", "1.0", **{"backend.py": BACKEND})
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            served.asked.append(self.path)
+            place, _, name = self.path.strip("/").partition("/")
+            folder = served.indexes[place]
+            if name.endswith(".whl"):
+                self._send((folder / name.replace("%2B", "+")).read_bytes(), "application/zip")
+                return
+            wheels = [file.name for file in folder.glob(f"{name}-*.whl")]
+            page = "".join(f'<a href="/{place}/{wheel}">{wheel}</a>' for wheel in wheels)
+            self._send(f"<!DOCTYPE html><html><body>{page}</body></html>".encode(), "text/html", 200 if wheels else 404)
+
+        def _send(self, content: bytes, kind: str, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *words: object) -> None: ...
+
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("TORCH", raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        served.url = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(torch_build, "CPU_INDEX", f"{served.url}/cpu")
+        yield served
+        server.shutdown()
+        thread.join(HANG)
+
+
+def make_wheel(folder: Path, name: str, version: str, **files: str) -> None:
+    """Write a wheel that holds these files."""
+    folder.mkdir(exist_ok=True)
+    described = f"{name}-{version}.dist-info"
+    files |= {
+        f"{described}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{described}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{described}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, content in files.items():
+            wheel.writestr(path, content)
+
+
+def choose(build: torch_build.Build | None = None, driver: str | None = None) -> torch_build.Choice:
+    return torch_build.choose_build(sys.executable, PINS, build, driver)
+
+
+def test_without_a_driver_the_cpu_wheels_are_taken_where_their_index_answers(index: Index) -> None:
+    words, reason = choose()
+    assert words == ["--extra-index-url", f"{index.url}/cpu"]
+    assert reason == (f"no NVIDIA driver found, so torch for the CPU from {index.url}/cpu (TORCH=cuda takes the other)")
+    words, reason = choose("cpu", driver="/proc/driver/nvidia")
+    assert words == ["--extra-index-url", f"{index.url}/cpu", "torch==2.13.0+cpu"]
+    assert reason == f"TORCH=cpu, so torch for the CPU from {index.url}/cpu"
+
+
+def test_with_a_driver_or_by_request_it_is_cuda_and_no_index_is_asked(index: Index) -> None:
+    assert choose(driver="/proc/driver/nvidia") == (
+        [],
+        "NVIDIA driver found (/proc/driver/nvidia), so torch for CUDA (TORCH=cpu takes the other)",
+    )
+    words, reason = choose("cuda")
+    assert words == ["torch!=2.13.0+cpu", "torchvision!=0.28.0+cpu"]
+    assert reason == "TORCH=cuda, so torch for CUDA"
+    assert index.asked == []
+
+
+def test_an_index_without_the_pinned_version_is_not_used(index: Index) -> None:
+    (wheel,) = index.indexes["cpu"].iterdir()
+    wheel.unlink()
+    make_wheel(index.indexes["cpu"], "torch", "2.12.0+cpu")
+    words, reason = choose()
+    assert words == []
+    assert "has no torch 2.13.0+cpu for this Python: torch as pip finds it" in reason
+
+
+def test_an_index_that_is_not_there_is_not_used(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    monkeypatch.setattr(torch_build, "CPU_INDEX", address)
+    assert choose() == (
+        [],
+        f"no NVIDIA driver found, but {address} does not answer, or has no torch 2.13.0+cpu for this Python: "
+        "torch as pip finds it",
+    )
+    assert choose("cpu").words == ["torch==2.13.0+cpu"], "asked for is asked for: pip says that it cannot be had"
+
+
+def test_an_index_that_takes_too_long_is_not_waited_for(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_build, "PATIENCE", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the connection is made, and never answered
+        monkeypatch.setattr(torch_build, "CPU_INDEX", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert choose().words == []
+
+
+@pytest.mark.parametrize(("variable", "value"), [("PIP_FIND_LINKS", "/wheels"), ("PIP_NO_INDEX", "1")])
+def test_a_pip_that_is_told_where_to_look_is_left_alone(
+    index: Index, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    words, reason = choose()
+    assert words == []
+    name = variable.removeprefix("PIP_").lower().replace("_", "-")
+    assert reason == (f"no NVIDIA driver found, but pip is told where to look ({name}): torch as pip finds it")
+    assert choose("cpu").words == ["torch==2.13.0+cpu"]
+    assert index.asked == []
+
+
+def test_a_driver_is_found_by_its_kernel_module_or_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_build.nvidia_driver(kernel_module=tmp_path) == str(tmp_path)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert torch_build.nvidia_driver(kernel_module=tmp_path / "none") == str(program)
+
+
+def test_the_build_in_an_environment_is_read_from_what_is_installed(tmp_path: Path) -> None:
+    assert not torch_build.is_build(torch_build.installed_version(tmp_path), "cpu")
+    for version, build in (("2.13.0+cpu", "cpu"), ("2.13.0", "cuda"), ("2.13.0+cu130", "cuda")):
+        environment = tmp_path / build / version
+        (environment / "lib" / "python3.12" / "site-packages" / f"torch-{version}.dist-info").mkdir(parents=True)
+        found = torch_build.installed_version(environment)
+        assert found == version
+        assert [torch_build.is_build(found, "cpu"), torch_build.is_build(found, "cuda")] == [
+            build == "cpu",
+            build == "cuda",
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ensurepip") is None, reason="this Python makes no environments with pip")
+def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(index: Index, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "tools", project / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "pyproject.toml").write_text(PROJECT)
+    (project / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
+    hidden = {"PATH": str(tmp_path), "PIP_INDEX_URL": f"{index.url}/pypi", "TORCH_CPU_INDEX": f"{index.url}/cpu"}
+
+    def setup(**settings: str) -> subprocess.CompletedProcess[str]:
+        words, environment = [sys.executable, "tools/environment.py"], os.environ | hidden | settings
+        return subprocess.run(
+            words, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG, check=False
+        )
+
+    # The machine that runs this test may have a driver, so even the first call says which build it wants.
+    made = setup(TORCH="cpu")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.splitlines()[1:] == [
+        f"setup: TORCH=cpu, so torch for the CPU from {index.url}/cpu",
+        "setup: done, with torch 2.13.0+cpu",
+    ]
+    for kept in ({}, {"TORCH": "cpu"}):
+        assert setup(**kept).stdout == ""
+    remade = setup(TORCH="cuda")
+    assert remade.returncode == 0, remade.stderr
+    assert remade.stdout.splitlines()[1:] == ["setup: TORCH=cuda, so torch for CUDA", "setup: done, with torch 2.13.0"]
+    wrong = setup(TORCH="rocm")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "setup: TORCH=rocm: use TORCH=cpu or TORCH=cuda, or leave it out and the machine decides\n"
