@@ -22,7 +22,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-docker test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt --no-build-isolation -e '.[cluster,test]' \
 	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
 	touch $@
+
+test-extras: setup ## The tests that need other people's packages: adapters (peers) and loggers, installed into .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers]'
+	$(BIN)/python -m pytest -m extras
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 
 import psutil
@@ -34,10 +35,15 @@ _LEAVING_SECONDS = 30
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need more CUDA devices than there are.
+    """Skip the tests that need packages that are not installed, or more CUDA devices than there are.
 
     This hook runs last, so that torch is asked only if the option -m has left such tests.
     """
+    for item in items:
+        needed = {name for marker in item.iter_markers("extras") for name in marker.args}
+        if missing := sorted(name for name in needed if find_spec(name) is None):
+            reason = f"needs {', '.join(missing)}: `make test-extras` installs what the optional extras name"
+            item.add_marker(pytest.mark.skip(reason=reason))
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         chosen = [item for item in items if item.get_closest_marker(marker)]
         if chosen and (found := _cuda_devices()) < needed:

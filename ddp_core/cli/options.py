@@ -120,7 +120,7 @@ def _parameter(name: str, field: FieldInfo, default: str | None, title: str | No
         # The option gives the opposite of the default: --synchronous-save turns asynchronous_save off.
         details |= {"is_flag": True, "flag_value": not field.default}
     elif is_repeated(field):
-        details |= {"multiple": True}
+        details |= {"multiple": True, "type": click.Choice(values) if values else None}
     else:
         details |= {"type": click.Choice(values) if values else _reader(field)}
         details |= {"default": None if default else field.default}

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: JSON lines, plain lines or a progress bar for people, TensorBoard on request.
+"""What a run tells while it trains: JSON lines, plain lines or a progress bar for people, loggers on request.
 
 metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
 data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
@@ -11,57 +11,59 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from ddp_core.distributed.stop import Stopped
+from ddp_core.observe.loggers.background import BackgroundLogger
+from ddp_core.observe.loggers.logger import Ending
+
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time.
+    """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time; tells the loggers.
 
     `may_write` is called before each record and raises where another process has taken over.
     """
 
     def __init__(
-        self, path: Path | None, tensorboard: Path | None = None, may_write: Callable[[], None] = lambda: None
+        self,
+        path: Path | None,
+        loggers: Sequence[BackgroundLogger] = (),
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._may_write = may_write
+        self._loggers = loggers
         self._file: IO[str] | None = path.open("a", buffering=1) if path else None
         if self._file is not None and path is not None and _is_cut_short(path):
             # A full disk or a crash has cut the last line; the next record must not become a part of that line.
             self._file.write("\n")
-        self._board: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self._board = SummaryWriter(str(tensorboard))
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; NaN and infinities become null."""
+        """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
         if self._file is None:
             return
         self._may_write()
         record = {"kind": kind, "time": round(time.time(), 3)}
         record |= {name: _finite(value) for name, value in fields.items()}
         self._file.write(json.dumps(record) + "\n")
-        if self._board is not None:
-            for name, value in fields.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, fields.get("step", 0))
+        values = {name: value for name, value in fields.items() if isinstance(value, float)}
+        for logger in self._loggers:
+            logger.record(kind, fields.get("step", 0), values)
 
-    def hyper_parameters(self, settings: Mapping[str, Any], result: Mapping[str, float]) -> None:
-        """The run's settings, nested ones under dotted names, beside its result, for TensorBoard's table."""
-        if self._board is not None:
-            figures = {f"result/{name}": value for name, value in result.items()}
-            self._board.add_hparams(_flattened(settings), figures, run_name=".")
+    def finish(self, result: Mapping[str, Any], weights_sha256: str) -> None:
+        """Tell the loggers the numbers of the run's result, and the digest of its weights."""
+        figures = {name: value for name, value in result.items() if isinstance(value, int | float)}
+        for logger in self._loggers:
+            logger.finish(figures, weights_sha256)
 
-    def close(self) -> None:
-        """Flush and close the files."""
+    def close(self, ending: Ending = "completed") -> None:
+        """Flush and close the file and the loggers."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._loggers:
+            logger.close(ending)
 
     def __enter__(self) -> Self:
         return self
@@ -69,18 +71,7 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-
-def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | str | float | int]:
-    """The settings that TensorBoard's table can show: it has no place for lists and for None."""
-    flat: dict[str, bool | str | float | int] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flattened(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | str | float | int):
-            flat[f"{prefix}{name}"] = value
-    return flat
+        self.close("completed" if error is None else "stopped" if isinstance(error, Stopped) else "failed")
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import Fault
+from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.directory import RunDirectory, require_experiment
 from ddp_core.run.experiment_file import LoadedExperiment, complete_options, load_experiment, resolve
@@ -150,6 +151,7 @@ def check_request(request: Request) -> None:
         parse_window(request.options.profile)
     for fault in request.options.faults:
         Fault.parse(fault)
+    check_loggers(request.options.log_to)
     BatchCut.of(experiment, request.layout)
     check_promise(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():

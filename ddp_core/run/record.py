@@ -145,10 +145,7 @@ class RunRecord:
         save_weights(trainer.model, self.directory.path / "model.safetensors")
         optimizer = optimizer_digest(trainer.state.optimizer)
         self._end("completed", 0, None, weights_sha256=end.weights, optimizer_sha256=optimizer, result=result)
-        job.metrics.hyper_parameters(
-            trainer.experiment.to_json() | {"layout": job.layout.label, "reduction": job.options.reduction},
-            {name: value for name, value in result.items() if isinstance(value, int | float)},
-        )
+        job.metrics.finish(result, end.weights)
         job.console.end_progress()
         if end.slowest is not None:
             job.console.say(end.slowest)

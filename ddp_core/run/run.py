@@ -15,6 +15,8 @@ from ddp_core.errors import UserError
 from ddp_core.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
+from ddp_core.observe.loggers.choosing import start_loggers
+from ddp_core.observe.loggers.logger import LoggedRun, flattened
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
@@ -42,7 +44,7 @@ def run(request: Request, world: World) -> RunDirectory:
         parts = _build_the_same(request, collectives)
         directory = choose_directory(request, collectives)
         record = stack.enter_context(_open_record(request, parts, directory, collectives, console))
-        metrics = stack.enter_context(_metrics(record))
+        metrics = stack.enter_context(_metrics(record, console))
         with record.outcome():
             start = choose_checkpoint(directory, collectives, console)
             heartbeat = Heartbeat(directory.path, world, record.usage)
@@ -134,12 +136,17 @@ def _hold(directory: RunDirectory, launch_id: str | None) -> Iterator[None]:
         lock.release()
 
 
-def _metrics(record: RunRecord) -> MetricsWriter:
+def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
+    """Rank 0's metrics and loggers; the other ranks write nothing."""
     if not record.world.is_first:
         return MetricsWriter(None)
-    board = record.directory.path / "tensorboard" if record.request.options.tensorboard else None
+    request, directory = record.request, record.directory
+    settings = request.loaded.experiment.to_json()
+    settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
+    logged = LoggedRun(directory.path, request.loaded.experiment.name, flattened(settings))
+    loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
-    return MetricsWriter(record.directory.metrics, board, may_write)
+    return MetricsWriter(directory.metrics, loggers, may_write)
 
 
 @contextmanager

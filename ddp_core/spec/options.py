@@ -19,6 +19,7 @@ from ddp_core.spec.layout import DeviceType, LayoutKind
 from ddp_core.spec.records import Frozen, Reduction
 
 Launcher = Literal["torchrun", "spawn"]
+LoggerName = Literal["tensorboard", "mlflow", "wandb"]
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,10 @@ class Watching(Frozen):
     ledger: bool = Field(
         False, description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out."
     )
-    tensorboard: bool = Field(False, description="Write files for TensorBoard.")
+    log_to: tuple[LoggerName, ...] = Field(
+        (),
+        description="Keep settings, records, evaluations and the result with this tool, too. May be repeated.",
+    )
     profile: Annotated[str | None, CommandLine(metavar="FIRST:LAST"), ByDefault("no trace")] = Field(
         None, description="Trace these steps on every rank, for example 20:25, for Perfetto."
     )

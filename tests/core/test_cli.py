@@ -61,7 +61,7 @@ VALUES = {
     "log_every": 1,
     "digest_every": 5,
     "ledger": True,
-    "tensorboard": True,
+    "log_to": ("tensorboard", "wandb"),
     "profile": "20:25",
     "faults": ("kill@60:1", "nan@30"),
 }

@@ -74,18 +74,6 @@ def test_no_file_is_no_records(tmp_path: Path) -> None:
         metrics.write("step", step=1)
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path / "m", tmp_path / "board") as metrics:
-        metrics.write("step", step=3, loss=0.5, epoch=1)
-        metrics.write("step", step=4, loss=0.25, epoch=1)
-        metrics.hyper_parameters({"lr": 0.1, "layout": "ddp-1x2-cpu"}, {"test_accuracy": 0.9})
-    events = accumulator.EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 0.5), (4, 0.25)]
-    assert events.Scalars("result/test_accuracy")[0].value == pytest.approx(0.9)
-
-
 def test_rank_zero_speaks_and_keeps_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(0, 4)
     console.log_to(tmp_path / "log.txt")
