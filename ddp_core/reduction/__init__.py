@@ -7,7 +7,8 @@ backward goes on (`communication`). Batch-norm statistics are exchanged in the s
 """
 
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
-from .exact import ExactReduction, take_gradients
+from .exact import ExactReduction
+from .flat import take_gradients
 from .ordered_sum import OrderedSum
 from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas, share
 

@@ -1,13 +1,19 @@
-"""One thread that carries out exchanges in the order they were asked for, while the training thread goes on."""
+"""Exchanges between ranks in the background: one thread, and a process group of its own that only this thread uses."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ddp_core.torch_internals import timeout_of
+
+from .ordered_sum import OrderedSum
 
 
 class CommunicationThread:
@@ -71,3 +77,63 @@ class CommunicationThread:
                 # torch hands the exception object to DDP, which fails on it: the training thread looks at `error` then.
                 future.set_exception(error)  # type: ignore[arg-type]
             del item, job, future, like
+
+
+class Channel:
+    """Carries out jobs that exchange tensors with the other ranks of `group`; alone, each at once.
+
+    `device` is that of the module, `timeout` how long a job waits for a silent rank (None: as long as `group` does).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None) -> None:
+        several = group is not None and group.size() > 1
+        self.group = _own_group(group, device, timeout) if group is not None and several else None
+        self.device = device
+        self.ordered_sum = OrderedSum(self.group)
+        self.closed = False
+        self._thread = CommunicationThread("exact-reduction") if several else None
+
+    @property
+    def error(self) -> Exception | None:
+        """What the first job raised that failed."""
+        return self._thread.error if self._thread is not None else None
+
+    def submit(self, job: Callable[[], Tensor], like: Tensor) -> torch.futures.Future[Tensor]:
+        """Queue `job`, which may use what the calling thread has computed so far on `like`'s device."""
+        if self._thread is not None:
+            return self._thread.submit(job, like)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        with torch.no_grad():
+            future.set_result(job())
+        return future
+
+    def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
+        """Sum flat tensors over ranks, as OrderedSum does; wait for it."""
+
+        def job() -> Tensor:
+            self.ordered_sum(own, out, micro_batches)
+            return out
+
+        self.submit(job, out).wait()
+
+    def close(self) -> None:
+        """End the thread, then the process group."""
+        self.closed = True
+        if (self._thread is None or self._thread.close()) and self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+
+def _own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group of the same ranks for the communication thread alone: two threads' collectives must not mix."""
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(
+        ranks,
+        # Not inherited by itself: a rank that is gone should be noticed here as soon as in the rest of the program.
+        timeout=timeout or timeout_of(group, device),
+        backend=dist.get_backend(group),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc="exact reduction",
+    )
+    assert isinstance(own, dist.ProcessGroup)
+    return own

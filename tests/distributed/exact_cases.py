@@ -13,7 +13,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
-from ddp_core.reduction.ordered_sum import Collectives, PointToPoint, plan_for
+from ddp_core.reduction.exchange import Collectives, Exchange, PointToPoint
+from ddp_core.reduction.plan import plan_for
+from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.shares import share_of
 
 SAMPLES = 3
@@ -45,6 +48,22 @@ class ConvolutionalNet(nn.Module):
         hidden = torch.max_pool2d(torch.relu(self.first_norm(self.first(images))), 2)
         hidden = torch.relu(self.second_norm(self.second(hidden)))
         return self.head(self.dropout(hidden.flatten(1)))
+
+
+class MixedNet(nn.Module):
+    """One layer each of three dtypes, and a parameter that no micro-batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 9, dtype=torch.float64)
+        self.second = nn.Linear(9, 7, dtype=torch.bfloat16)
+        self.head = nn.Linear(7, CLASSES)
+        self.never = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.sometimes_unused = True
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(rows.double()))
+        return self.head(self.second(hidden.bfloat16()).float())
 
 
 class RandomNet(nn.Module):
@@ -89,12 +108,17 @@ def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     sha = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         sha.update(name.encode())
-        sha.update(tensor.contiguous().numpy().tobytes())
+        sha.update(bytes_of(tensor))
     for _, state in sorted(optimizer.state_dict()["state"].items()) if optimizer is not None else ():
         for name, value in sorted(state.items()):
             sha.update(name.encode())
-            sha.update(value.contiguous().numpy().tobytes() if isinstance(value, Tensor) else str(value).encode())
+            sha.update(bytes_of(value) if isinstance(value, Tensor) else str(value).encode())
     return sha.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The tensor's numbers, row by row (by way of bytes, because numpy has no bfloat16)."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -115,8 +139,20 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(case: Case, world_size: int) -> str:
-    """Train as one of `world_size` ranks (0: without a process group); return the digest."""
+WAYS = ("contiguous", "strided", "strided in parts")
+
+
+def train(case: Case, world_size: int, way: str = "contiguous") -> str:
+    """Train as one of `world_size` ranks (0: without a process group); return the digest.
+
+    "in parts" cuts even those tensors that are so small that every rank would sum them whole.
+    """
+    one_round_bytes = -1 if way == "strided in parts" else PointToPoint.one_round_bytes
+    with mock.patch.object(PointToPoint, "one_round_bytes", one_round_bytes):
+        return _train(case, world_size, "contiguous" if way == "contiguous" else "strided")
+
+
+def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]) -> str:
     torch.manual_seed(0)
     net = case.net()
     if case.channels_last:
@@ -128,17 +164,20 @@ def train(case: Case, world_size: int) -> str:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     wrapped = case.wrapped and world_size > 0
     group = dist.group.WORLD if world_size > 0 and not case.wrapped else None
-    with ExactReduction(wrap(net, **case.ddp) if wrapped else net, case.micro_batches, process_group=group) as exact:
+    module = wrap(net, **case.ddp) if wrapped else net
+    with ExactReduction(module, case.micro_batches, process_group=group, shares=shares) as exact:
         for step, micro_batches in enumerate(case.steps):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
             targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
             exact.begin(micro_batches)
             for index in exact.share:
+                assert exact.remaining[0] == index
                 with exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                     torch.manual_seed(1000 * step + index)
                     outputs = exact.module(inputs[index])
                     cross_entropy(outputs, targets[index], reduction="sum").backward()
+            assert not exact.remaining
             exact.finish(scale=1 / (SAMPLES * micro_batches))
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
@@ -157,6 +196,7 @@ TRAININGS = {
     "incomplete batches": Case(micro_batches=12, steps=(12, 1, 12, 5, 2, 12), ddp=TINY_BUCKETS),
     "channels last": Case(channels_last=True, ddp=TINY_BUCKETS),
     "bfloat16 autocast": Case(autocast=True),
+    "three dtypes": Case(net=MixedNet, sample_shape=(6,), wrapped=False),
 }
 
 
@@ -181,6 +221,14 @@ def random_case(seed: int) -> Case:
 
 
 RANDOM_CASES = range(6)
+
+
+def case_of(micro_batches: int) -> Case:
+    """A short training of so many micro-batches; the last step has one less."""
+    return Case(micro_batches=micro_batches, steps=(micro_batches, micro_batches - 1), wrapped=micro_batches % 2 == 0)
+
+
+MICRO_BATCHES = range(5, 13)
 
 
 def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
@@ -219,7 +267,26 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
             continue
         if not torch.equal(out, expected):
             wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
+    if world_size > 1:
+        for way in (PointToPoint(dist.group.WORLD), Collectives(dist.group.WORLD)):
+            with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
+                if not torch.equal(sum_in_rounds(way, list(leaves)), expected):
+                    wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     return wrong
+
+
+def sum_in_rounds(exchange: Exchange, leaves: Sequence[Tensor]) -> Tensor:
+    """Sum the leaves as ranks with strided shares do."""
+    total = RoundSum(exchange, leaves[0].numel(), leaves[0], len(leaves))
+    for first in range(0, len(leaves), exchange.world_size):
+        mine = first + exchange.rank
+        flat = total.empty() if mine < len(leaves) else None
+        if flat is not None:
+            flat[: leaves[0].numel()] = leaves[mine]
+        total.push(flat)
+    out = total.empty()
+    total.total_(out)
+    return out[: leaves[0].numel()]
 
 
 def canonical_leaves(span: Any) -> list[Any]:
@@ -230,8 +297,14 @@ def canonical_leaves(span: Any) -> list[Any]:
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """Run all cases in the same processes; return their digests by name, and the sums that were wrong."""
     with process_group():
-        digests = {name: train(case, world_size) for name, case in TRAININGS.items()}
-        digests |= {f"random {seed}": train(random_case(seed), world_size) for seed in RANDOM_CASES}
+        digests = {(name, way): train(case, world_size, way) for name, case in TRAININGS.items() for way in WAYS}
+        for seed, way in itertools.product(RANDOM_CASES, WAYS):
+            digests[f"random {seed}", way] = train(random_case(seed), world_size, way)
+        for count in MICRO_BATCHES:
+            if count >= world_size:
+                digests[f"{count} micro-batches", "strided"] = train(
+                    case_of(count), world_size, WAYS[1 + count // 2 % 2]
+                )
         wrong = [message for seed in range(20) for message in random_sum(seed, rank, world_size)]
     threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
     return {"digests": digests, "wrong sums": wrong, "threads": threads}
@@ -240,7 +313,8 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:
     """The reference digests: the same trainings without a process group."""
     digests = {name: train(case, 0) for name, case in TRAININGS.items()}
-    return digests | {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
+    digests |= {f"random {seed}": train(random_case(seed), 0) for seed in RANDOM_CASES}
+    return digests | {f"{count} micro-batches": train(case_of(count), 0) for count in MICRO_BATCHES}
 
 
 def controls(rank: int, world_size: int) -> list[str]:
@@ -295,11 +369,11 @@ def train_inexactly(case: Case, world_size: int, way: str) -> str:
     return digest_of(net, optimizer)
 
 
-def fail_on_one_rank(rank: int, world_size: int, where: str) -> str:
+def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Literal["contiguous", "strided"]) -> str:
     """Train until rank 1 fails in its third step; return the error that this rank saw."""
     dist.init_process_group("gloo")
     module = wrap(ConvolutionalNet(), bucket_cap_mb=0.0005)
-    exact = ExactReduction(module, 6)
+    exact = ExactReduction(module, 6, shares=shares)
     message = ""
     try:
         for step in range(5):
@@ -313,7 +387,8 @@ def fail_on_one_rank(rank: int, world_size: int, where: str) -> str:
                     if failing and where == "between backwards":
                         loss.register_hook(_fail)
                     if failing and where == "exchange":
-                        exact._channel._ordered_sum = _fail  # type: ignore[assignment]
+                        exact._channel.ordered_sum = _fail  # type: ignore[assignment]
+                        getattr(exact._shares, "_exchange", exact).scatter = _fail
                     loss.backward()
             exact.finish()
     except RuntimeError as error:
@@ -330,7 +405,7 @@ def _fail(*_: Any) -> Any:
     raise RuntimeError("failed on purpose")
 
 
-def leave_a_parameter_out(rank: int, world_size: int) -> str:
+def leave_a_parameter_out(rank: int, world_size: int, shares: Literal["contiguous", "strided"]) -> str:
     """Leave a parameter without gradient in rank 0's last micro-batch, without telling DDP that this may happen."""
     dist.init_process_group("gloo")
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -344,12 +419,12 @@ def leave_a_parameter_out(rank: int, world_size: int) -> str:
             return self.layers[1](self.layers[0](rows) if both else rows)
 
     module = wrap(Optional())
-    exact = ExactReduction(module, 4)
+    exact = ExactReduction(module, 4, shares=shares)
     message = ""
     try:
         for index in exact.share:
             with exact.micro_batch(index):
-                module(torch.ones(1, 2), index != 1).sum().backward()
+                module(torch.ones(1, 2), index != exact.share[-1] or rank > 0).sum().backward()
         exact.finish()
     except RuntimeError as error:
         message = str(error)
@@ -358,6 +433,49 @@ def leave_a_parameter_out(rank: int, world_size: int) -> str:
     gc.collect()
     dist.destroy_process_group()
     return message
+
+
+def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Train in a loop that runs forwards outside of `micro_batch`, on all ranks and then on each alone.
+
+    Return the two digests, and what a backward outside of `micro_batch` is answered.
+    """
+    digests, messages = [], []
+    with process_group():
+        for ranks in (world_size, 1):
+            torch.manual_seed(0)
+            net = ConvolutionalNet()
+            module = wrap(net) if ranks > 1 else net
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            with ExactReduction(module, 6, shares="strided") as exact:
+                for _ in range(12 // ranks):
+                    if exact.remaining == exact.share:
+                        exact.begin()
+                    (index,) = exact.remaining[:1]
+                    loss = keyed_loss(module, index)
+                    with exact.micro_batch(index):
+                        loss.backward()
+                    if not exact.remaining:
+                        exact.finish(scale=1 / 6)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                digests.append(digest_of(net, optimizer))
+                keyed_loss(module, 0).backward()  # outside of a step: nothing uses it
+                exact.begin()
+                keyed_loss(module, 0).backward()
+                try:
+                    with exact.micro_batch(exact.remaining[0]):
+                        pass
+                except RuntimeError as error:
+                    messages.append(str(error))
+            del exact, module
+    return digests, messages
+
+
+def keyed_loss(module: nn.Module, index: int) -> Tensor:
+    """A mean over the samples of micro-batch `index`."""
+    torch.manual_seed(index)
+    return module(torch.randn(2, 1, 6, 6)).square().mean()
 
 
 def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ from tests.support.processes import run_processes
 DOCS = Path(__file__).parents[2] / "docs"
 EXPLANATION = DOCS / "explanation" / "exact-reduction.md"
 HOW_TO = DOCS / "how-to" / "exact-reduction-in-your-own-script.md"
-WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 5, 8))]
+WORLD_SIZES = [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 5, 6, 7, 8))]
 
 
 @functools.cache
@@ -36,16 +36,25 @@ def results_of_one_process() -> list[dict]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", cases.WAYS)
 @pytest.mark.parametrize("name", cases.TRAININGS)
-def test_a_training_ends_with_one_digest_on_every_world_size(name: str, world_size: int) -> None:
-    assert {result["digests"][name] for result in results(world_size)} == {reference(name)}
+def test_a_training_ends_with_one_digest_on_every_world_size(name: str, way: str, world_size: int) -> None:
+    assert {result["digests"][name, way] for result in results(world_size)} == {reference(name)}
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_networks_and_bucket_sizes_end_with_one_digest(world_size: int) -> None:
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_random_networks_and_bucket_sizes_end_with_one_digest(way: str, world_size: int) -> None:
     for seed in cases.RANDOM_CASES:
-        digests = {result["digests"][f"random {seed}"] for result in results(world_size)}
+        digests = {result["digests"][f"random {seed}", way] for result in results(world_size)}
         assert digests == {reference(f"random {seed}")}, f"random case {seed}: {cases.random_case(seed)}"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_strided_shares_of_any_number_of_micro_batches_end_with_one_digest(world_size: int) -> None:
+    names = [f"{count} micro-batches" for count in cases.MICRO_BATCHES if count >= world_size]
+    for name in names:
+        assert {result["digests"][name, "strided"] for result in results(world_size)} == {reference(name)}, name
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -64,16 +73,28 @@ def test_negative_controls_end_with_other_digests() -> None:
     assert len({exact, *others}) == 1 + len(others), "a control that agrees proves nothing"
 
 
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
 @pytest.mark.parametrize("where", ["forward", "between backwards", "exchange"])
-def test_an_error_on_one_rank_ends_every_rank(where: str) -> None:
-    messages = run_processes(cases.fail_on_one_rank, 3, where)
+def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str) -> None:
+    messages = run_processes(cases.fail_on_one_rank, 3, where, shares)
     assert all(messages), messages
     assert "on purpose" in messages[1]
 
 
 def test_a_parameter_left_out_of_the_last_backward_is_named() -> None:
-    messages = run_processes(cases.leave_a_parameter_out, 2)
+    messages = run_processes(cases.leave_a_parameter_out, 2, "contiguous")
     assert "find_unused_parameters" in messages[0]
+
+
+def test_with_strided_shares_any_backward_may_leave_a_parameter_out() -> None:
+    assert run_processes(cases.leave_a_parameter_out, 2, "strided") == ["", ""]
+
+
+def test_a_foreign_loop_may_run_forwards_outside_but_no_backward() -> None:
+    answers = run_processes(cases.foreign_loop, 2)
+    assert len({digest for digests, _ in answers for digest in digests}) == 1
+    assert all("backward outside of ExactReduction.micro_batch" in text for _, messages in answers for text in messages)
+    assert [len(messages) for _, messages in answers] == [2, 2]
 
 
 def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None:

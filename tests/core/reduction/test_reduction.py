@@ -24,7 +24,7 @@ from ddp_core.reduction import (
     share,
     take_gradients,
 )
-from ddp_core.reduction.ordered_sum import plan_for
+from ddp_core.reduction.plan import plan_for
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -300,6 +300,40 @@ def test_misuse_is_named() -> None:
         pass
     with pytest.raises(ValueError, match="at least one micro-batch"):
         ExactReduction(net, 0)
+    with pytest.raises(ValueError, match="'dealt'"):
+        ExactReduction(net, 4, shares="dealt")  # type: ignore[arg-type]
+
+
+def test_what_remains_of_a_share_is_told() -> None:
+    net, batches = Net(), inputs()
+    exact = ExactReduction(net, 4, shares="strided")  # alone, the shares are the same
+    seen = []
+    while not seen or exact.remaining != exact.share:
+        seen.append(exact.remaining)
+        if exact.remaining:
+            with exact.micro_batch(exact.remaining[0]):
+                net(batches[exact.remaining[0]]).sum().backward()
+        else:
+            exact.finish()
+    assert seen == [range(start, 4) for start in range(5)]
+
+
+def test_gradients_from_a_foreign_backward_are_refused() -> None:
+    net, batches = Net(), inputs()
+    exact = ExactReduction(net, 4)
+    with exact.micro_batch(0):
+        net(batches[0]).sum().backward()
+    net(batches[1]).sum().backward()
+    outside = r"inner\.weight has a gradient from a backward outside"
+    with pytest.raises(RuntimeError, match=outside), exact.micro_batch(1):
+        pass
+    net.zero_grad()
+    for index in exact.remaining:
+        with exact.micro_batch(index):
+            net(batches[index]).sum().backward()
+    net(batches[1]).sum().backward()
+    with pytest.raises(RuntimeError, match=outside):
+        exact.finish()
 
 
 class Counting(nn.Linear):

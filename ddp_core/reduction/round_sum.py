@@ -1,0 +1,59 @@
+"""The sum over micro-batches that come in rounds, one for each rank: round k brings the leaves k * W … k * W + W - 1.
+
+1. Cut the N elements into W parts; rank r sums part r.
+2. In each round every rank sends part r of its leaf to rank r: (W-1)/W * N elements.
+3. The leaves of a round are neighbours. Rank r pushes part r of them in order onto a binary counter, the canonical tree
+   for this part: N/W * (log2(M) + 1) elements at most, however the leaves lie.
+4. After the last round every rank sends its part of the sum to all others: (W-1)/W * N elements.
+
+Each element sees the same additions as in `ordered_sum`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .exchange import Exchange
+from .tree import GradientTree
+
+
+class RoundSum:
+    """One step's sum of flat tensors of `elements` elements over `leaves` micro-batches.
+
+    Collective: every rank makes the same calls in the same order. `like` has the tensors' dtype and device. Where it
+    costs no more, every rank sums all parts by itself: the same additions, and step 4 is saved.
+    """
+
+    def __init__(self, exchange: Exchange, elements: int, like: Tensor, leaves: int) -> None:
+        self._exchange, self._elements, self._like = exchange, elements, like
+        world_size = exchange.world_size
+        rounds = -(-leaves // world_size)
+        # (W-1) * N elements a round in place of (W-1)/W * N, less the last step's (W-1)/W * N.
+        more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
+        self._parts = 1 if more <= exchange.one_round_bytes else world_size
+        self._size = -(-elements // self._parts)
+        self._tree = GradientTree(leaves)
+
+    def empty(self) -> Tensor:
+        """A flat tensor for a leaf or the sum: `elements` elements, then a few more that fill the last part."""
+        return self._like.new_empty(self._size * self._parts)
+
+    def push(self, flat: Tensor | None) -> None:
+        """Exchange the leaves of the next round; None on a rank that has none in the last one."""
+        senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
+        if not self._elements:
+            self._tree.next_leaf += senders
+            return
+        for part in self._exchange.scatter(flat, self._like.new_empty(self._size), senders):
+            self._tree.push([part])
+
+    def total_(self, out: Tensor) -> None:
+        """Write the sum over all leaves into `out`, a tensor from `empty`."""
+        if not self._elements:
+            return
+        (root,) = self._tree.subtrees
+        (mine,) = root.tensors
+        assert mine is not None
+        out.view(self._parts, -1)[self._exchange.rank % self._parts].copy_(mine)
+        if self._parts > 1:
+            self._exchange.gather_(out)
