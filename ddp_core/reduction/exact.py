@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .agreement import require_agreement, warn_of_threads
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
 from .buckets import refuse_inexact
 from .communication import Channel
@@ -74,8 +75,9 @@ class ExactReduction:
     of a rank's micro-batches has other bits on each layout; undo that before backward.
 
     Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with buffers,
-    SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, and in the first step a buffer that
-    forward changes.
+    SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in the first step a buffer that
+    forward changes, and ranks that do not agree (on the numbers of threads and micro-batches, parameters, torch).
+    Warns where torch chose the number of threads itself: another number has other bits.
     """
 
     def __init__(
@@ -97,8 +99,12 @@ class ExactReduction:
             group = ddp.process_group
         self.micro_batches = micro_batches
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        share(micro_batches, rank, world_size)
         self._gradients = Gradients(module)
+        if rank == 0:
+            warn_of_threads()
+        if group is not None and world_size > 1:
+            require_agreement(group, micro_batches, shares, self._gradients)
+        share(micro_batches, rank, world_size)
         self._statistics = BatchStatistics(module)
         self._foreign: dict[str, Tensor] | None = None
         self._checked = False

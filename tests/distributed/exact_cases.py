@@ -472,6 +472,29 @@ def foreign_loop(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     return digests, messages
 
 
+def disagree(rank: int, world_size: int) -> list[str]:
+    """Construct on three ranks that differ in something each time; return what each refusal says."""
+    messages = []
+    odd = rank == 2
+    with process_group():
+        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "number"):
+            torch.set_num_threads(2 if odd and what == "threads" else 1)
+            net = nn.Sequential(nn.Conv2d(2, 4 if odd and what == "shape" else 3, 3))
+            if odd and what == "memory":
+                net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            net[0].bias.requires_grad = not (odd and what == "number")
+            try:
+                ExactReduction(
+                    net,
+                    2 if odd and what == "micro-batches" else 4,
+                    process_group=dist.group.WORLD,
+                    shares="strided" if odd and what == "shares" else "contiguous",
+                ).close()
+            except ValueError as error:
+                messages.append(str(error).rpartition(": ")[2])
+    return messages
+
+
 def keyed_loss(module: nn.Module, index: int) -> Tensor:
     """A mean over the samples of micro-batch `index`."""
     torch.manual_seed(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -302,6 +303,21 @@ def test_misuse_is_named() -> None:
         ExactReduction(net, 0)
     with pytest.raises(ValueError, match="'dealt'"):
         ExactReduction(net, 4, shares="dealt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("threads", "variable", "warned"), [(2, None, True), (2, "2", False), (1, None, False)])
+def test_a_number_of_threads_that_nobody_chose_is_warned_of(
+    threads: int, variable: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ExactReduction(Net(), 4)
+    assert [warning.filename for warning in caught] == [__file__] * warned
+    assert all("computes with 2 threads" in str(warning.message) for warning in caught)
 
 
 def test_what_remains_of_a_share_is_told() -> None:

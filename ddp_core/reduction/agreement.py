@@ -1,0 +1,51 @@
+"""What all ranks must have in common for one digest, compared once; and a warning about the number of threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from .flat import Gradients
+
+
+def require_agreement(group: dist.ProcessGroup, micro_batches: int, shares: str, gradients: Gradients) -> None:
+    """Compare with the other ranks of `group` what the bits of a sum depend on; a collective.
+
+    Raises ValueError on all ranks, naming the first rank that differs from rank 0 and in what. Without this, ranks that
+    do not fit together wait for each other, or end with bits that no other layout has.
+    """
+    facts: dict[str, object] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "micro_batches": micro_batches,
+        "shares": shares,
+        "parameters": len(gradients.parameters),
+    }
+    for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
+        memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
+        facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
+    gathered: list[Mapping[str, object]] = [{}] * group.size()
+    dist.all_gather_object(gathered, facts, group=group)
+    for rank, theirs in enumerate(gathered):
+        for fact, expected in gathered[0].items():
+            if theirs.get(fact) != expected:
+                raise ValueError(
+                    f"the ranks do not agree, so their sums would not: {fact} is {expected} on rank 0, "
+                    f"but {theirs.get(fact)} on rank {rank}"
+                )
+
+
+def warn_of_threads() -> None:
+    """Warn where this process computes with several threads only because nobody has said how many."""
+    threads = torch.get_num_threads()
+    if threads > 1 and "OMP_NUM_THREADS" not in os.environ:
+        warnings.warn(
+            f"this process computes with {threads} threads, since OMP_NUM_THREADS is not set; torchrun sets it to 1 "
+            "where it starts several processes, and other numbers of threads end with other bits: set OMP_NUM_THREADS, "
+            "or call torch.set_num_threads(1)",
+            stacklevel=3,
+        )
