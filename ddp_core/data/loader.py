@@ -23,6 +23,7 @@ from ddp_core.data.splits import Dataset, InMemory
 from ddp_core.data.trees import map_tensors, tensors_of
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.orphans import die_with_parent
 from ddp_core.sampler import Ids
 from ddp_core.torch_internals import end_loader_workers
 
@@ -91,7 +92,7 @@ class Loader:
                 sampler=itertools.chain([first], rest),
                 num_workers=self.workers,
                 collate_fn=_as_it_is,
-                worker_init_fn=_leave_interrupts_to_the_parent,
+                worker_init_fn=_begin_worker,
                 pin_memory=self.pin_memory,
                 # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
                 generator=torch.Generator(),
@@ -164,9 +165,14 @@ def _as_it_is(step: list[Batch] | UserError) -> list[Batch] | UserError:
     return step
 
 
-def _leave_interrupts_to_the_parent(_: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the training process decides what it means and ends its workers."""
+def _begin_worker(_: int) -> None:
+    """Let the training process decide what Ctrl-C means, and do not outlive it.
+
+    Ctrl-C reaches every process of a terminal. torch's own worker looks for its parent between two steps only, so a
+    worker that hangs inside a data set would stay for ever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
 
 
 def _size(count: int) -> str:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
+from ddp_core.orphans import die_with_parent
 from ddp_core.torch_internals import LOADED_BY_OPTIMIZERS
 
 Entry = Callable[[Sequence[str]], int]
@@ -133,14 +134,6 @@ class Nursling:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def die_with_parent(parents: Sequence[int]) -> bool:
-    """Have the kernel kill this process when its parent dies; False where that is none of `parents` any more."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() in parents
-
-
 def _nurse(channel: Connection, launchers_end: Connection, entry: Entry) -> None:
     launchers_end.close()
     _begin("ddp-nursery")
@@ -187,7 +180,8 @@ def _begin(name: str) -> None:
     # A terminal's signals go to the launcher, which knows what to make of them.
     os.setsid()
     parent = multiprocessing.parent_process()
-    if parent is None or not die_with_parent([parent.pid or 0]):
+    die_with_parent()
+    if parent is None or os.getppid() != parent.pid:
         os._exit(1)
     PR_SET_NAME = 15
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())

@@ -15,8 +15,8 @@ from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import replace_file
-from ddp_core.launch.nursery import die_with_parent
 from ddp_core.observe.lost_peers import is_peer_loss, reason_of
+from ddp_core.orphans import die_with_parent
 from ddp_core.run.blame import shortage, unforeseen
 from ddp_core.run.request import Request
 from ddp_core.run.run import run
@@ -124,5 +124,6 @@ def _die_with_launcher(directory: Path) -> None:
         [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
     )
     # The launcher may have died while this worker was still loading; another process is the parent then.
-    if not die_with_parent(parents):
+    die_with_parent()
+    if os.getppid() not in parents:
         os._exit(ExitCode.PEERS_LOST)

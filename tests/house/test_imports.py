@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[2]
 # The lowest floor first. A room imports from rooms on lower floors only, never from another room on its own floor.
 # A room is a module or a whole package. A part of a package that is named here is a room of its own.
 FLOORS = [
-    ["ddp_core.errors", "ddp_core.torch_internals", "ddp_core.files", "ddp_core.shares", "ddp_core.determinism"],
+    [
+        *("ddp_core.errors", "ddp_core.files", "ddp_core.orphans", "ddp_core.shares", "ddp_core.torch_internals"),
+        "ddp_core.determinism",
+    ],
     ["ddp_core.sampler", "ddp_core.reduction"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
     ["ddp_core.model", "ddp_core.observe"],

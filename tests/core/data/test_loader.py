@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Subset, get_worker_info
 
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Batch, Loader, StepIds
 from ddp_core.data.splits import ByteImages, InMemory
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import UserError
+from ddp_core.files import replace_file
+from tests.support.commands import wait_until
+from tests.support.processes import CONTEXT, HANG
 
 
 class OneByOne:
@@ -245,6 +250,39 @@ def test_workers_do_the_work_and_end_when_the_stream_is_closed_early() -> None:
     assert len(multiprocessing.active_children()) == 2
     stream.close()
     assert not multiprocessing.active_children()
+
+
+class Hanging(OneByOne):
+    """Hangs in a loader process, after it has written the process id."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if get_worker_info() is not None:
+            replace_file(self.place, str(os.getpid()))
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+def train_from(dataset: OneByOne) -> None:
+    # A child of the fork server would start its own children from a server, too. A real training process forks them.
+    multiprocessing.set_start_method("fork", force=True)
+    list(Loader(dataset, workers=1).stream(requests()))
+
+
+def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    parent = CONTEXT.Process(target=train_from, args=(Hanging(place),))
+    parent.start()
+    try:
+        wait_until(place.exists, HANG, "a worker that hangs")
+        worker = psutil.Process(int(place.read_text()))
+    finally:
+        parent.kill()
+        parent.join()
+    worker.wait(timeout=HANG)
 
 
 def test_what_fails_in_a_worker_is_raised_here() -> None:
