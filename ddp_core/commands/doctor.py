@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,10 @@ def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None
 
     from ddp_core.commands.memory import estimate_memory
     from ddp_core.data.loader import Loader
+    from ddp_core.run.hooks import optimizer_of
     from ddp_core.run.prepare import load_with_settings
     from ddp_core.run.request import build_parts
+    from ddp_core.spec.experiment import Optimizer
 
     loaded = load_with_settings(name, settings)
     experiment, parts = loaded.experiment, build_parts(loaded, data_dir)
@@ -61,7 +64,10 @@ def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None
     ids = np.arange(min(samples, _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
     inputs, targets = Loader(parts.splits.train, collate=parts.splits.collate).fetch(0, ids)
     growth = samples / len(ids)
-    estimate = estimate_memory(parts.model, parts.loss, experiment.optimizer, inputs, targets, growth)
+    chosen = experiment.optimizer
+    optimizer = chosen if isinstance(chosen, Optimizer) else partial(optimizer_of, loaded)
+    averaged = experiment.ema_decay is not None
+    estimate = estimate_memory(parts.model, parts.loss, optimizer, inputs, targets, growth, averaged=averaged)
     print(f"memory  {experiment.name}, one replica, micro-batches of {samples} samples, float32 (estimated):")
     for part, size in [*estimate.table(), ("peak", estimate.peak)]:
         print(f"  {part:16} {_bytes(size)}")

@@ -10,7 +10,8 @@ workspaces, the CUDA context (some 500 MB beside the allocator's), and fragmenta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
 from ddp_core.spec.experiment import Optimizer
 from ddp_core.trainers.passes import call
+
+BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class MemoryEstimate:
     """The most that saved tensors, gradients made so far, and gradients in flight take together."""
     in_update: int
     """All gradients, and the optimizer's temporary tensors."""
+    averaged_weights: int = 0
+    """The moving average of weights and buffers."""
     communication: int = 0
     """DistributedDataParallel's buckets: a second copy of the gradients."""
 
@@ -47,7 +52,7 @@ class MemoryEstimate:
     @property
     def standing(self) -> int:
         """Bytes that live from step to step."""
-        return self.weights + self.optimizer_state + self.inputs + self.communication
+        return self.weights + self.averaged_weights + self.optimizer_state + self.inputs + self.communication
 
     def table(self) -> list[tuple[str, int]]:
         """Names and bytes, for people."""
@@ -58,23 +63,28 @@ class MemoryEstimate:
             ("inputs", self.inputs),
             ("activations", self.activations),
         ]
-        return rows + ([("gradient buckets", self.communication)] if self.communication else [])
+        more = [("averaged weights", self.averaged_weights), ("gradient buckets", self.communication)]
+        return rows + [row for row in more if row[1]]
 
 
 def estimate_memory(
     model: nn.Module,
     loss: Loss,
-    optimizer: Optimizer,
+    optimizer: Optimizer | BuildOptimizer,
     inputs: Tree,
     targets: Tree,
     growth: float = 1.0,
     bucketed: bool = False,
+    averaged: bool = False,
 ) -> MemoryEstimate:
     """The memory that training `model` on micro-batches like this one takes, on the device that it is on.
 
     Runs one forward and backward. Weights and gradients stay as they were; batch-norm's running statistics change.
+    `optimizer` is a built-in one's settings, or a function that makes another; the state of such an optimizer is made
+    by a step on a copy of the model, and its temporary tensors are taken to be as large as the gradients.
     The micro-batch to estimate for has `growth` times the samples of this one: the parts that depend on the batch grow
-    in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view.
+    in proportion. `bucketed`: under DistributedDataParallel without gradient_as_bucket_view. `averaged`: with a moving
+    average of the weights.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = _bytes([*model.parameters(), *model.buffers()])
@@ -83,27 +93,40 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
-        optimizer_state=gradients * _copies(optimizer),
+        optimizer_state=_state_of(optimizer, model, gradients),
         inputs=round(growth * _bytes(tensors_of((inputs, targets)))),
         activations=activations,
         in_backward=in_backward,
         in_update=gradients + _in_passing(optimizer, parameters),
+        averaged_weights=weights if averaged else 0,
         communication=gradients if bucketed else 0,
     )
 
 
-def _copies(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's size the optimizer keeps for each parameter."""
+def _state_of(optimizer: Optimizer | BuildOptimizer, model: nn.Module, gradients: int) -> int:
+    """Bytes of the optimizer's state; a built-in one keeps tensors of a parameter's size for each parameter."""
+    if not isinstance(optimizer, Optimizer):
+        return _measured_state(optimizer, copy.deepcopy(model))
     if optimizer.name == "sgd":
-        return 1 if optimizer.momentum else 0
-    return 2
+        return gradients if optimizer.momentum else 0
+    return 2 * gradients
 
 
-def _in_passing(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
+def _measured_state(build: BuildOptimizer, model: nn.Module) -> int:
+    optimizer = build(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return _bytes(tensors_of(optimizer.state_dict()["state"]))
+
+
+def _in_passing(optimizer: Optimizer | BuildOptimizer, parameters: Sequence[Tensor]) -> int:
     """Bytes of the optimizer's temporary tensors (torch/optim/{sgd,adam}.py).
 
     foreach on CUDA makes them for all parameters at once, the loop for one parameter after the other.
     """
+    if not isinstance(optimizer, Optimizer):
+        return _bytes(parameters)
     chosen = implementation(optimizer, parameters)
     if chosen == "fused" or not parameters:
         return 0

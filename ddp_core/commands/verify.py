@@ -130,7 +130,7 @@ def verify_layouts(experiment: str, settings: Sequence[str], data_dir: str) -> i
                 )
             _, record = next(find_runs(output))
             digests.add(record["weights_sha256"])
-            states.add(record["optimizer_sha256"])
+            states.add((record["optimizer_sha256"], record["ema_sha256"]))
             seconds = time.monotonic() - started
             print(f"{title:38}  {record['weights_sha256']}  {seconds:5.1f} s", flush=True)
     if len(digests) == len(states) == 1:

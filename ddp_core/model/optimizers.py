@@ -1,25 +1,35 @@
-"""The experiment's optimizer over a model's parameters."""
+"""The experiment's optimizer over a model's parameters: a built-in one, or one that the experiment's file has built."""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ddp_core.checkpoint import describe
+from ddp_core.errors import UserError
 from ddp_core.spec.experiment import Optimizer
 
 
-def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the model's trainable parameters, on the device that they are on."""
+def build_optimizer(
+    settings: Optimizer, model: nn.Module, global_batch_size: int | None = None
+) -> torch.optim.Optimizer:
+    """The built-in optimizer over the model's trainable parameters, on the device that they are on.
+
+    With `global_batch_size` its rate is the one that the schedule starts from, else the settings' `lr` as it is.
+    """
+    rate = settings.lr if global_batch_size is None else settings.base_rate(global_batch_size)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = implementation(settings, parameters)
     pinned = {"foreach": chosen == "foreach", "fused": chosen == "fused"}
     if settings.name == "sgd":
         return torch.optim.SGD(
             parameters,
-            lr=settings.lr,
+            lr=rate,
             momentum=settings.momentum,
             nesterov=settings.nesterov,
             weight_decay=settings.weight_decay,
@@ -28,12 +38,62 @@ def build_optimizer(settings: Optimizer, model: nn.Module) -> torch.optim.Optimi
     kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
     return kind(
         parameters,
-        lr=settings.lr,
+        lr=rate,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         **pinned,
     )
+
+
+def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
+    """Check what the experiment's own function returned for `model`; `name` is how a message calls that function.
+
+    Raises UserError unless it is a torch optimizer that needs no closure, has each trainable parameter of the model in
+    exactly one group and no other tensor, has a learning rate in each group, and a state that can be saved.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"{name} returned a {type(optimizer).__name__}; it returns a torch.optim.Optimizer over the "
+            "model's parameters"
+        )
+    what = f"{name} returned a {type(optimizer).__name__}"
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"{what}, whose step calls a closure: it would compute several gradients for one batch; use an optimizer "
+            "that takes the gradients as they are"
+        )
+    names = {id(parameter): path for path, parameter in model.named_parameters()}
+    found = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    for number, group in enumerate(optimizer.param_groups):
+        strangers = [tensor for tensor in group["params"] if id(tensor) not in names]
+        if strangers:
+            raise UserError(
+                f"{what} with a tensor of shape {list(strangers[0].shape)} in group {number} that is no parameter of "
+                "the model: build it from the model that the function is given"
+            )
+        if "lr" not in group:
+            raise UserError(f"{what}, whose group {number} has no `lr` for the schedule to set")
+    twice = [names[key] for key, count in found.items() if count > 1]
+    if twice:
+        raise UserError(f"{what} that has {twice[0]} more than once: put each parameter in one group")
+    left_out = [path for path, each in model.named_parameters() if each.requires_grad and id(each) not in found]
+    if left_out:
+        more = f" and {len(left_out) - 1} others" if len(left_out) > 1 else ""
+        raise UserError(
+            f"{what} without {left_out[0]}{more}, which would never be trained: add it to a group, or freeze it with "
+            "requires_grad_(False) in the model's function"
+        )
+    require_saveable(optimizer.state_dict(), what)
+
+
+def require_saveable(state: Any, what: str) -> None:
+    """Raises UserError where a checkpoint could not hold this state."""
+    try:
+        describe(state)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}, which no checkpoint can hold: {error}") from None
 
 
 def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal["fused", "foreach", "loop"]:

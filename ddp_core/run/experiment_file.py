@@ -1,37 +1,35 @@
 """Experiment files: found by name or path, listed without being run, loaded with one-line errors.
 
 An experiment file has a docstring, whose first line is the question it answers, and an assignment `experiment =
-Experiment(...)`. It may define the functions that its model, data set and loss are named after; names that it does not
-define are looked up in `ddp_core.model.builders`, `ddp_core.data.builders` and `ddp_core.model.losses`.
+Experiment(...)`. It may define the functions that its model, data set, loss, optimizer and schedule are named after;
+models, data sets and losses that it does not define are looked up in `ddp_core.model.builders`,
+`ddp_core.data.builders` and `ddp_core.model.losses`. `ddp_core.run.file_names` knows what else a file may define.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.errors import UserError, nearest_name
+from ddp_core.run.building import Kind, place_of, reason_of
+from ddp_core.run.file_names import SIGNATURES, require_known_names, use_own_functions
 
 if TYPE_CHECKING:
-    from ddp_core.spec.experiment import Component, Experiment
-
-Kind = Literal["model", "data", "loss"]
+    from ddp_core.spec.experiment import Experiment
 
 _BESIDE = Path(__file__).resolve().parents[2]
 INSTALLED = next(_BESIDE / name for name in ("ddp_experiments", "experiments") if (_BESIDE / name).is_dir())
 """The experiments that come with this package: `experiments` in a checkout, `ddp_experiments` in an installation."""
 
-INJECTED = frozenset({"root"})
-"""Builders' parameters that the run fills in and no experiment holds: they say where data are, not which."""
+MODULE_PREFIX = "ddp_experiment_"
+"""How the names of the modules begin that experiment files are run as."""
 
 
 class Listed(NamedTuple):
@@ -83,7 +81,7 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"experiment file {path} cannot be read: {_reason(error)}") from None
+        raise UserError(f"experiment file {path} cannot be read: {reason_of(error)}") from None
     module = _run(path, source)
     experiment = module.__dict__.get("experiment")
     from ddp_core.spec.experiment import Experiment
@@ -97,6 +95,8 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
         raise UserError(
             f"experiment file {path} {what}; add `experiment = Experiment(name=..., model=..., data=..., ...)`"
         )
+    require_known_names(path, source, module.__dict__, experiment)
+    experiment = use_own_functions(experiment, module.__dict__)
     return LoadedExperiment(experiment, module.__dict__, path, source, _first_line(module.__doc__))
 
 
@@ -106,7 +106,7 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
     Raises UserError, with the nearest known name, where there is no such function.
     """
     own = loaded.namespace.get(name)
-    if callable(own):
+    if callable(own) and not _is_built(own):
         if kind == "loss" and getattr(own, "__module__", None) == "torch.nn.functional":
             raise UserError(
                 f"experiment {loaded.experiment.name}: loss {name} is torch.nn.functional's, which averages; a loss "
@@ -116,11 +116,23 @@ def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., An
     brought = _registry(kind)
     if name in brought:
         return brought[name]
+    if _is_built(own):
+        raise UserError(
+            f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "
+            f"write a function, `def {name}({SIGNATURES[kind]}): …`, so that each run makes it afresh"
+        )
 
+    define = f"define `def {name}({SIGNATURES[kind]}): …` there"
+    if kind in ("optimizer", "schedule"):
+        hint = f"{define}, or use a built-in one: {kind}={kind.capitalize()}(name=…)"
+    elif name == kind:
+        hint = f"{define}, or name one of ddp_core's: {', '.join(sorted(brought))}"
+    else:
+        hint = nearest_name(name, brought)
     setting = kind if kind == "loss" else f"{kind}.name"
     raise UserError(
-        f"experiment {loaded.experiment.name}: {setting} is {name}, but {loaded.path} defines no function of that name "
-        f"and ddp_core brings none; {nearest_name(name, brought)}"
+        f"experiment {loaded.experiment.name}: {setting} is {name}, but {loaded.path} defines no function of that name"
+        f"{' and ddp_core brings none' if brought else ''}; {hint}"
     )
 
 
@@ -148,55 +160,17 @@ def resolve_collate(loaded: LoadedExperiment) -> Callable[..., Any] | None:
     )
 
 
-def complete_options(component: Component, function: Callable[..., Any]) -> Component:
-    """The component with the function's defaults for all missing options, in the order of the function's parameters.
-
-    So the record of a run is complete, and `--set` reaches every option. Defaults that JSON cannot hold are left out.
-    """
-    defaults = {
-        name: parameter.default
-        for name, parameter in _parameters(function).items()
-        if name not in INJECTED and parameter.default is not parameter.empty and _fits_json(parameter.default)
-    }
-    plain = json.loads(json.dumps(defaults))
-    options = {name: component.options.get(name, value) for name, value in plain.items()}
-    return component.model_copy(update={"options": options | component.options})
-
-
-def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
-    """Call a builder with an experiment's options, and with those `injected` values that it has parameters for.
-
-    Raises UserError for an option that the builder does not know (with the nearest known name), for a missing option
-    that it needs, and, with file and line, for an exception inside the builder.
-    """
-    parameters = _parameters(function)
-    name = getattr(function, "__name__", str(function))
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    known = {
-        key
-        for key, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-    for option in options:
-        if option in INJECTED or (option not in known and not open_ended):
-            others = known - INJECTED
-            hint = nearest_name(option, others) if others else "it takes none"
-            raise UserError(f"{name} has no option {option}; {hint}")
-    given = dict(options) | {key: value for key, value in (injected or {}).items() if key in known}
-    missing = [key for key in known if parameters[key].default is inspect.Parameter.empty and key not in given]
-    if missing:
-        raise UserError(f"{name} needs the option {sorted(missing)[0]}; give it in the experiment file's options")
-    try:
-        return function(**given)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        code = getattr(function, "__code__", None)
-        place = _place(error, None if code is None else code.co_filename)
-        raise UserError(f"{place}: {name} raised {_reason(error)}") from error
+def _is_built(own: Any) -> bool:
+    """Whether a name of the file stands for an object where a function or class is meant; modules do not count."""
+    if own is None or isinstance(own, ModuleType):
+        return False
+    # A torch.nn.Module can be called, and yet is no builder; its class can be told without importing torch.
+    return not callable(own) or (hasattr(own, "state_dict") and not isinstance(own, type))
 
 
 def _registry(kind: Kind) -> Mapping[str, Callable[..., Any]]:
+    if kind in ("optimizer", "schedule"):
+        return {}
     if kind == "model":
         from ddp_core.model.builders import MODELS
 
@@ -231,7 +205,7 @@ def _find(name_or_path: str, search: Sequence[Path] | None) -> Path:
 def _run(path: Path, source: str) -> ModuleType:
     """Execute the file as a module of its own, known to pickle and dataclasses under a name that no other file has."""
     full = path.resolve()
-    module = ModuleType(f"ddp_experiment_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}")
+    module = ModuleType(f"{MODULE_PREFIX}{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}")
     module.__file__ = str(full)
     sys.modules[module.__name__] = module
     if str(full.parent) not in sys.path:
@@ -241,7 +215,7 @@ def _run(path: Path, source: str) -> ModuleType:
         exec(compile(source, str(full), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        raise UserError(f"{_place(error, str(full))}: {_reason(error)}") from error
+        raise UserError(f"{place_of(error, str(full))}: {reason_of(error)}") from error
     return module
 
 
@@ -268,41 +242,3 @@ def _assigns_experiment(statement: ast.stmt) -> bool:
 
 def _first_line(docstring: str | None) -> str:
     return docstring.strip().partition("\n")[0] if docstring and docstring.strip() else "(no question: add a docstring)"
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _fits_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _place(error: BaseException, file: str | None) -> str:
-    """'file:line' of the deepest point of the exception inside `file`, or of its deepest point at all."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if frame.filename == file] or frames
-    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else str(file)
-
-
-def _reason(error: BaseException) -> str:
-    """The exception in one line."""
-    from pydantic import ValidationError
-
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, ValidationError):
-        from ddp_core.spec.records import explain
-
-        return f"{error.title}: {explain(error)}"
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return ": ".join(part for part in (type(error).__name__, " ".join(text.split())) if part)

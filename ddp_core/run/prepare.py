@@ -15,14 +15,17 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import Fault
 from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
+from ddp_core.run.building import Kind, complete_options
 from ddp_core.run.directory import RunDirectory, require_experiment
-from ddp_core.run.experiment_file import LoadedExperiment, complete_options, load_experiment, resolve
+from ddp_core.run.experiment_file import LoadedExperiment, load_experiment, resolve
 from ddp_core.run.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.spec.cut import BatchCut
-from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import DeviceType, Layout, LayoutKind
 from ddp_core.spec.options import Asked, Options
 from ddp_core.spec.records import Reduction
+
+_COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
 
 
 def prepare(asked: Asked, command: str) -> Request:
@@ -51,16 +54,19 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     if record_file is not None:
         recorded = Experiment.from_json(RunDirectory(record_file.parent).read()["experiment"])
         return replace(loaded, experiment=recorded)
-    naming = [setting for setting in settings if setting.partition("=")[0].strip() in ("model.name", "data.name")]
     record = loaded.experiment
+    components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
+    names = {f"{component}.name" for component in components}
+    naming = [setting for setting in settings if setting.partition("=")[0].strip() in names]
     for setting in naming:
         section, _, _ = setting.partition(".")
         component = getattr(record, section)
         record = record.model_copy(update={section: component.model_copy(update={"options": {}})})
         record = record.with_settings([setting])
-    model = complete_options(record.model, resolve(loaded, "model", record.model.name))
-    data = complete_options(record.data, resolve(loaded, "data", record.data.name))
-    record = record.model_copy(update={"model": model, "data": data})
+    for kind in components:
+        component = getattr(record, kind)
+        completed = complete_options(component, resolve(loaded, kind, component.name), kind)
+        record = record.model_copy(update={kind: completed})
     record = record.with_settings([setting for setting in settings if setting not in naming])
     resolve(loaded, "loss", record.loss)
     return replace(loaded, experiment=record)

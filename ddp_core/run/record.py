@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddp_core.checkpoint import Fence
-from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.determinism.digests import optimizer_digest
 from ddp_core.determinism.fingerprint import differences, fingerprint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
@@ -77,6 +77,7 @@ class RunRecord:
                 "data_sha256": self.data_digest,
                 "weights_sha256": None,
                 "optimizer_sha256": None,
+                "ema_sha256": None,
                 "result": before.get("result", {}),
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": bool(self.changed_fingerprint) or before.get("fingerprint_changed", False),
@@ -138,13 +139,19 @@ class RunRecord:
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> None:
         """Write result, digests and the final weights; `speed` is this rank's, from its heartbeat."""
         job = trainer.job
-        end = gather_ends(job.collectives, weights_digest(trainer.model.state_dict()), speed, self.usage.totals())
+        end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:
             return
         result = result_of(trainer, self.directory.metrics, time.time() - self.started) | end.usage
         save_weights(trainer.model, self.directory.path / "model.safetensors")
-        optimizer = optimizer_digest(trainer.state.optimizer)
-        self._end("completed", 0, None, weights_sha256=end.weights, optimizer_sha256=optimizer, result=result)
+        if trainer.state.average is not None:
+            save_weights(trainer.state.average.module, self.directory.path / "model_ema.safetensors")
+        digests = {
+            "weights_sha256": end.weights,
+            "optimizer_sha256": optimizer_digest(trainer.state.optimizer),
+            "ema_sha256": end.average,
+        }
+        self._end("completed", 0, None, **digests, result=result)
         job.metrics.finish(result, end.weights)
         job.console.end_progress()
         if end.slowest is not None:

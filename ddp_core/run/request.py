@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.data.splits import Splits, as_splits
 from ddp_core.errors import UserError
-from ddp_core.run.experiment_file import LoadedExperiment, build, resolve, resolve_collate, resolve_hits
+from ddp_core.observe.callback import Callback
+from ddp_core.observe.step import StepObserver
+from ddp_core.run.building import build
+from ddp_core.run.experiment_file import LoadedExperiment, resolve, resolve_collate, resolve_hits
+from ddp_core.run.hooks import callbacks_of, metrics_of, optimizer_of, schedule_of
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
@@ -38,10 +44,19 @@ class Parts:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     hits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     splits: Splits
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler | None = None
+    """None where a built-in rule sets the rate."""
+    named_metrics: Callable[..., Any] | None = None
+    callbacks: Sequence[Callback] = ()
+    observers: Sequence[StepObserver] = ()
 
 
-def build_parts(loaded: LoadedExperiment, data_dir: Path) -> Parts:
-    """Data, model with its initial weights (from the experiment's seed), and loss. Raises UserError."""
+def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu") -> Parts:
+    """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
+
+    Raises UserError.
+    """
     experiment = loaded.experiment
     splits = build_splits(loaded, data_dir)
     torch.manual_seed(experiment.seed)
@@ -53,7 +68,20 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path) -> Parts:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    return Parts(model, resolve(loaded, "loss", experiment.loss), resolve_hits(loaded), splits)
+    model = model.to(device)
+    optimizer = optimizer_of(loaded, model)
+    callbacks, observers = callbacks_of(loaded)
+    return Parts(
+        model=model,
+        loss=resolve(loaded, "loss", experiment.loss),
+        hits=resolve_hits(loaded),
+        splits=splits,
+        optimizer=optimizer,
+        schedule=schedule_of(loaded, optimizer, len(splits.train)),
+        named_metrics=metrics_of(loaded),
+        callbacks=callbacks,
+        observers=observers,
+    )
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:

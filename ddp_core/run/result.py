@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ddp_core.distributed.process_group import Collectives
+from ddp_core.determinism.digests import weights_digest
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import Totals, of_all
 from ddp_core.trainers import Trainer
+from ddp_core.trainers.watch import in_words
 
 _FEW_PARAMETERS = 16
 
@@ -24,22 +25,27 @@ class Ends:
 
     weights: str
     """The digest of the weights, the same on every rank."""
+    average: str | None
+    """The digest of the averaged weights, where there are any, the same on every rank."""
     usage: Totals
     slowest: str | None
     """A line about the slowest rank, where it stands out."""
 
 
-def gather_ends(collectives: Collectives, weights: str, speed: dict[str, float], usage: Totals) -> Ends:
-    """Gather every rank's digest of the weights, speed and usage.
+def gather_ends(trainer: Trainer, speed: dict[str, float], usage: Totals) -> Ends:
+    """Gather every rank's digests of the weights and of their average, speed and usage.
 
     Raises RuntimeError where the weights differ.
     """
+    collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
-    parts = collectives.gather((weights, (world.rank, world.node_rank, speed), usage))
-    other = [rank for rank, part in enumerate(parts) if part[0] != weights]
+    average = None if state.average is None else weights_digest(state.average.module.state_dict())
+    digests = (weights_digest(state.model.state_dict()), average)
+    parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
+    other = [rank for rank, part in enumerate(parts) if part[0] != digests]
     if other:
         raise RuntimeError(f"{world.place}: ranks {other} ended with other weights: this is a bug or broken memory")
-    return Ends(weights, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
+    return Ends(*digests, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
 
 
 def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:
@@ -67,11 +73,8 @@ def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]
 
 def summary(result: dict[str, Any]) -> str:
     """The figures that a person looks for, in one line."""
-    figures = [
-        f"{name.replace('_', ' ')} {result[name]:.4f}"
-        for name in ("train_loss", "test_loss", "test_accuracy")
-        if result.get(name) is not None
-    ]
+    named = ("train_loss", "test_", "ema_test_")
+    figures = in_words({name: value for name, value in result.items() if name.startswith(named)})
     figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
     if result["samples_per_second"]:
         figures.append(f"{result['samples_per_second']:.0f} samples/s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from ddp_core.checkpoint import Checkpoint, Checkpointer, sweep
@@ -28,7 +29,9 @@ from ddp_core.run.record import RunRecord
 from ddp_core.run.request import Parts, Request, build_parts, check_promise
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, resume
 from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers.evaluation import try_metrics
 from ddp_core.trainers.loss_check import check_loss
+from ddp_core.trainers.passes import Passes
 
 
 def run(request: Request, world: World) -> RunDirectory:
@@ -57,13 +60,22 @@ def run(request: Request, world: World) -> RunDirectory:
                     loss=parts.loss,
                     hits=parts.hits,
                     splits=parts.splits,
+                    optimizer=parts.optimizer,
+                    schedule=parts.schedule,
+                    named_metrics=parts.named_metrics,
+                    callbacks=parts.callbacks,
+                    directory=directory.path,
                     collectives=collectives,
                     device=collectives.device,
                     console=console,
                     metrics=metrics,
                     stop=stop,
                     checkpointer=training.enter_context(_checkpointer(record, console)),
-                    observers=[heartbeat, *training.enter_context(_observers(record, collectives, console, start))],
+                    observers=[
+                        heartbeat,
+                        *parts.observers,
+                        *training.enter_context(_observers(record, collectives, console, start)),
+                    ],
                 )
                 trainer = stack.enter_context(closing(build_trainer(job)))
                 record.state = trainer.state
@@ -87,7 +99,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 
 def _build_the_same(request: Request, collectives: Collectives) -> Parts:
-    """Data, model and loss. Raises UserError on every rank where the ranks' code, request or data differ."""
+    """All parts. Raises UserError on every rank where the ranks' code, request or data differ."""
     check_promise(request)
     code = describe_code()
     facts = {
@@ -97,8 +109,12 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
         "reduction": request.options.reduction,
     }
     collectives.require_same(**facts)
-    parts = build_parts(request.loaded, Path(request.options.data_dir))
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
     collectives.require_same(data=parts.splits.digest)
+    if parts.named_metrics is not None and parts.splits.test is not None:
+        passes = Passes(request.loaded.experiment, parts.loss, collectives.device, exact=False)
+        forward = partial(passes.outputs_and_loss, parts.model)
+        try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
     return parts
 
 

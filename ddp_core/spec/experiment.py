@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.errors import UserError, nearest_name
 from ddp_core.spec.records import Frozen, Reduction, explain
 
 
 class Component(Frozen):
-    """A model or a data set: the name of the function that builds it, and its keyword arguments.
+    """A model, data set, optimizer or schedule: the name of the function that builds it, and its keyword arguments.
 
     The name is looked up in the experiment's own file first, then among the functions that `ddp_core` brings.
     """
@@ -45,15 +45,36 @@ class Optimizer(Frozen):
     weight_decay: float = Field(0.0, ge=0)
     implementation: Literal["fused", "foreach", "loop"] = "fused"
 
+    def base_rate(self, global_batch_size: int) -> float:
+        """The rate that the schedule starts from."""
+        scale = 1.0 if self.reference_batch is None else global_batch_size / self.reference_batch
+        return self.lr * scale
+
 
 class Schedule(Frozen):
-    """The learning rate's factor as a function of the step alone, so that it needs no saving."""
+    """The learning rate as a function of a base rate and of the step alone, so that it needs no saving.
+
+    With an optimizer of the experiment's own, the base rate of a parameter group is the rate that it was made with.
+    """
 
     name: Literal["constant", "step", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     step_epochs: int = Field(30, gt=0)
     gamma: float = Field(0.1, gt=0)
     final_factor: float = Field(0.0, ge=0)
+
+    def rate(self, base: float, step: int, steps_per_epoch: int, total_steps: int) -> float:
+        """The rate used by optimizer step `step` (counted from 0 over the whole run)."""
+        if step < self.warmup_steps:
+            return base * (step + 1) / self.warmup_steps
+        if self.name == "step":
+            return float(base * self.gamma ** (step // (self.step_epochs * steps_per_epoch)))
+        if self.name == "cosine":
+            from math import cos, pi
+
+            progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+            return base * (self.final_factor + (1 - self.final_factor) * 0.5 * (1 + cos(pi * progress)))
+        return base
 
 
 class Evaluation(Frozen):
@@ -76,6 +97,17 @@ class DdpOptions(Frozen):
     powersgd_rank: int = Field(1, gt=0)
 
 
+def _own_or(built_in: type[Frozen]) -> BeforeValidator:
+    """Reads a record with `options` as a Component and any other as `built_in`, so that errors speak of one of them."""
+
+    def read(value: object) -> object:
+        if isinstance(value, built_in | Component):
+            return value
+        return (Component if isinstance(value, Mapping) and "options" in value else built_in).model_validate(value)
+
+    return BeforeValidator(read)
+
+
 class Experiment(Frozen):
     """What is trained: model, data, loss, optimizer, schedule, batch, length and seed. Hardware never appears here.
 
@@ -83,15 +115,18 @@ class Experiment(Frozen):
     each with its own forward and backward; a layout only decides which rank computes which micro-batch. With
     `micro_batch=None` every rank computes its share at once. That share changes with the layout, and therefore the
     exact reduction cannot be had.
+
+    Where the experiment's file defines a function `loss`, `optimizer` or `schedule` and the experiment does not set the
+    field of that name, the function is used.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     seed: int = Field(0, ge=0, lt=2**63)
-    model: Component
-    data: Component
+    model: Component = Component(name="model")
+    data: Component = Component(name="data")
     loss: str = "cross_entropy"
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
+    optimizer: Annotated[Optimizer | Component, _own_or(Optimizer)] = Optimizer()
+    schedule: Annotated[Schedule | Component, _own_or(Schedule)] = Schedule()
     global_batch_size: int = Field(gt=0)
     micro_batch: int | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
@@ -99,6 +134,9 @@ class Experiment(Frozen):
     last_batch: Literal["drop", "keep"] = "drop"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_norm: float | None = Field(None, gt=0)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
+    weights."""
     reduction: Reduction = "exact"
     sync_batch_norm: bool = False
     evaluation: Evaluation = Evaluation()
@@ -120,22 +158,10 @@ class Experiment(Frozen):
         """M, the number of micro-batches of a whole global batch; None where the layout decides."""
         return None if self.micro_batch is None else self.global_batch_size // self.micro_batch
 
-    def learning_rate(self, step: int, steps_per_epoch: int) -> float:
-        """The rate used by optimizer step `step` (counted from 0 over the whole run)."""
-        rule, optimizer = self.schedule, self.optimizer
-        scale = 1.0 if optimizer.reference_batch is None else self.global_batch_size / optimizer.reference_batch
-        rate = optimizer.lr * scale
-        if step < rule.warmup_steps:
-            return rate * (step + 1) / rule.warmup_steps
-        if rule.name == "step":
-            return float(rate * rule.gamma ** (step // (rule.step_epochs * steps_per_epoch)))
-        if rule.name == "cosine":
-            from math import cos, pi
-
-            total = self.total_steps(steps_per_epoch)
-            progress = min(1.0, (step - rule.warmup_steps) / max(1, total - rule.warmup_steps))
-            return rate * (rule.final_factor + (1 - rule.final_factor) * 0.5 * (1 + cos(pi * progress)))
-        return rate
+    def steps_per_epoch(self, samples: int) -> int:
+        """Optimizer steps of one epoch over so many training samples."""
+        whole, rest = divmod(samples, self.global_batch_size)
+        return whole + (1 if rest and self.last_batch == "keep" else 0)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""
@@ -156,7 +182,11 @@ class Experiment(Frozen):
 
     def digest(self) -> str:
         """SHA-256 over the canonical JSON: equal exactly when the experiments are equal."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        record = self.to_json()
+        if self.ema_decay is None:
+            # Experiments were digested before this field existed; theirs must stay the same.
+            del record["ema_decay"]
+        text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def with_settings(self, settings: Iterable[str]) -> Experiment:
@@ -213,7 +243,7 @@ def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None
 
 
 def _typed_like(old: Any, new: Any, name: str) -> Any:
-    """`new` in the type of the option's present value, because options of models and data sets have no schema."""
+    """`new` in the type of the option's present value, because options of components have no schema."""
     if old is None or new is None:
         return new
     if isinstance(old, bool) or isinstance(new, bool):

@@ -28,8 +28,7 @@ class Batches:
         self.order = GlobalOrder(samples, experiment.seed)
         self.loader = loader
         self.shares = shares
-        whole, rest = divmod(samples, cut.global_batch_size)
-        self.steps_per_epoch = whole + (1 if rest and experiment.last_batch == "keep" else 0)
+        self.steps_per_epoch = experiment.steps_per_epoch(samples)
         self._mine: dict[int, list[MicroBatch]] = {}
 
     def samples_of(self, step: int) -> int:

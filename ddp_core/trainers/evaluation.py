@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from ddp_core.data.collating import Collate
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Tree
 from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
 from ddp_core.model.losses import Loss
 from ddp_core.spec.experiment import Evaluation
+from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
+from ddp_core.trainers.trial import unchanged
 
 
 @torch.no_grad()
@@ -32,9 +37,11 @@ def evaluate(
     settings: Evaluation,
     collectives: Collectives,
     collate: Collate | None = None,
-) -> dict[str, float]:
+    metrics: NamedMetrics | None = None,
+) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
+    With `metrics` also its figures, `test_<name>`.
     `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch.
     """
     samples, size = len(dataset), settings.samples_per_batch
@@ -45,6 +52,7 @@ def evaluate(
     else:
         mine = range(world.rank, batches, world.world_size)
     loader, table = Loader(dataset, collate=collate), torch.zeros(batches, 2, dtype=torch.float64)
+    sums = NamedSums(metrics, batches) if metrics is not None else None
     training = model.training
     model.eval()
     for batch in mine:
@@ -53,9 +61,29 @@ def evaluate(
         table[batch, 0] = loss.double()
         if count_hits is not None:
             table[batch, 1] = count_hits(outputs, targets)
+        if sums is not None:
+            sums.add(batch, outputs, targets)
     model.train(training)
     losses, hits = collectives.sum_(table).T.tolist()
-    result = {"test_loss": math.fsum(losses) / samples}
+    result: dict[str, Any] = {"test_loss": math.fsum(losses) / samples}
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples
-    return result
+    return result if sums is None else result | sums.totals(collectives)
+
+
+def try_metrics(
+    model: nn.Module,
+    forward: Callable[[Tree, Tree], tuple[Tree, Tree, Tensor]],
+    metrics: NamedMetrics,
+    dataset: Dataset,
+    collate: Collate | None = None,
+) -> None:
+    """Evaluate a batch of two samples and one of one: so a mistake is found before training, not after an epoch.
+
+    Leaves everything as it was. Raises what `evaluate` raises.
+    """
+    few: Subset[Any] = Subset(dataset, range(min(3, len(dataset))))  # type: ignore[arg-type]
+    device = next(model.parameters()).device
+    with unchanged(model, device):
+        alone = Collectives(World(), device)
+        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, metrics)

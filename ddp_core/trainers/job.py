@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.model.losses import Loss
+from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
+from ddp_core.trainers.named_sums import NamedMetrics
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,14 @@ class Job:
     stop: StopRequest
     hits: Loss | None = None
     """Counts right answers, for accuracy; None where the experiment has no accuracy."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Over the model's parameters, on the device; None where the experiment's built-in one is to be made."""
+    schedule: LRScheduler | None = None
+    """Over the optimizer; None where the experiment's built-in rule sets the rate."""
+    named_metrics: NamedMetrics | None = None
+    callbacks: Sequence[Callback] = ()
+    directory: Path | None = None
+    """The run directory, for callbacks."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer."""
     observers: Sequence[StepObserver] = ()

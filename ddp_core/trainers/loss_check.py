@@ -7,17 +7,14 @@ a sum over samples. Two samples are evaluated, and then the same two twice in on
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from ddp_core.errors import UserError
 from ddp_core.model.losses import LOSSES
+from ddp_core.trainers.trial import unchanged
 
 if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
@@ -59,7 +56,7 @@ def _losses(trainer: Trainer) -> tuple[float, float]:
     """The loss of the first samples, and of each of them twice; NaN where it cannot be computed."""
     batches = trainer.batches
     ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
-    with _unchanged(trainer.model, trainer.device), torch.no_grad():
+    with unchanged(trainer.model, trainer.device), torch.no_grad():
         try:
             once, twice = (
                 float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
@@ -68,21 +65,3 @@ def _losses(trainer: Trainer) -> tuple[float, float]:
         except Exception:  # training meets it, too, and says on which rank
             return math.nan, math.nan
     return once, twice
-
-
-@contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in eval mode; afterwards its mode, its buffers and every state of random numbers are as before."""
-    training, buffers = model.training, [buffer.clone() for buffer in model.buffers()]
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model.eval()
-        try:
-            yield
-        finally:
-            model.train(training)
-            with torch.no_grad():
-                for buffer, value in zip(model.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-            random.setstate(python)
-            np.random.set_state(numpy)

@@ -30,6 +30,11 @@ class Saving(StepObserver):
         """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end."""
         return step % (self._every or self._steps_per_epoch) == 0
 
+    def wait(self) -> None:
+        """Return once the last checkpoint is written (rank 0)."""
+        if self._job.checkpointer is not None:
+            self._job.checkpointer.wait()
+
     def save(self, best: bool = False, wait: bool = False) -> None:
         """Save a checkpoint after the step just done (rank 0); with `wait`, all ranks return once it is written."""
         job, state, before = self._job, self._state, time.perf_counter()
@@ -44,8 +49,7 @@ class Saving(StepObserver):
                     best=best,
                     changing=state.model.buffers(),
                 )
-                if wait:
-                    job.checkpointer.wait()
             if wait:
+                self.wait()
                 job.collectives.barrier()
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)

@@ -1,4 +1,4 @@
-"""What a resumed run needs: weights, optimizer, scaler, and position (from which random state and rate follow)."""
+"""What a resumed run needs: weights, optimizer and the like, and the position, from which random state follows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_core.model.averaging import WeightAverage
 
 
 @dataclass
@@ -17,6 +20,11 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None = None
+    schedule: LRScheduler | None = None
+    """The experiment's own; a built-in rule has no state."""
+    average: WeightAverage | None = None
+    learning_rate: float = math.nan
+    """Used by the last update, of the first parameter group; not saved."""
     step: int = 0
     epoch_loss: float = 0.0
     """Sum of the losses of all samples trained in the epoch so far."""
@@ -24,7 +32,7 @@ class TrainState:
     last_epoch_loss: float | None = None
     """Mean loss over the samples of the last whole epoch."""
     best: float | None = None
-    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     trained_seconds: float = 0.0
     trained_samples: int = 0
 
@@ -34,7 +42,7 @@ class TrainState:
             self.last_epoch_loss = self.epoch_loss / self.epoch_samples
         self.epoch_loss, self.epoch_samples = 0.0, 0
 
-    def take_evaluation(self, evaluation: dict[str, float]) -> bool:
+    def take_evaluation(self, evaluation: dict[str, Any]) -> bool:
         """Keep an evaluation's figures; returns whether they are the best so far, by accuracy or else by loss."""
         self.evaluation = evaluation
         score = evaluation.get("test_accuracy", -evaluation.get("test_loss", math.nan))
@@ -49,6 +57,8 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
             "position": {
                 "step": self.step,
                 "epoch_loss": self.epoch_loss,
@@ -65,7 +75,9 @@ class TrainState:
         """Load what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        for name in ("scaler", "schedule", "average"):
+            part = getattr(self, name)
+            if part is not None and state.get(name) is not None:
+                part.load_state_dict(state[name])
         for name, value in state["position"].items():
             setattr(self, name, value)

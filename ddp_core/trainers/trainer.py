@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -13,11 +14,14 @@ from ddp_core.determinism.digests import weights_digest
 from ddp_core.determinism.seeds import MicroBatchSeed
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.spec.cut import BatchCut
+from ddp_core.spec.experiment import Optimizer
 from ddp_core.trainers.bad_losses import BufferCopies, first_bad, name_bad_loss
 from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.job import Job
@@ -25,6 +29,7 @@ from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.signals import StepSignals
 from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.updating import WeightUpdate
 from ddp_core.trainers.watch import Watch
 
 
@@ -54,12 +59,15 @@ class Trainer(ABC):
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.signals = StepSignals(job.collectives, self.cut.micro_batches)
         self.passes = Passes(job.experiment, job.loss, job.device, self.exact)
-        self.state = TrainState(self.model, build_optimizer(job.experiment.optimizer, self.model), self.passes.scaler)
+        self.state = self._fresh_state()
+        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch)
         self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
-        self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *job.observers])
+        self.callbacks = CallbackCalls(job, self.state)
+        called = [self.callbacks] if self.callbacks else []
+        self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *called, *job.observers])
         # On CUDA, reading a loss makes the host wait for the device, so losses are read only every few steps.
         self._read_every = 1 if job.device.type == "cpu" or job.options.on_nan == "skip" else job.options.log_every
 
@@ -108,6 +116,9 @@ class Trainer(ABC):
                     self.saving.save(best=is_best)
                 if any(report.stop for report in reports) and not self.is_at_end:
                     self.stop()
+        if self.callbacks:
+            self.saving.wait()
+            self.callbacks.end((self.state.step - 1) // self.steps_per_epoch)
 
     @property
     def is_at_end(self) -> bool:
@@ -135,19 +146,7 @@ class Trainer(ABC):
 
     def update_weights(self, batch: StepBatch) -> None:
         """Set the learning rate, clip the gradients, update the weights."""
-        state = self.state
-        rate = self.experiment.learning_rate(batch.step, self.steps_per_epoch)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
-        if state.scaler is not None:
-            state.scaler.unscale_(state.optimizer)
-        if self.experiment.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.clip_norm)
-        if state.scaler is not None:
-            state.scaler.step(state.optimizer)
-            state.scaler.update()
-        else:
-            state.optimizer.step()
+        self.update.make(batch.step)
 
     def skip_update(self, batch: StepBatch, bad: StepReport) -> None:
         """Leave the weights as they are and say why. Raises UserError (5) unless `on_nan` is skip."""
@@ -167,19 +166,43 @@ class Trainer(ABC):
         self.state.end_epoch()
         with self.clock.aside():
             self.settle_buffers()
-            if not self.is_at_end and (batch.epoch + 1) % self.experiment.evaluation.every_epochs != 0:
-                return False
-            is_best = self.state.take_evaluation(self.evaluate())
-            self.watch.evaluated(batch)
+            is_best = False
+            if self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0:
+                is_best = self.state.take_evaluation(self.evaluate())
+                self.watch.evaluated(batch)
+            self.callbacks.epoch_done(batch.epoch)
             return is_best
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss and, for classification, accuracy over the held-out samples; the same on every rank and layout."""
+    def evaluate(self) -> dict[str, Any]:
+        """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
+        figures = self._figures_of(self.model)
+        if self.state.average is not None:
+            averaged = self._figures_of(self.state.average.module)
+            figures |= {f"ema_{name}": value for name, value in averaged.items()}
+        return figures
+
+    def _figures_of(self, model: nn.Module) -> dict[str, Any]:
+        """Loss, for classification accuracy, and the experiment's own metrics."""
         job, splits = self.job, self.job.splits
         if splits.test is None:
             return {}
-        forward, settings = partial(self.passes.outputs_and_loss, self.model), self.experiment.evaluation
-        return evaluate(self.model, forward, job.hits, splits.test, settings, job.collectives, splits.collate)
+        forward, settings = partial(self.passes.outputs_and_loss, model), self.experiment.evaluation
+        return evaluate(
+            model, forward, job.hits, splits.test, settings, job.collectives, splits.collate, job.named_metrics
+        )
+
+    def _fresh_state(self) -> TrainState:
+        """The state before the first step."""
+        job, settings, decay = self.job, self.experiment.optimizer, self.experiment.ema_decay
+        optimizer = job.optimizer
+        if optimizer is None:
+            assert isinstance(settings, Optimizer), (
+                "an optimizer of the experiment's own is built by whoever makes the job"
+            )
+            optimizer = build_optimizer(settings, self.model, self.experiment.global_batch_size)
+        # A copy of the model as it is now: the reduction and the clock have hooked nothing into it yet.
+        average = None if decay is None else WeightAverage(self.model, decay)
+        return TrainState(self.model, optimizer, self.passes.scaler, job.schedule, average)
 
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""

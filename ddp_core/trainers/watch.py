@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.state import TrainState
+
+
+def in_words(figures: Mapping[str, Any]) -> list[str]:
+    """The figures that are single numbers, for people: 'test loss 0.1234'."""
+    return [
+        f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
 
 
 class Watch(StepObserver):
@@ -58,7 +68,7 @@ class Watch(StepObserver):
         state = self.state
         self.metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.evaluation)
         figures = [f"train loss {state.last_epoch_loss:.4f}"] if state.last_epoch_loss is not None else []
-        figures += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in state.evaluation.items()]
+        figures += in_words(state.evaluation)
         self.console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
 
     def _write(self, batch: StepBatch) -> None:
@@ -72,7 +82,7 @@ class Watch(StepObserver):
             step=batch.step + 1,
             epoch=batch.epoch,
             loss=self.loss,
-            lr=state.optimizer.param_groups[0]["lr"],
+            lr=state.learning_rate,
             samples_per_second=round(speed, 2),
             data_wait=round(min(1.0, self.window_wait / seconds), 5) if seconds > 0 else 0.0,
         )

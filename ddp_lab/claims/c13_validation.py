@@ -90,7 +90,7 @@ def _evaluate(model: nn.Module, data: InMemory, where: str, collectives: Collect
         return outputs, targets, cross_entropy(outputs, targets)
 
     settings = Evaluation.model_validate({"where": where, "samples_per_batch": SAMPLES_PER_BATCH})
-    return evaluate(model, forward, None, data, settings, collectives)["test_loss"]
+    return float(evaluate(model, forward, None, data, settings, collectives)["test_loss"])
 
 
 @torch.no_grad()

@@ -69,6 +69,38 @@ collate = 7
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
+    "optimiser": """
+from ddp_core.spec.experiment import *
+def optimiser(model):
+    pass
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "optimizer_argument": """
+from ddp_core.spec.experiment import *
+def optimizer(net):
+    pass
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "wrong_optimizer": """
+from ddp_core.spec.experiment import *
+def optimizer(model):
+    return 7
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "wrong_metrics": """
+from ddp_core.spec.experiment import *
+def metrics(outputs, targets):
+    return {'top': outputs}
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "nothing": """
+from ddp_core.spec.experiment import *
+experiment = Experiment(name='a', global_batch_size=8, micro_batch=4)
+""",
     "empty_model": """
 from torch import nn
 from ddp_core.spec.experiment import *
@@ -104,12 +136,17 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
     "stream": (["stream.py"], 2, ["data: train is a Lines, a stream", "docs/how-to/stream-from-shards.md"]),
     "wrong collate": (["wrong_collate.py"], 2, ["wrong_collate.py", "collate is 7", "(inputs, targets)"]),
+    "misspelt": (["optimiser.py"], 2, ["optimiser.py defines `optimiser`", "did you mean `optimizer`?"]),
+    "optimizer's argument": (["optimizer_argument.py"], 2, ["no parameter `model`", "def optimizer(model, …)"]),
+    "nothing": (["nothing.py"], 2, ["model.name is model", "define `def model(): …` there"]),
+    "wrong optimizer": (["wrong_optimizer.py"], 2, ["optimizer returned a int", "torch.optim.Optimizer"]),
+    "wrong metrics": (["wrong_metrics.py"], 2, ["metrics: top is float [2, 10] for one batch", "sum over the samples"]),
     "model raises": (["model_raises.py"], 2, ["model_raises.py:4", "no such width"]),
     "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
     "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
 }
 LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
-ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "signal"}
+ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "signal", "wrong optimizer", "wrong metrics"}
 
 
 def one_line(ended: Ended, code: int, words: list[str]) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.run.building import build, complete_options
 from ddp_core.run.experiment_file import (
     INSTALLED,
-    build,
-    complete_options,
     list_experiments,
     load_experiment,
     resolve,
@@ -104,7 +103,7 @@ def test_each_loads_and_names_functions_that_exist(name: str) -> None:
     assert Experiment.from_json(experiment.to_json()) == experiment
     for component, kind in ((experiment.model, "model"), (experiment.data, "data")):
         function = resolve(loaded, kind, component.name)  # type: ignore[arg-type]
-        completed = complete_options(component, function)
+        completed = complete_options(component, function, kind)  # type: ignore[arg-type]
         assert completed.options.items() >= component.options.items()
         assert "root" not in completed.options
     resolve(loaded, "loss", experiment.loss)
@@ -140,7 +139,7 @@ def test_a_file_of_the_users_own_brings_its_own_functions(tmp_path: Path) -> Non
     net = resolve(loaded, "model", loaded.experiment.model.name)
     assert net is loaded.namespace["net"]
     assert resolve(loaded, "loss", "squares") is loaded.namespace["squares"]
-    completed = complete_options(loaded.experiment.model, net)
+    completed = complete_options(loaded.experiment.model, net, "model")
     assert completed.options == {"width": 4, "depth": 1}
     experiment = loaded.experiment.model_copy(update={"model": completed}).with_settings(["model.width=6"])
     assert build(net, experiment.model.options).out_features == 6
@@ -175,7 +174,7 @@ def test_a_folder_experiments_here_comes_first(tmp_path: Path, monkeypatch: pyte
         ("a = 1\nb = (\n", "mine.py:2: SyntaxError: '(' was never closed"),
         ("raise SystemExit(3)\n", "mine.py:1: SystemExit: 3"),
         ("import json\njson.loads('{')\n", "mine.py:2: JSONDecodeError: Expecting property name"),
-        (HEAD + "experiment = Experiment(name='x')\n", "mine.py:2: Experiment: model: Field required; data: Field"),
+        (HEAD + "experiment = Experiment(name='x')\n", "mine.py:2: Experiment: global_batch_size: Field required"),
         ("x = 1\n", "mine.py defines no `experiment`"),
         ("experiment = {'name': 'x'}\n", "mine.py has an `experiment` that is a dict"),
     ],
@@ -216,7 +215,7 @@ def test_options_are_checked_against_the_function(tmp_path: Path) -> None:
         return 12 // width
 
     assert build(model, {"width": 5}, {"root": Path("elsewhere"), "other": 1}) == "5 elsewhere (1, 2)"
-    assert complete_options(Component(name="model"), model).options == {"width": 3, "shape": [1, 2]}
+    assert complete_options(Component(name="data"), model, "data").options == {"width": 3, "shape": [1, 2]}
     with pytest.raises(UserError, match="model has no option widht; did you mean width"):
         build(model, {"widht": 1})
     with pytest.raises(UserError, match="no option root"):

@@ -48,7 +48,7 @@ class Stepper:
         device = torch.device(layout.device, world.local_rank) if layout.device == "cuda" else torch.device("cpu")
         if device.type == "cpu":
             keep_freed_memory()
-        parts = build_parts(loaded, Path("data"))
+        parts = build_parts(loaded, Path("data"), device)
         collectives = Collectives(world if layout.kind == "ddp" else World(), device)
         self.trainer: Trainer = build_trainer(
             Job(
@@ -59,6 +59,8 @@ class Stepper:
                 loss=parts.loss,
                 hits=parts.hits,
                 splits=parts.splits,
+                optimizer=parts.optimizer,
+                schedule=parts.schedule,
                 collectives=collectives,
                 device=device,
                 console=Console(rank=1),

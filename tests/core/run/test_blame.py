@@ -15,12 +15,16 @@ from ddp_core.data.loader import Loader
 from ddp_core.errors import ExitCode
 from ddp_core.faults import FaultScript
 from ddp_core.model.losses import cross_entropy
-from ddp_core.observe.step import StepBatch
+from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
 from ddp_core.reduction import ExactReduction
 from ddp_core.run import blame
+from ddp_core.run.experiment_file import load_experiment
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.named_sums import NamedSums
 from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.updating import WeightUpdate
 
 CPU = torch.device("cpu")
 EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(name="d"), global_batch_size=4)
@@ -76,6 +80,26 @@ def sparse_gradients() -> None:
         embedding(torch.tensor([1])).sum().backward()
 
 
+def optimizer_step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *details: 1 / 0)
+    WeightUpdate(EXPERIMENT, TrainState(nn.Linear(1, 1), optimizer), 1).make(0)
+
+
+def own_metrics() -> None:
+    NamedSums(lambda outputs, targets: outputs[7], 1).add(0, torch.zeros(2), torch.zeros(2))
+
+
+def own_observer() -> None:
+    class Sees(StepObserver):
+        def after_step(self, batch: StepBatch) -> None:
+            raise OSError("no room here")
+
+    StepObservers([Sees()]).after_step(StepBatch(0, 0, 4, [], [], []))
+
+
 def our_own_mistake() -> None:
     batches: Any = SimpleNamespace(cut=None)
     Batches.samples_of(batches, 0)
@@ -89,13 +113,28 @@ def raised_by(cause: Callable[[], None]) -> Exception:
 
 @pytest.mark.parametrize(
     "cause",
-    [load, forward_with_another_width, target_that_is_no_class, backward, scripted, sparse_gradients],
+    [
+        *(load, forward_with_another_width, target_that_is_no_class, backward, scripted, sparse_gradients),
+        *(optimizer_step, own_metrics, own_observer),
+    ],
     ids=lambda cause: cause.__name__,
 )
 def test_what_the_experiment_raised_is_bad_input(cause: Callable[[], None]) -> None:
     error = raised_by(cause)
     assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}")
     assert blame.shortage(error, "rank 0", Path()) is None
+
+
+def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ddp_core.spec.experiment import Experiment\n\n\n"
+        "def metrics(outputs, targets):\n    return {}[outputs]\n\n\n"
+        "experiment = Experiment(name='mine', global_batch_size=4)\n"
+    )
+    metrics = load_experiment(str(path)).namespace["metrics"]
+    error = raised_by(lambda: NamedSums(metrics, 1).add(0, 3, 4))
+    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{path}:5: KeyError: 3")
 
 
 def test_what_we_raised_is_a_fault_of_ours() -> None:

@@ -248,10 +248,9 @@ def test_every_name_that_is_known_can_be_set() -> None:
 
 
 def rates(schedule: Schedule, steps: int, steps_per_epoch: int = 5, **fields: Any) -> list[float]:
-    given = experiment(
-        schedule=schedule.model_dump(), optimizer={"lr": 0.3}, epochs=-(-steps // steps_per_epoch), **fields
-    )
-    return [given.learning_rate(step, steps_per_epoch) for step in range(steps)]
+    given = experiment(epochs=-(-steps // steps_per_epoch), **fields)
+    total = given.total_steps(steps_per_epoch)
+    return [schedule.rate(0.3, step, steps_per_epoch, total) for step in range(steps)]
 
 
 def torch_rates(make: Any, steps: int) -> list[float]:
@@ -297,8 +296,6 @@ def test_max_steps_shortens_the_cosine() -> None:
 
 
 def test_the_rate_grows_linearly_with_the_global_batch() -> None:
-    rule = {"lr": 0.1, "reference_batch": 256}
     for size in (64, 256, 8192):
-        found = experiment(global_batch_size=size, optimizer=rule).learning_rate(0, 10)
-        assert found == pytest.approx(0.1 * size / 256)
-    assert experiment(global_batch_size=64, optimizer={"lr": 0.1}).learning_rate(0, 10) == 0.1
+        assert Optimizer(lr=0.1, reference_batch=256).base_rate(size) == pytest.approx(0.1 * size / 256)
+    assert Optimizer(lr=0.1).base_rate(64) == 0.1

@@ -25,10 +25,11 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import FaultScript
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
+from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
-from ddp_core.spec.experiment import Component, Evaluation, Experiment
+from ddp_core.spec.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, Trainer, build_trainer
@@ -73,6 +74,7 @@ def trainer_of(
     faults: tuple[str, ...] = (),
     stop: StopRequest | None = None,
     observers: Sequence[StepObserver] = (),
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -90,6 +92,7 @@ def trainer_of(
         metrics=MetricsWriter(None),
         stop=stop or StopRequest(),
         observers=[FaultScript(faults), *observers],
+        callbacks=callbacks,
     )
     trainer = build_trainer(job)
     try:
@@ -114,6 +117,8 @@ def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] 
     """Train with the loop of every tutorial: per batch one mean loss, one backward, one step, tensor by tensor."""
     torch.manual_seed(record.seed)
     model = build()
+    assert isinstance(record.optimizer, Optimizer)
+    assert isinstance(record.schedule, Schedule)
     optimizer = build_optimizer(record.optimizer.model_copy(update={"implementation": "loop"}), model)
     order, size = GlobalOrder(len(data), record.seed), record.global_batch_size
     steps = math.ceil(len(data) / size) if record.last_batch == "keep" else len(data) // size
@@ -125,7 +130,8 @@ def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] 
             if record.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), record.clip_norm)
             for group in optimizer.param_groups:
-                group["lr"] = record.learning_rate(epoch * steps + step, steps)
+                base = record.optimizer.base_rate(size)
+                group["lr"] = record.schedule.rate(base, epoch * steps + step, steps, record.total_steps(steps))
             optimizer.step()
     return model
 

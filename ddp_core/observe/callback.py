@@ -1,0 +1,65 @@
+"""The base class of a user's callbacks, and what they are told.
+
+Needs no torch, so that an experiment file that only defines callbacks loads quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands, and its figures."""
+
+    step: int
+    """How many steps are done."""
+    epoch: int
+    """The epoch of the last step, counted from 0."""
+    loss: float | None
+    """Mean over the samples of the step, in `on_epoch` and `on_end` of the epoch; None where it was not read.
+
+    On CUDA, losses are read every `--log-every` steps.
+    """
+    learning_rate: float
+    """Used by the last update, of the first parameter group."""
+    evaluation: Mapping[str, Any]
+    """The figures of the last evaluation, as in run.json; empty before the first."""
+    model: nn.Module
+    """The model itself, without DistributedDataParallel around it."""
+    averaged_model: nn.Module | None
+    """The model with averaged weights, where the experiment has an `ema_decay`."""
+    rank: int
+    directory: Path | None
+    """The run directory; None in a trainer that has none."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+
+class Callback:
+    """Something of the user's that is called while a run goes on. It overrides the methods that it needs.
+
+    What it raises ends the run as a mistake in the experiment. It must not change weights in a way that depends on the
+    rank: the result would depend on the layout.
+    """
+
+    ranks: Literal["first", "all"] = "first"
+    """Which ranks call it: rank 0 alone, or each its own."""
+
+    def on_step(self, moment: Moment) -> None:
+        """A step is done, before an evaluation or a save that is due after it."""
+
+    def on_epoch(self, moment: Moment) -> None:
+        """An epoch is done, and evaluated where that is due; a checkpoint is saved next."""
+
+    def on_end(self, moment: Moment) -> None:
+        """Training has come to its end, and its last checkpoint is written; not called for a run that was stopped."""

@@ -1,0 +1,63 @@
+"""The update of the weights: learning rate, clipping, the optimizer's step, the schedule's, and the weights' average.
+
+Only this file calls the optimizer and the schedule. So an exception from below this file is the experiment's own
+(ddp_core/run/blame.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_core.spec.experiment import Experiment, Schedule
+from ddp_core.trainers.state import TrainState
+
+
+class WeightUpdate:
+    """Updates the weights of a state from the gradients in `.grad`.
+
+    A built-in schedule is applied to each parameter group from the rate that the group was made with. A schedule of the
+    experiment's own is moved on after each update, and not where a step was skipped.
+    """
+
+    def __init__(self, experiment: Experiment, state: TrainState, steps_per_epoch: int) -> None:
+        self._state, self._clip_norm = state, experiment.clip_norm
+        self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
+        self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
+        groups = state.optimizer.param_groups
+        self._base_rates = [float(group["lr"]) for group in groups]
+        state.learning_rate = self._base_rates[0]
+
+    def make(self, step: int) -> None:
+        """Make the update of `step`, counted from 0 over the whole run."""
+        state = self._state
+        groups = state.optimizer.param_groups
+        if self._rule is not None:
+            for group, base in zip(groups, self._base_rates, strict=True):
+                group["lr"] = self._rule.rate(base, step, *self._steps)
+        state.learning_rate = float(groups[0]["lr"])
+        if state.scaler is not None:
+            state.scaler.unscale_(state.optimizer)
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(state.model.parameters(), self._clip_norm)
+        if state.scaler is None:
+            state.optimizer.step()
+        elif not self._step_scaled(state.scaler):
+            return
+        if state.schedule is not None:
+            state.schedule.step()
+        if state.average is not None:
+            state.average.update_parameters(state.model)
+
+    def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
+        """Step with scaled gradients, unless one of them overflowed; returns whether the weights were updated."""
+        state = self._state
+        if state.schedule is None and state.average is None:
+            # Nothing depends on the answer, and on CUDA reading the scale makes the host wait for the device.
+            scaler.step(state.optimizer)
+            scaler.update()
+            return True
+        before = scaler.get_scale()
+        scaler.step(state.optimizer)
+        scaler.update()
+        return scaler.get_scale() >= before

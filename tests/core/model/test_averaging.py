@@ -1,0 +1,64 @@
+"""The moving average of weights and buffers, against its definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_core.model.averaging import WeightAverage
+
+DECAY = 0.75
+
+
+class Masked(nn.Module):
+    """A tied weight, batch-norm statistics, whole numbers, and a mask with infinities."""
+
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+        self.two = nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("positions", torch.arange(7, 12))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1), persistent=False)
+
+
+def test_weights_and_statistics_follow_the_definition_and_other_buffers_are_copied() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    average = WeightAverage(model, DECAY)
+    expected: dict[str, torch.Tensor] = {}
+    for step in range(5):
+        with torch.no_grad():
+            for tensor in [*model.parameters(), model.norm.running_mean, model.norm.running_var]:
+                assert tensor is not None
+                tensor.add_(torch.randn_like(tensor))
+            model.positions.add_(1)
+        average.update_parameters(model)
+        for name, value in model.state_dict().items():
+            ours = value.clone() if step == 0 else DECAY * expected[name] + (1 - DECAY) * value
+            expected[name] = ours if value.is_floating_point() else value.clone()
+    module = average.module
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+    assert module.positions.tolist() == [12, 13, 14, 15, 16]
+    assert torch.equal(module.mask, model.mask)
+    assert module.one.weight is module.two.weight
+    assert module.one.weight is not model.one.weight
+
+
+def test_its_state_continues_elsewhere() -> None:
+    models = [nn.Linear(2, 2) for _ in range(4)]
+    whole = WeightAverage(models[0], DECAY)
+    for model in models:
+        whole.update_parameters(model)
+    first, second = WeightAverage(models[0], DECAY), WeightAverage(models[3], DECAY)
+    for model in models[:2]:
+        first.update_parameters(model)
+    second.load_state_dict(first.state_dict())
+    for model in models[2:]:
+        second.update_parameters(model)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))

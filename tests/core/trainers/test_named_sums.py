@@ -1,0 +1,163 @@
+"""The experiment's own metrics: sums, counts and totals that do not depend on who adds up which batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
+
+BATCHES = 7
+
+
+class _Ranks(Collectives):
+    """Stands for ranks whose figures are known in advance: what all ranks send is added up in the sequence of ranks."""
+
+    def __init__(self, others: Sequence[NamedSums]) -> None:
+        super().__init__(World(), torch.device("cpu"))
+        self._others, self._sent = others, [_Sends() for _ in others]
+        self._turn = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        every = [other._kinds for other in self._others]
+        for other, sent in zip(self._others, self._sent, strict=True):
+            other.totals(sent.with_kinds(every))
+        return every
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        total = sum(sent.tensors[self._turn] for sent in self._sent)
+        self._turn += 1
+        assert isinstance(total, Tensor)
+        return total
+
+
+class _Sends(Collectives):
+    """Keeps what one rank sends."""
+
+    def __init__(self) -> None:
+        super().__init__(World(), torch.device("cpu"))
+        self.tensors: list[Tensor] = []
+        self._kinds: list[Any] = []
+
+    def with_kinds(self, kinds: list[Any]) -> _Sends:
+        self._kinds = kinds
+        return self
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._kinds
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor.clone())
+        return tensor
+
+
+def figures(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    return {
+        "spread": (outputs.abs().sum(), len(outputs)),
+        "per_column": (outputs.sum(0), torch.tensor([len(outputs), 0])),
+        "counts": torch.bincount(targets, minlength=3).reshape(1, 3),
+        "total": outputs.double().sum(),
+        "right": (targets == 1).sum(),
+    }
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    scale = 10.0 ** (3 * (number - 3))
+    size = 5 if number < BATCHES - 1 else 2
+    return scale * torch.randn(size, 2, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def added(numbers: Sequence[int], metrics: NamedMetrics = figures) -> NamedSums:
+    sums = NamedSums(metrics, BATCHES)
+    for number in numbers:
+        sums.add(number, *batch(number))
+    return sums
+
+
+ALONE = Collectives(World(), torch.device("cpu"))
+
+
+def test_the_totals_are_exact_sums_rounded_once() -> None:
+    found = added(range(BATCHES)).totals(ALONE)
+    rows = [figures(*batch(number)) for number in range(BATCHES)]
+    exact = sum((Fraction(row["total"].item()) for row in rows), Fraction())
+    assert found["test_total"] == float(exact)
+    samples = sum(row["spread"][1] for row in rows)
+    assert found["test_spread"] == float(sum((Fraction(row["spread"][0].item()) for row in rows), Fraction())) / samples
+    counts = sum(row["counts"] for row in rows)
+    assert isinstance(counts, Tensor)
+    assert found["test_counts"] == counts.tolist()
+    assert found["test_right"] == sum(int(row["right"]) for row in rows)
+    assert type(found["test_right"]) is int
+    assert found["test_per_column"][1] is None, "nothing was counted there"
+    assert math.isfinite(found["test_per_column"][0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_ranks_in_turn_give_the_same_bits_as_one(ranks: int) -> None:
+    others = [added(range(rank, BATCHES, ranks)) for rank in range(ranks)]
+    assert NamedSums(figures, BATCHES).totals(_Ranks(others)) == added(range(BATCHES)).totals(ALONE)
+
+
+def test_rank_0_alone_gives_the_same_bits() -> None:
+    others = [added(range(BATCHES)), added([])]
+    assert NamedSums(figures, BATCHES).totals(_Ranks(others)) == added(range(BATCHES)).totals(ALONE)
+
+
+def test_whole_numbers_do_not_pass_through_floats() -> None:
+    big = 2**60 + 1
+    sums = NamedSums(lambda outputs, targets: {"n": big, "x": torch.tensor(float("inf"))}, 2)
+    for number in range(2):
+        sums.add(number, None, None)
+    assert sums.totals(ALONE) == {"test_n": 2 * big, "test_x": None}
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (7, ["metrics returned a int", "dict"]),
+        ({1: 2}, ["named 1"]),
+        ({"": 2}, ["named ''"]),
+        ({"loss": 2}, ["`loss`", "test_loss"]),
+        ({"accuracy": 2}, ["`accuracy`"]),
+        ({"f1": "high"}, ["f1 is a str", "(sum, count)"]),
+        ({"f1": (1, 2, 3)}, ["f1 has 3 parts"]),
+        ({"f1": torch.zeros(1, dtype=torch.complex64)}, ["torch.complex64"]),
+        ({"f1": (torch.zeros(2), torch.zeros(3))}, ["sum of shape [2]", "count of shape [3]"]),
+    ],
+)
+def test_what_is_no_figure_is_refused(returned: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as failure:
+        added([0], lambda outputs, targets: returned)
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    assert all(word in str(failure.value) for word in words), str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda outputs: {"a": outputs}, ["a is float [5, 2] for one batch and float [2, 2] for another"]),
+        (lambda outputs: {"a": outputs.sum() if len(outputs) == 5 else 1}, ["a is float [] ", "int []"]),
+        (lambda outputs: {f"a{len(outputs)}": 1}, ["a5 for one batch and a2 for another"]),
+    ],
+)
+def test_figures_that_change_between_batches_are_refused(change: Any, words: list[str]) -> None:
+    def metrics(outputs: Tensor, targets: Tensor) -> Any:
+        return change(outputs)
+
+    with pytest.raises(UserError) as failure:
+        added([0, BATCHES - 1], metrics)
+    assert all(word in str(failure.value) for word in words), str(failure.value)
+    others = [added([0], metrics), added([BATCHES - 1], metrics)]
+    with pytest.raises(UserError, match="for one batch and"):
+        NamedSums(metrics, BATCHES).totals(_Ranks(others))

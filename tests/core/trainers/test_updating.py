@@ -1,0 +1,145 @@
+"""The update of the weights: rates of parameter groups, torch's schedulers, and that a resume continues both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+
+from ddp_core.checkpoint import Checkpointer, load, newest_valid
+from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.model.averaging import WeightAverage
+from ddp_core.model.optimizers import build_optimizer
+from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.updating import WeightUpdate
+
+STEPS = 12
+Make = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+SCHEDULES: dict[str, Make] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=7),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, STEPS, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=STEPS),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.05, 4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 6)], [6]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    vectors = [each for each in model.parameters() if each.dim() == 1]
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    return torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 0.01}], lr=0.1, momentum=0.9)
+
+
+def experiment(**fields: Any) -> Experiment:
+    return Experiment.model_validate({"name": "mine", "global_batch_size": 8, "epochs": 3} | fields)
+
+
+def fresh(record: Experiment, make: Make | None = None, average: bool = False) -> tuple[TrainState, WeightUpdate]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    built_in = isinstance(record.optimizer, Optimizer)
+    optimizer = build_optimizer(record.optimizer, model, 8) if built_in else two_groups(model)  # type: ignore[arg-type]
+    state = TrainState(model, optimizer, schedule=make(optimizer) if make else None)
+    state.average = WeightAverage(model, 0.9) if average else None
+    return state, WeightUpdate(record, state, steps_per_epoch=4)
+
+
+def trained(state: TrainState, update: WeightUpdate, steps: Sequence[int]) -> list[list[float]]:
+    """The rates of every group that the updates of these steps used."""
+    used: list[list[float]] = []
+    hook = state.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: used.append([group["lr"] for group in optimizer.param_groups])
+    )
+    for step in steps:
+        for number, parameter in enumerate(state.model.parameters()):
+            parameter.grad = torch.full_like(parameter, (step + 1) / (number + 2)).sin()
+        update.make(step)
+        assert state.learning_rate == used[-1][0], "the rate that the update used, not the next one's"
+        state.step += 1
+    hook.remove()
+    return used
+
+
+def digests(state: TrainState) -> tuple[str, ...]:
+    averaged = [] if state.average is None else [weights_digest(state.average.state_dict())]
+    return (weights_digest(state.model.state_dict()), optimizer_digest(state.optimizer), *averaged)
+
+
+OWN = {"optimizer": Component(name="here")}
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule(name="cosine", warmup_steps=3), Schedule(name="step")])
+def test_a_built_in_rule_keeps_the_ratio_of_the_groups(schedule: Schedule) -> None:
+    used = trained(*fresh(experiment(schedule=schedule, **OWN)), range(STEPS))
+    expected = [[schedule.rate(base, step, 4, STEPS) for base in (0.1, 0.01)] for step in range(STEPS)]
+    assert used == expected
+
+
+def test_the_linear_scaling_rule_counts_for_a_schedule_of_the_files_own() -> None:
+    record = experiment(optimizer={"lr": 0.1, "reference_batch": 2}, schedule=Component(name="here"))
+    used = trained(*fresh(record, SCHEDULES["ExponentialLR"]), range(3))
+    assert used == [[pytest.approx(0.4 * 0.8**step)] for step in range(3)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_torch_is_moved_on_once_per_update_and_continues_after_a_resume(
+    name: str, tmp_path: Path
+) -> None:
+    record = experiment(schedule=Component(name="here"), **OWN)
+    torchs = two_groups(nn.Linear(4, 3))
+    scheduler, expected = SCHEDULES[name](torchs), []
+    for _ in range(STEPS):
+        expected.append([group["lr"] for group in torchs.param_groups])
+        torchs.step()
+        scheduler.step()
+    whole, update = fresh(record, SCHEDULES[name], average=True)
+    assert trained(whole, update, range(STEPS)) == expected
+
+    first, update = fresh(record, SCHEDULES[name], average=True)
+    before = trained(first, update, range(5))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(first.state_dict(), step=5, epoch=1)
+    second, update = fresh(record, SCHEDULES[name], average=True)
+    checkpoint = newest_valid(tmp_path)
+    assert checkpoint is not None
+    second.load_state_dict(load(checkpoint))
+    assert before + trained(second, update, range(5, STEPS)) == expected
+    assert digests(second) == digests(whole)
+
+
+def test_an_overflow_moves_neither_the_schedule_nor_the_average() -> None:
+    record = experiment(schedule=Component(name="here"), **OWN)
+    state, update = fresh(record, SCHEDULES["ExponentialLR"], average=True)
+    state.scaler = torch.amp.GradScaler("cpu", 4.0)
+    rates = []
+    for step, overflows in enumerate([False, True, False]):
+        for parameter in state.model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.inf if overflows else 4.0)
+        state.scaler.scale(torch.zeros(()))  # as the loss is, so that the scaler knows the device
+        before = digests(state)
+        update.make(step)
+        assert (digests(state) == before) == overflows
+        rates.append(state.learning_rate)
+    assert rates == [0.1, pytest.approx(0.08), pytest.approx(0.08)]
+    assert state.average is not None
+    assert int(state.average.n_averaged) == 2

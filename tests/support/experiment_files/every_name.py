@@ -1,0 +1,107 @@
+"""Does a file that uses every name end with the same bits on every layout?
+
+BatchNorm, Dropout, two parameter groups, a schedule in two parts, averaged weights, whole and floating-point metrics.
+Each global batch of 12 is cut into six micro-batches of 2, which two and three ranks share evenly.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.data.splits import InMemory, Splits, content_digest
+from ddp_core.observe.callback import Callback, Moment
+from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.spec.experiment import Evaluation, Experiment
+
+
+def model(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
+
+
+def data(size: int = 96, held_out: int = 22) -> Splits:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size + held_out, 6, generator=generator)
+    targets = torch.randint(0, 3, (size + held_out,), generator=generator)
+    train, test = InMemory(inputs[:size], targets[:size]), InMemory(inputs[size:], targets[size:])
+    return Splits(train, test, 3, digest=content_digest(inputs, targets))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def hits(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).sum()
+
+
+def optimizer(model: nn.Module, lr: float = 0.02, ratio: float = 0.5) -> torch.optim.Optimizer:
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    vectors = [each for each in model.parameters() if each.dim() <= 1]
+    return torch.optim.NAdam([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": lr * ratio}], lr=lr)
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, total_steps: int, warm_up: int = 3
+) -> torch.optim.lr_scheduler.LRScheduler:
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=warm_up)
+    fall = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total_steps)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
+
+
+def metrics(outputs: Tensor, targets: Tensor) -> dict[str, object]:
+    guessed, confusion = outputs.argmax(1), torch.zeros(3, 3, dtype=torch.int64)
+    confusion.index_put_((targets, guessed), torch.ones_like(targets), accumulate=True)
+    top2 = (outputs.topk(2).indices == targets[:, None]).any(1).sum()
+    sure = outputs.softmax(1)
+    return {"top2": (top2, len(targets)), "confusion": confusion, "mean_class": (sure.sum(0), len(targets))}
+
+
+class Lines(Callback):
+    """Writes a line at each epoch's end, and at the end."""
+
+    def on_epoch(self, moment: Moment) -> None:
+        assert moment.directory is not None
+        with (moment.directory / "lines.txt").open("a") as file:
+            file.write(f"{moment.epoch} {moment.step} {moment.loss} {moment.evaluation['test_top2']}\n")
+
+    def on_end(self, moment: Moment) -> None:
+        assert moment.directory is not None
+        with (moment.directory / "lines.txt").open("a") as file:
+            file.write(f"end {moment.step} {len(list((moment.directory / 'checkpoints').glob('*.pt')))}\n")
+
+
+class OnEveryRank(Callback):
+    """Counts steps on every rank."""
+
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, moment: Moment) -> None:
+        self.steps += 1
+
+    def on_end(self, moment: Moment) -> None:
+        assert moment.directory is not None
+        (moment.directory / f"steps-{moment.rank}.txt").write_text(str(self.steps))
+
+
+class Samples(StepObserver):
+    """Sees what a ledger sees."""
+
+    def before_step(self, batch: StepBatch) -> None:
+        assert sum(len(ids) for ids in batch.ids) <= batch.samples
+
+
+def callbacks() -> list[object]:
+    return [Lines(), OnEveryRank(), Samples()]
+
+
+# With five samples at a time, the 22 held-out samples are five batches: two ranks have 3 and 2, three have 2, 2 and 1.
+experiment = Experiment(
+    name="every_name",
+    global_batch_size=12,
+    micro_batch=2,
+    epochs=2,
+    ema_decay=0.9,
+    evaluation=Evaluation(samples_per_batch=5),
+)
