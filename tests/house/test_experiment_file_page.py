@@ -1,0 +1,54 @@
+"""The reference page of experiment files holds: each of its examples trains, in the file that the page begins with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_core.run.file_names import SIGNATURES
+from tests.support.processes import ask
+
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "experiment-file.md").read_text()
+WHOLE, *EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ABOVE, LAST = WHOLE.split("experiment = ")
+
+
+def _file_with(example: str) -> str:
+    return ABOVE + example + ("" if "experiment = " in example else f"\n\nexperiment = {LAST}")
+
+
+def test_every_name_has_a_row_and_an_example() -> None:
+    assert EXAMPLES
+    for name in [*SIGNATURES, "collate"]:
+        assert f"| [`{name}`](#" in PAGE, name
+    defined = set(re.findall(r"^(?:def )?(\w+)(?:\(| = )", WHOLE + "".join(EXAMPLES), re.MULTILINE))
+    assert {*SIGNATURES, "experiment"} <= defined
+
+
+def test_every_example_trains(tmp_path: Path) -> None:
+    results = ask(_train_all, [_file_with(example) for example in ["", *EXAMPLES]], tmp_path)
+    assert len(results) == 1 + len(EXAMPLES)
+    found = set().union(*results)
+    assert {"test_accuracy", "test_confusion", "test_confidence", "ema_test_loss"} <= found
+    assert "test_accuracy" not in results[0]
+
+
+def _train_all(texts: list[str], folder: Path) -> list[list[str]]:
+    """The names of each run's figures."""
+    from ddp_core.cli import main
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        for number, text in enumerate(texts):
+            file, output = folder / f"mine{number}.py", folder / str(number)
+            file.write_text(text)
+            words = ["train", str(file), "--device", "cpu", "--output", str(output), "--set", "max_steps=4"]
+            assert main(words) == 0, text
+            record = json.loads(next(output.glob("*/*/run.json")).read_text())
+            assert record["status"] == "completed"
+            found.append(list(record["result"]))
+    return found
