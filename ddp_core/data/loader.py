@@ -92,6 +92,9 @@ class Loader:
                 sampler=itertools.chain([first], rest),
                 num_workers=self.workers,
                 collate_fn=_as_it_is,
+                # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
+                # default, but not in a process that was itself started in another way (`--launcher spawn`).
+                multiprocessing_context="fork",
                 worker_init_fn=_begin_worker,
                 pin_memory=self.pin_memory,
                 # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
