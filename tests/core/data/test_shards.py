@@ -1,0 +1,89 @@
+"""The code of docs/how-to/stream-from-shards.md and docs/how-to/use-data.md, on generated data."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from tests.support.commands import train
+
+HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
+COMMANDS = [
+    "python shards.py data/shards",
+    "ddp train shards.py --workers 2",
+    "ddp train shards.py --workers 2 --layout ddp --nproc-per-node 2",
+]
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (HOW_TO / page).read_text(), re.DOTALL)
+
+
+def write_shards(folder: Path) -> list[tuple[Any, int]]:
+    """Three tar files with 70 samples, and these samples."""
+    folder.mkdir(parents=True)
+    generator, samples = np.random.default_rng(0), []
+    for shard, count in enumerate((20, 27, 23)):
+        with tarfile.open(folder / f"{shard}.tar", "w") as archive:
+            for _ in range(count):
+                sample = generator.standard_normal(16, dtype=np.float32), int(generator.integers(3))
+                array = io.BytesIO()
+                np.save(array, sample[0])
+                for kind, content in (("npy", array.getvalue()), ("cls", str(sample[1]).encode())):
+                    entry = tarfile.TarInfo(f"{len(samples):06}.{kind}")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+                samples.append(sample)
+    return samples
+
+
+def test_the_pages_commands_end_with_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "".join(blocks("stream-from-shards.md", "console")).splitlines() == COMMANDS
+    samples = write_shards(tmp_path / "data" / "shards")
+    file = tmp_path / "shards.py"
+    file.write_text(blocks("stream-from-shards.md")[0])
+    monkeypatch.setattr(sys, "argv", ["shards.py", str(tmp_path / "data" / "shards")])
+    names = runpy.run_path(str(file), run_name="__main__")
+    dataset = names["data"](tmp_path / "data").train
+    assert len(dataset) == 70
+    for number, (array, label) in enumerate(samples):
+        found = dataset[number]
+        assert np.array_equal(found[0].numpy(), array)
+        assert found[1] == label
+    words = [file, "--workers", "2", "--data-dir", tmp_path / "data"]
+    alone, two = (train(tmp_path / str(ranks), *words, ranks=ranks) for ranks in (0, 2))
+    assert alone["weights_sha256"] == two["weights_sha256"]
+
+
+def test_arrays_are_read_by_position(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.npy" for number in range(2)]
+    for number, file in enumerate(files):
+        np.save(file, np.arange(100 * number, 100 * number + 31 + number, dtype=np.uint16))
+    names: dict[str, Any] = {}
+    exec(blocks("stream-from-shards.md")[1], names)
+    tokens = names["Tokens"](files, 10)
+    assert len(tokens) == 6
+    for number, first in enumerate((0, 10, 20, 100, 110, 120)):
+        inputs, targets = tokens[number]
+        assert inputs.tolist() == list(range(first, first + 10))
+        assert targets.tolist() == list(range(first + 1, first + 11))
+
+
+def test_the_documented_collate_pads() -> None:
+    (code,) = [block for block in blocks("use-data.md") if "def collate" in block]
+    names: dict[str, Any] = {"torch": torch, "pad_sequence": pad_sequence}
+    exec(code, names)
+    inputs, labels = names["collate"]([({"tokens": torch.tensor([5, 6])}, 1), ({"tokens": torch.tensor([7])}, 0)])
+    assert inputs["tokens"].tolist() == [[5, 6], [7, 0]]
+    assert inputs["padding"].tolist() == [[False, False], [False, True]]
+    assert labels.tolist() == [1, 0]
