@@ -123,7 +123,11 @@ class ExactReduction:
     @property
     def share(self) -> range:
         """The micro-batches that this rank computes in the step at hand (else in a full one), in order."""
-        return self._shares.share(self.micro_batches if self._leaves is None else self._leaves)
+        return self.share_of(self.micro_batches if self._leaves is None else self._leaves)
+
+    def share_of(self, micro_batches: int) -> range:
+        """The micro-batches that this rank computes in a step of so many, in order."""
+        return self._shares.share(micro_batches)
 
     @property
     def remaining(self) -> range:

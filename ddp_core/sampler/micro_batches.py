@@ -1,0 +1,160 @@
+"""Steps for the exact reduction: the global order, cut into micro-batches, and this rank's share of them, loaded.
+
+A step takes the next M * m positions of the epoch's global order, of which micro-batch j holds [j * m, (j + 1) * m).
+Which rank computes which micro-batch is the reduction's to say (`share_of`), so contiguous and strided shares read the
+same micro-batches. An ElasticSampler gives the order and counts the position; the positions that it would deal to each
+rank are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_core.determinism.seeds import mix
+
+from .elastic import ElasticSampler
+
+
+class Reduction(Protocol):
+    """What a step needs of an ExactReduction."""
+
+    micro_batches: int
+
+    def share_of(self, micro_batches: int) -> range:
+        """The micro-batches that this rank computes in a step of so many."""
+
+    def begin(self, micro_batches: int) -> None:
+        """Start such a step."""
+
+
+@dataclass
+class Step:
+    """One update's micro-batches: iterating begins the step and yields `(index, batch)` for those of this rank.
+
+    When all have been run, the sampler counts the step as trained: save its state after the optimizer's step.
+    """
+
+    samples: int
+    """Samples of all ranks together; the scale of a sum of losses is 1 / samples."""
+    micro_batches: int
+    """Micro-batches of all ranks together; fewer in an incomplete last step."""
+    epoch: int
+    first: int
+    """The position of the first sample in the epoch's global order."""
+    _source: MicroBatches = field(repr=False)
+    _fetched: Iterator[Any] = field(repr=False)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        sampler, reduction = self._source.sampler, self._source.reduction
+        if (sampler.epoch, sampler.samples_trained) != (self.epoch, self.first):
+            raise RuntimeError(
+                f"the step at position {self.first} of epoch {self.epoch} is out of turn: the sampler stands at "
+                f"{sampler.samples_trained} of epoch {sampler.epoch}; run every step once, to its end"
+            )
+        reduction.begin(self.micro_batches)
+        for index in reduction.share_of(self.micro_batches):
+            batch = next(self._fetched)
+            if self._source.keyed_random:
+                torch.manual_seed(mix(sampler.seed, self.epoch, self.first, index, 3) >> 1)
+            yield index, batch
+        sampler.advance(self.samples)
+
+
+class MicroBatches:
+    """Yields the steps of an epoch, from the sampler's position on; each yields this rank's micro-batches, loaded.
+
+        batches = MicroBatches(dataset, sampler, exact, micro_batch=32)
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)
+            for step in batches:
+                for index, (x, y) in step:
+                    with exact.micro_batch(index):
+                        loss_sum(module(x), y).backward()
+                exact.finish(scale=1 / step.samples)
+                optimizer.step()
+
+    A step has `reduction.micro_batches` micro-batches of `micro_batch` samples. What is left at the end of an epoch is
+    a step of fewer micro-batches, the last one perhaps shorter, or is dropped if the sampler's `drop_last` says so. To
+    resume, on any number of ranks, load the sampler's state.
+
+    Before each micro-batch torch's generators are seeded from (the sampler's seed, epoch, position, index), so that
+    dropout does not depend on the layout; not with `keyed_random=False`. Random augmentation in the data set is not
+    covered: key that by the sample's index. `loader` are keywords of torch's DataLoader, such as `num_workers` and
+    `collate_fn`.
+
+    Raises ValueError where data set and sampler are of different lengths, RuntimeError for a step out of turn and for a
+    second pass over one epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: ElasticSampler,
+        reduction: Reduction,
+        micro_batch: int,
+        *,
+        keyed_random: bool = True,
+        **loader: Any,
+    ) -> None:
+        if micro_batch < 1:
+            raise ValueError(f"a micro-batch has at least one sample, not {micro_batch}")
+        if (samples := len(cast(Sized, dataset))) != len(sampler.order):
+            raise ValueError(f"the data set has {samples} samples, the sampler's order {len(sampler.order)}")
+        self.sampler, self.reduction, self.micro_batch = sampler, reduction, micro_batch
+        self.keyed_random = keyed_random
+        # Without a generator of its own, a DataLoader draws from the global one whenever it is iterated.
+        loader.setdefault("generator", torch.Generator())
+        self._loader = DataLoader(dataset, batch_sampler=_Ids(self), **loader)
+        self._passed: int | None = None
+
+    def __len__(self) -> int:
+        """The number of steps from the sampler's position to the end of its epoch."""
+        return len(self._firsts())
+
+    def __iter__(self) -> Iterator[Step]:
+        firsts, epoch = self._firsts(), self.sampler.epoch
+        if not firsts and self._passed == epoch:
+            raise RuntimeError(f"epoch {epoch} has been trained: call sampler.set_epoch({epoch + 1}) for the next one")
+        return self._steps(epoch, firsts, iter(self._loader))
+
+    def _steps(self, epoch: int, firsts: range, fetched: Iterator[Any]) -> Iterator[Step]:
+        for first in firsts:
+            samples = self._samples(first)
+            yield Step(samples, -(-samples // self.micro_batch), epoch, first, self, fetched)
+        next(fetched, None)  # At its end, and not before, a loader ends its processes.
+        self._passed = epoch
+
+    def _firsts(self) -> range:
+        """The positions at which the steps begin that are left in the sampler's epoch."""
+        start, length = self.sampler.samples_trained, len(self.sampler.order)
+        size = self.reduction.micro_batches * self.micro_batch
+        whole = (length - start) // size * size
+        return range(start, start + whole if self.sampler.drop_last else length, size)
+
+    def _samples(self, first: int) -> int:
+        return min(self.reduction.micro_batches * self.micro_batch, len(self.sampler.order) - first)
+
+    def _ids(self, epoch: int, firsts: range) -> Iterator[list[int]]:
+        for first in firsts:
+            stop = first + self._samples(first)
+            for index in self.reduction.share_of(-(-(stop - first) // self.micro_batch)):
+                begin = first + index * self.micro_batch
+                yield self.sampler.order.ids(epoch, begin, min(begin + self.micro_batch, stop)).tolist()
+
+
+class _Ids:
+    """A batch sampler for torch's DataLoader: the ids of this rank's micro-batches, from where the sampler stands now.
+
+    The loader asks for the ids of later steps in advance, so they are told from the position where the pass began.
+    """
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches._ids(self._batches.sampler.epoch, self._batches._firsts())

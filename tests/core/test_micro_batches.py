@@ -1,0 +1,183 @@
+"""MicroBatches: the same micro-batches on every layout, and a position from which any number of ranks goes on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.reduction import ExactReduction
+from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
+from ddp_core.shares import share_of
+
+SAMPLES, M, SIZE = 103, 5, 4
+
+
+class Dealt:
+    """A reduction that reduces nothing: one of `world_size` ranks, with contiguous or strided shares."""
+
+    def __init__(self, rank: int, world_size: int, strided: bool, micro_batches: int = M) -> None:
+        self.rank, self.world_size, self.strided, self.micro_batches = rank, world_size, strided, micro_batches
+        self.begun: list[int] = []
+
+    def share_of(self, micro_batches: int) -> range:
+        if self.strided:
+            return range(self.rank, micro_batches, self.world_size)
+        return share_of(micro_batches, self.rank, self.world_size)
+
+    def begin(self, micro_batches: int) -> None:
+        self.begun.append(micro_batches)
+
+
+class Ids(torch.utils.data.Dataset[int]):
+    """A data set whose samples are their ids."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def sampler_of(rank: int = 0, world_size: int = 1, **options: Any) -> ElasticSampler:
+    return ElasticSampler(Ids(), world_size, rank, seed=7, **options)
+
+
+def expected(epoch: int, drop_last: bool = False) -> dict[tuple[int, int], list[int]]:
+    """The ids of each micro-batch, by the position of its step's first sample and its index."""
+    order = GlobalOrder(SAMPLES, 7).ids(epoch, 0, SAMPLES).tolist()
+    found = {}
+    for first in range(0, SAMPLES, M * SIZE):
+        step = order[first : first + M * SIZE]
+        if len(step) == M * SIZE or not drop_last:
+            parts = [step[begin : begin + SIZE] for begin in range(0, len(step), SIZE)]
+            found |= {(first, index): ids for index, ids in enumerate(parts)}
+    return found
+
+
+def passed(batches: MicroBatches, steps: int | None = None) -> dict[tuple[int, int], list[int]]:
+    found = {}
+    for step in itertools.islice(batches, steps):
+        for index, batch in step:
+            assert (step.first, index) not in found
+            found[step.first, index] = batch.tolist()
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: bool, drop_last: bool) -> None:
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank in range(world_size):
+        sampler, reduction = sampler_of(rank, world_size, drop_last=drop_last), Dealt(rank, world_size, strided)
+        sampler.set_epoch(2)
+        batches = MicroBatches(Ids(), sampler, reduction, SIZE)
+        assert len(batches) == 5 + (not drop_last)
+        mine = passed(batches)
+        assert not found.keys() & mine.keys()
+        found |= mine
+        assert reduction.begun == [M] * 5 + [1] * (not drop_last)  # 103 = 5 * 20 + 3
+        assert sampler.samples_trained == (100 if drop_last else 103)
+        assert len(batches) == 0
+    assert found == expected(2, drop_last)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_pass_goes_on_in_mid_epoch_with_another_number_of_ranks(strided: bool) -> None:
+    found: dict[tuple[int, int], list[int]] = {}
+    state = sampler_of().state_dict()
+    for world_size, steps in ((3, 2), (1, 1), (2, None)):
+        samplers = [sampler_of(rank, world_size) for rank in range(world_size)]
+        for rank, sampler in enumerate(samplers):
+            sampler.load_state_dict(state)
+            found |= passed(MicroBatches(Ids(), sampler, Dealt(rank, world_size, strided), SIZE), steps)
+        assert all(sampler.state_dict() == samplers[0].state_dict() for sampler in samplers)
+        state = samplers[0].state_dict()
+    assert found == expected(0)
+
+
+def test_worker_processes_change_nothing_and_the_position_does_not_run_ahead() -> None:
+    sampler, alone = sampler_of(), Dealt(0, 1, False)
+    batches = MicroBatches(Ids(), sampler, alone, SIZE, num_workers=2, collate_fn=torch.tensor)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert passed(batches) == expected(epoch)
+    sampler.set_epoch(2)
+    during, after = [], []
+    for step in batches:
+        during += [sampler.samples_trained - step.first for _ in step]
+        after.append(sampler.samples_trained)
+    assert set(during) == {0}
+    assert after == [20, 40, 60, 80, 100, 103]
+
+
+def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> None:
+    def numbers(world_size: int) -> dict[tuple[int, int], float]:
+        found = {}
+        for rank in range(world_size):
+            for step in MicroBatches(Ids(), sampler_of(), Dealt(rank, world_size, True), SIZE):
+                found |= {(step.first, index): torch.rand(()).item() for index, _ in step}
+        return found
+
+    assert numbers(1) == numbers(2)
+    assert len(set(numbers(1).values())) == len(numbers(1))
+    before = torch.random.get_rng_state()
+    for step in MicroBatches(Ids(), sampler_of(), Dealt(0, 1, True), SIZE, keyed_random=False):
+        assert [index for index, _ in step] == list(range(step.micro_batches))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
+    batches = MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE)
+    first, second = itertools.islice(batches, 2)
+    with pytest.raises(RuntimeError, match="position 20 of epoch 0 is out of turn: the sampler stands at 0"):
+        next(iter(second))
+    assert len(list(first)) == M
+    next(iter(second))
+    assert batches.sampler.samples_trained == 20
+    with pytest.raises(RuntimeError, match="position 0 of epoch 0 is out of turn: the sampler stands at 20"):
+        next(iter(first))
+
+
+def test_an_epoch_that_was_trained_is_not_passed_over_in_silence() -> None:
+    sampler = sampler_of()
+    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    passed(batches)
+    with pytest.raises(RuntimeError, match=r"call sampler.set_epoch\(1\)"):
+        iter(batches)
+    sampler.set_epoch(1)
+    assert passed(batches) == expected(1)
+    resumed = sampler_of()  # from a state that was saved after the last step of an epoch
+    resumed.load_state_dict(sampler.state_dict())
+    assert passed(MicroBatches(Ids(), resumed, Dealt(0, 1, False), SIZE)) == {}
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="100 samples, the sampler's order 103"):
+        MicroBatches(Ids(100), sampler_of(), Dealt(0, 1, False), SIZE)
+    with pytest.raises(ValueError, match="at least one sample"):
+        MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 0)
+    with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
+        MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
+
+
+def test_an_exact_reduction_is_fed_also_in_an_incomplete_step() -> None:
+    weights = torch.nn.Linear(1, 1, bias=False)
+    samples = torch.utils.data.TensorDataset(torch.arange(10.0).view(10, 1))
+    sampler = ElasticSampler(samples, 1, 0, shuffle=False)
+    seen = []
+    with ExactReduction(weights, 3) as exact:
+        for step in MicroBatches(samples, sampler, exact, 2):
+            for index, (rows,) in step:
+                with exact.micro_batch(index):
+                    weights(rows).sum().backward()
+            exact.finish(scale=1 / step.samples)
+            assert weights.weight.grad is not None
+            seen.append((step.samples, step.micro_batches, weights.weight.grad.item()))
+    assert seen == [(6, 3, 2.5), (4, 2, 7.5)]
