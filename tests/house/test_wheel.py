@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from importlib.util import find_spec
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.run.directory import find_runs
+from tests.house.conftest import run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
@@ -32,33 +31,11 @@ for name in ("digits", "mine.py"):
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the working tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    run(ROOT, sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder)
-    (built,) = folder.glob("*.whl")
-    return built
-
-
 # A user's file. The last line is a mistake, which mypy sees only if the package says that it is typed.
 TYPED = """
 from ddp_core.errors import ExitCode
 code: str = ExitCode.DONE
 """
-
-
-def run(folder: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a program in `folder`, without the variables that point to this working tree.
-
-    Raises AssertionError if the program fails.
-    """
-    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DDP_OUTPUT")}
-    done = subprocess.run(
-        [*map(str, words)], cwd=folder, env=settings, capture_output=True, text=True, timeout=HANG, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 def test_the_wheel_takes_no_name_that_could_be_anybodys(wheel: Path) -> None:
@@ -80,25 +57,13 @@ def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_p
     ]
 
 
-@pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip in this environment, as in the image")
-def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
-    environment, here = tmp_path / "environment", tmp_path / "empty"
-    here.mkdir()
-    venv.create(environment, with_pip=False)
-    scripts = environment / "bin"
-    pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "--disable-pip-version-check"]
-    run(here, *pip, "install", "-qq", "--no-index", "--no-deps", wheel)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    # Let the new environment find this environment's dependencies. It does not follow the .pth files there, one of
-    # which names the working tree.
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
-    listed = {line.split()[0] for line in run(here, scripts / "ddp", "list").stdout.splitlines()}
+def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+    listed = {line.split()[0] for line in run(tmp_path, installed / "ddp", "list").stdout.splitlines()}
     assert listed == {file.stem for file in (ROOT / "experiments").glob("*.py")}
 
-    shutil.copy(ADAMW_MLP, here / "mine.py")
-    done = run(here, scripts / "python", "-c", TRAIN)
+    shutil.copy(ADAMW_MLP, tmp_path / "mine.py")
+    done = run(tmp_path, installed / "python", "-c", TRAIN)
     assert done.stderr == ""
-    records = [record for _, record in find_runs(here / "outputs")]
+    records = [record for _, record in find_runs(tmp_path / "outputs")]
     assert sorted(record["experiment"]["name"] for record in records) == ["adamw_mlp", "digits"]
     assert {record["status"] for record in records} == {"completed"}

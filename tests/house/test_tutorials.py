@@ -1,0 +1,60 @@
+"""The tutorials hold: each command is run as it stands, and what it prints is what the page shows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.house.conftest import settings
+from tests.support.pages import Block, Reader, blocks, masked, missing
+
+FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
+INSTALLING = ("mkdir first-model", "python3 -m venv", "source .venv", "pip install")
+"""Commands that make the environment; the fixture `installed` has made one."""
+
+
+def follow(page: str, installed: Path, folder: Path) -> None:
+    """Follow the page in `folder`. Raises AssertionError where something else happens than it shows."""
+    shell = settings() | {"PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
+    del shell["OMP_NUM_THREADS"]  # set for the other tests; a reader's shell does not have it
+    without = [] if shutil.which("py-spy", path=shell["PATH"]) else ["py-spy"]
+    (folder / "here").mkdir()
+    Reader(folder / "here", shell, omit=[*INSTALLING, *without]).follow(page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["train-your-own-model", "my-training-hangs"])
+def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
+    follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
+
+
+def test_the_file_of_the_first_tutorial_trains_as_it_stands(installed: Path, tmp_path: Path) -> None:
+    page = (FOLDER / "train-your-own-model.md").read_text()
+    (file,) = [block for block in blocks(page) if block.kind == "python"]
+    short = page[page.index("docstring's first line") : page.index("## 4.")]
+    follow(f"`spirals.py`\n\n```python\n{file.content}```\n{short}", installed, tmp_path)
+
+
+def test_what_differs_between_runs_is_not_compared() -> None:
+    one = "single-cpu   1  exact  47056  0.9971  431 MB  9e5bd101b6fa  single-cpu-20261122T005730Z-5aa630"
+    two = "single-cpu  1  exact  9000.5  0.98  80 MB  094e44e9c211  single-cpu-20261122T005730Z-abcdef"
+    assert masked(one) == masked(two)
+    assert masked("-----------  ---") == masked("----  -----")
+    assert masked("train loss 0.1") != masked("test loss 0.1")
+
+
+def test_lines_are_looked_for_in_their_order() -> None:
+    said = "epoch 1\nepoch 2\ndone\n"
+    assert missing(["epoch 1", "…", "done"], said) is None
+    assert missing(["done", "epoch 1"], said) == "epoch 1"
+
+
+def test_a_page_is_read_block_by_block() -> None:
+    page = "Save it as `a.py`:\n\n```python\nx = 1\n```\n\nRun:\n\n```console\nb\nc\n```\n\nThe exit code was 2."
+    first, second = blocks(page)
+    assert (first.kind, first.lines) == ("python", ["x = 1"])
+    assert second == Block("console", "b\nc\n", "\n\nRun:\n\n", "\n\nThe exit code was 2.")
