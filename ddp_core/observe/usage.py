@@ -1,26 +1,43 @@
-"""What a rank uses of its machine: memory, cores, and how busy it keeps its CUDA device."""
+"""What a rank uses of its machine: memory, cores, its CUDA device; and what other programs use meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import resource
+import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TypedDict
+from typing import Any, TypedDict
 
+import psutil
 import torch
 
+_DISTURBED_SHARE = 0.1
 
-class Totals(TypedDict):
-    """What one rank or all ranks used.
 
-    Bytes at the peak of memory; cores kept busy (1.0: one core all the time); and the share of time in which kernels
-    ran on the CUDA device (None without a CUDA device or without NVML).
-    """
+class _Used(TypedDict):
+    """Bytes at the peak of memory; cores kept busy (1.0: one core all the time); and the share of time in which kernels
+    ran on the CUDA device (None without a CUDA device or without NVML)."""
 
     peak_memory_bytes: int
     cpu_utilisation: float
     gpu_utilisation: float | None
+
+
+class RankTotals(_Used):
+    """What one rank used, and how many cores its machine kept busy: all in all, and for this rank with its children."""
+
+    machine: str
+    machine_cores_busy: float
+    own_cores_busy: float
+
+
+class Totals(_Used):
+    """What all ranks used, and how many cores other programs kept busy on the machine that was disturbed most."""
+
+    other_cores_busy: float
 
 
 class Usage:
@@ -35,6 +52,7 @@ class Usage:
     def restart(self) -> None:
         """Count from now on; the peak of memory is kept."""
         self._began, self._processor = time.perf_counter(), time.process_time()
+        self._machine_seconds, self._own_seconds = _machine_seconds(), _own_seconds()
         self._shares.clear()
 
     def sample(self) -> None:
@@ -46,24 +64,66 @@ class Usage:
         except Exception:  # nvidia-ml-py is missing, or the driver raises an error of its own type
             self._asks_driver = False
 
-    def totals(self) -> Totals:
+    def totals(self) -> RankTotals:
         """What has been used until now."""
         seconds = time.perf_counter() - self._began
         return {
             "peak_memory_bytes": _peak_memory(self._device),
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
+            "machine": _machine(),
+            "machine_cores_busy": (_machine_seconds() - self._machine_seconds) / seconds,
+            "own_cores_busy": (_own_seconds() - self._own_seconds) / seconds,
         }
 
 
-def of_all(parts: list[Totals]) -> Totals:
-    """The usage of several ranks: the largest peak of memory, and the mean of each other figure."""
+def of_all(parts: list[RankTotals]) -> Totals:
+    """The usage of several ranks: the largest peak of memory, the mean of each share, and what was left to others."""
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
+    machines = {part["machine"]: [other for other in parts if other["machine"] == part["machine"]] for part in parts}
+    others = [
+        max(rank["machine_cores_busy"] for rank in ranks) - sum(rank["own_cores_busy"] for rank in ranks)
+        for ranks in machines.values()
+    ]
     return {
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
         "cpu_utilisation": fmean(part["cpu_utilisation"] for part in parts),
         "gpu_utilisation": fmean(busy) if busy else None,
+        "other_cores_busy": max(0.0, *others),
     }
+
+
+def disturbance(record: Mapping[str, Any]) -> str | None:
+    """How much other programs disturbed the run of this run.json, in words; None where they took under a tenth."""
+    cores = (record.get("environment") or {}).get("cores")
+    others = (record.get("result") or {}).get("other_cores_busy")
+    if not isinstance(cores, int) or not isinstance(others, float) or others < _DISTURBED_SHARE * cores:
+        return None
+    return f"other programs kept {others:.1f} of {cores} core{'s' if cores > 1 else ''} busy"
+
+
+def _machine() -> str:
+    """A name that containers on one machine share, and no other machine has: the kernel's boot id."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _machine_seconds() -> float:
+    """Processor time of everything that runs on this machine, and what its hypervisor gave to other machines."""
+    times: dict[str, float] = psutil.cpu_times()._asdict()
+    # Linux counts the time of guests as user time, too.
+    return sum(seconds for part, seconds in times.items() if part not in ("idle", "iowait", "guest", "guest_nice"))
+
+
+def _own_seconds() -> float:
+    """Processor time of this process and its descendants, such as data loaders, living or ended."""
+    this, seconds = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            seconds += sum(process.cpu_times()[:4])
+    return seconds
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -12,7 +12,7 @@ from ddp_core.determinism.digests import weights_digest
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.observe.usage import Totals, of_all
+from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.watch import in_words
 
@@ -32,7 +32,7 @@ class Ends:
     """A line about the slowest rank, where it stands out."""
 
 
-def gather_ends(trainer: Trainer, speed: dict[str, float], usage: Totals) -> Ends:
+def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
     """Gather every rank's digests of the weights and of their average, speed and usage.
 
     Raises RuntimeError where the weights differ.

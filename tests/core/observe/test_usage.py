@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ddp_core.observe.usage import Totals, Usage, of_all
+from ddp_core.observe.usage import RankTotals, Usage, disturbance, of_all
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -45,9 +49,44 @@ def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch
     assert found["peak_memory_bytes"] == 7
 
 
+def of_rank(machine: str = "here", all_cores: float = 2.0, own: float = 1.0, **fields: Any) -> RankTotals:
+    used = {"peak_memory_bytes": 1, "cpu_utilisation": 1.0, "gpu_utilisation": None} | fields
+    return RankTotals(machine=machine, machine_cores_busy=all_cores, own_cores_busy=own, **used)
+
+
 def test_several_ranks_are_the_most_memory_and_the_mean_of_the_rest() -> None:
-    parts: list[Totals] = [
-        {"peak_memory_bytes": 1, "cpu_utilisation": 1.0, "gpu_utilisation": None},
-        {"peak_memory_bytes": 3, "cpu_utilisation": 0.5, "gpu_utilisation": 0.8},
-    ]
-    assert of_all(parts) == {"peak_memory_bytes": 3, "cpu_utilisation": 0.75, "gpu_utilisation": 0.8}
+    parts = [of_rank(), of_rank(peak_memory_bytes=3, cpu_utilisation=0.5, gpu_utilisation=0.8)]
+    assert of_all(parts) == {
+        "peak_memory_bytes": 3,
+        "cpu_utilisation": 0.75,
+        "gpu_utilisation": 0.8,
+        "other_cores_busy": 0.0,
+    }
+
+
+def test_other_programs_have_what_the_ranks_of_a_machine_leave() -> None:
+    parts = [of_rank(all_cores=3.5), of_rank(all_cores=3.4), of_rank("there", all_cores=4.0, own=1.5)]
+    assert of_all(parts)["other_cores_busy"] == pytest.approx(2.5)
+    assert of_all(parts[:2])["other_cores_busy"] == pytest.approx(1.5)
+    assert of_all([of_rank(all_cores=0.9)])["other_cores_busy"] == 0, "clocks are read one after the other"
+
+
+def test_a_busy_neighbour_is_counted_and_a_child_is_not() -> None:
+    usage = Usage(CPU)
+    deadline = time.monotonic() + 1
+    code = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    while time.monotonic() < deadline:
+        pass
+    child.wait()
+    found = usage.totals()
+    assert found["own_cores_busy"] > found["cpu_utilisation"], "the child's time belongs to this process"
+    assert found["machine_cores_busy"] >= found["own_cores_busy"] - 0.1
+
+
+def test_a_disturbance_is_told_from_a_tenth_of_the_cores_on() -> None:
+    def told(others: object, cores: object) -> str | None:
+        return disturbance({"environment": {"cores": cores}, "result": {"other_cores_busy": others}})
+
+    assert told(1.26, 2) == "other programs kept 1.3 of 2 cores busy"
+    assert [told(0.19, 2), told(1.0, 16), told(None, 2), told(1.0, None), disturbance({})] == [None] * 5
