@@ -13,9 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_core.run.directory import RunDirectory
 from ddp_core.run.prepare import load_with_settings
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
+from ddp_lab.cluster.gain import explain_gain
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
@@ -95,6 +97,9 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
     run = find_launched(known.output, spec.launch_id)
     if run is not None:
         _compare([path for path in (baseline, run) if path is not None])
+        if baseline is not None and verdict.exit_code == ExitCode.DONE:
+            for line in explain_gain(RunDirectory(baseline).read(), RunDirectory(run).read()):
+                say(line)
     return verdict.exit_code
 
 
