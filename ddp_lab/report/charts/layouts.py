@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from ddp_lab.report.charts.plot import Plot, make_plot
-from ddp_lab.report.charts.style import INK, MUTED, in_our_look, new_axes, series_color, series_points
+from ddp_lab.report.charts.style import (
+    INK,
+    MUTED,
+    SURFACE,
+    in_our_look,
+    new_axes,
+    row_axes,
+    series_color,
+    series_points,
+)
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS
 from ddp_lab.report.values import Column, Spread, Table, figure, number, plural, text
@@ -192,20 +201,16 @@ def _time_split(family: Family, groups: Sequence[Group]) -> Plot | None:
 
 
 def _bar_axes(names: Sequence[str], label: str) -> Axes:
-    """Axes for horizontal bars, the first on top; the chart is as high as its bars need, so all are equally thick."""
-    axes = new_axes(max(130, 80 + 28 * len(names)))
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
-    axes.grid(visible=False, axis="y")
-    axes.spines.bottom.set_visible(False)
+    """Axes for horizontal bars, with room behind the longest bar for its value."""
+    axes = row_axes(names, label)
     axes.margins(x=0.2)
-    axes.set_title(label)
     return axes
 
 
 def _write_behind(axes: Axes, place: int, end: float, value: float) -> None:
-    axes.annotate(number(value), (end, place), xytext=(5, 0), textcoords="offset points", va="center")
+    """Write the value behind the end of a bar, over any line that passes there."""
+    ground = {"facecolor": SURFACE, "edgecolor": "none", "pad": 1.0}
+    axes.annotate(number(value), (end, place), xytext=(5, 0), textcoords="offset points", va="center", bbox=ground)
 
 
 def _spread_table(what: str, spreads: Mapping[str, Spread | None]) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -21,7 +23,7 @@ DARK = {"surface": "#1a1e23", "ink": "#e6e8eb", "muted": "#9da6b1", "grid": "#31
 DARK |= {"s0": "#c9d1d9", "s1": "#56b4e9", "s2": "#ff8b3d", "s3": "#2cc99b"}
 DARK |= {"s4": "#e79ac6", "s5": "#f0c04a", "s6": "#9ad0f5", "s7": "#e0708f"}
 
-INK, MUTED = LIGHT["ink"], LIGHT["muted"]
+INK, MUTED, SURFACE = LIGHT["ink"], LIGHT["muted"], LIGHT["surface"]
 
 DASHES: tuple[Any, ...] = (
     "solid",
@@ -74,8 +76,33 @@ def new_axes(height: float = HEIGHT) -> Axes:
     axes = Figure(figsize=(WIDTH / 72, height / 72)).add_subplot()
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
-        axis.set_major_formatter("{x:,.10g}")
+        axis.set_major_formatter(lambda value, _: tick_label(value))
     return axes
+
+
+def tick_label(value: float) -> str:
+    """Return the value as it stands at an axis: with commas, and millions shortened, so that neighbours stay apart."""
+    return f"{value / 1e6:,.4g}M" if abs(value) >= 1e6 else f"{value:,.10g}"
+
+
+def row_axes(names: Sequence[str], label: str) -> Axes:
+    """Return axes with a row for each name, the first on top, and values to the right: names of any length have room.
+
+    The chart is as high as its rows need, so all rows are equally high.
+    """
+    axes = new_axes(max(130, 80 + 28 * len(names)))
+    axes.set_yticks(range(len(names)), [_in_two_lines(name) for name in names])
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.grid(visible=False, axis="y")
+    axes.spines.bottom.set_visible(False)
+    axes.set_title(label)
+    return axes
+
+
+def _in_two_lines(name: str) -> str:
+    """The name in one line or, where it is long, in two: a row has no room for more."""
+    return textwrap.fill(name, max(24, len(name) // 2 + 6), break_long_words=False)
 
 
 def series_color(number: int) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddp_core.errors import UserError
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.usage import disturbance
 from ddp_core.run.directory import RunDirectory, find_runs
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.records import explain
@@ -106,6 +107,11 @@ class Run:
     def result(self, name: str) -> float | None:
         """A number of the run's result."""
         return finite((self.record.result or {}).get(name))
+
+    @property
+    def disturbance(self) -> str | None:
+        """How much other programs disturbed the run while it was timed, in words; None where that was little."""
+        return disturbance(self.raw)
 
     @property
     def last_step(self) -> int | None:

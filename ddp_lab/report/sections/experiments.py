@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddp_lab.cluster.runs import settings_of
 from ddp_lab.report.charts.layouts import layout_plots
 from ddp_lab.report.charts.learning import learning_note, learning_plots
 from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.families import Family, Group
+from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, number
 
 
@@ -21,6 +24,10 @@ class FamilySection:
     layouts: list[Plot]
     learning: list[Plot]
     learning_note: str
+    busy_note: str
+    """Which runs were timed while other programs kept the machine busy."""
+    next_command: str
+    """What makes a run to compare with, for an experiment that was run in one way only; else nothing."""
 
 
 def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
@@ -31,7 +38,30 @@ def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
         layout_plots(family, style),
         learning_plots(family, style),
         learning_note(family),
+        busy_note(family),
+        "" if family.compared else _other_layout(family.runs[-1]),
     )
+
+
+def busy_note(family: Family) -> str:
+    """Return a sentence about the completed runs whose speed other programs have disturbed; nothing without such."""
+    disturbed = {group.label: [run for run in group.completed if run.disturbance] for group in family.groups}
+    told = [f"{label} ({runs[-1].disturbance})" for label, runs in disturbed.items() if runs]
+    if not told:
+        return ""
+    return f"The machine was busy while these were timed, so their speeds may be too low: {'; '.join(told)}."
+
+
+def _other_layout(run: Run) -> str:
+    """The command that trains the same on another layout."""
+    try:
+        words = shlex.split(run.record.command or "")
+    except ValueError:  # a quotation that does not end: not written by `ddp train`
+        words = []
+    experiment = words[2] if len(words) > 2 and words[:2] == ["ddp", "train"] else run.experiment
+    layout = ["ddp", "--nproc-per-node", "2"] if run.layout.kind == "single" else ["single"]
+    settings = settings_of(words, ["--set", "--reduction"])
+    return shlex.join(["ddp", "train", experiment, *settings, "--layout", *layout])
 
 
 def comparison_table(family: Family) -> Table:

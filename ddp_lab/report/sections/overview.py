@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ddp_lab.report import values
@@ -90,7 +91,7 @@ def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cel
         Cell(shown, letter or digest[:8] or None, "code"),
         figure(accuracy, values.percent(accuracy)),
         figure(loss, number(loss, 4)),
-        figure(run.result("samples_per_second")),
+        replace(figure(run.result("samples_per_second")), note="busy machine" if run.disturbance else ""),
         figure(run.last_step, f"{run.last_step:,}" if run.last_step is not None else None),
         figure(run.result("seconds")),
         Cell(moment(run.record.started_at)[5:], run.record.started_at),

@@ -46,6 +46,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         ("finished", moment(record.finished_at)),
         ("exit code", plain(record.exit_code)),
         ("environment", letter),
+        ("while it ran", run.disturbance or "little else ran on the machine"),
         ("other options than the defaults", _changed_options(run)),
     ]
     digests = [

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.layouts import layout_plots, styles
 from ddp_lab.report.charts.learning import learning_plots
+from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import read_runs
@@ -52,12 +59,30 @@ def test_lines_are_one_seed_and_bands_reach_over_all(tmp_path: Path) -> None:
     assert [cell.order for cell in first[3:]] == pytest.approx([1 / 6, 1 / 7, 1 / 5])
 
 
-def test_categories_stand_apart_and_sweeps_are_joined() -> None:
+def drawn(values: list[float] | list[str], *lines: str, **axis: Any) -> Plot:
+    """The plot of a claim with these values on the x axis, and a point of each line at each but the second."""
+    points = [None if place == 1 else place + 1 for place in range(len(values))]
+    series = {
+        "title": "t",
+        "x": {"name": "way", "values": values},
+        "y": {"name": "ms"} | axis,
+        "lines": [{"name": name, "values": points} for name in lines or ("a", "b")],
+    }
+    (plot,) = claim_plots(Claim.model_validate(claim(series=[series])))
+    return plot
+
+
+def overlaps(figure: Figure) -> list[tuple[str, str]]:
+    """The texts of a chart that lie on one another, in pairs."""
+    FigureCanvasAgg(figure).draw()
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    return [(one, other) for (one, here), (other, there) in combinations(boxes, 2) if here.overlaps(there)]
+
+
+def test_words_stand_in_rows_and_written_numbers_are_joined() -> None:
     def joined(values: list[str]) -> list[bool]:
-        axis = {"name": "way", "values": values}
-        lines = [{"name": name, "values": [1, None, 3]} for name in ("a", "b")]
-        series = [{"title": "t", "x": axis, "y": {"name": "ms"}, "lines": lines}]
-        (plot,) = claim_plots(Claim.model_validate(claim(series=series)))
+        plot = drawn(values)
         assert [[cell.text for cell in row[:3]] for row in plot.table.rows] == [
             ["a", values[0], "1.00"],
             ["a", values[2], "3.00"],
@@ -68,3 +93,42 @@ def test_categories_stand_apart_and_sweeps_are_joined() -> None:
 
     assert joined(["before", "during", "after"]) == [False, False]
     assert joined(["1", "5", "25"]) == [True, True]
+    axes = drawn(["before", "during", "after"]).figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["before", "during", "after"]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[1, 3], [1, 3]]
+    assert axes.get_title("left") == "ms, by way"
+
+
+WAYS = ["one by one", "in buckets of 25 MB", "one bucket for everything", "DistributedDataParallel", "not at all"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [WAYS, [1e3, 1e6, 2e7, 1e8], [1_048_576.0, 3_000_000.0], ["0.001", "0.01", "0.1", "1", "10", "100"]],
+    ids=["words", "millions", "few millions", "written numbers"],
+)
+def test_no_label_lies_on_another(values: list[float] | list[str]) -> None:
+    assert overlaps(drawn(values, "gloo over loopback, two processes", "nccl").figure) == []
+
+
+def test_the_overlap_of_labels_would_be_seen() -> None:
+    figure = drawn(["1", "5"]).figure
+    figure.axes[0].set_xticks([0, 0.1], ["long words", "that have no room"])
+    assert ("long words", "that have no room") in overlaps(figure)
+
+
+def test_layouts_with_long_names_and_values_at_a_mark_have_room(tmp_path: Path) -> None:
+    for layout in (single(), dp(2), ddp(2), ddp(4)):
+        path = write_run(tmp_path, layout, result={"cpu_utilisation": 0.9})
+        write_run(tmp_path, layout, reduction="plain", speed=990)
+    record = json.loads((path / "run.json").read_text())
+    record["options"] |= {"workers": 2, "backend": "gloo"}
+    (path / "run.json").write_text(json.dumps(record))
+    family = find_families(read_runs(tmp_path).runs)[0]
+    plots = {plot.title: plot for plot in layout_plots(family, styles([family]))}
+    for title, plot in plots.items():
+        assert overlaps(plot.figure) == [], title
+    cores = plots["Processor use"]
+    values = [text for text in cores.figure.axes[0].texts if text.get_text() == "0.900"]
+    assert len(values) == 8
+    assert all(value.get_bbox_patch() is not None for value in values), "the broken line at 1 would strike them out"

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ddp_lab.report.page import write_report
-from tests.lab.report.files import single, write_claim, write_everything, write_run
+from ddp_lab.report.contents import build_report
+from ddp_lab.report.page import render, write_report
+from ddp_lab.report.reading.families import find_families
+from ddp_lab.report.reading.runs import read_runs
+from ddp_lab.report.sections.experiments import family_section
+from tests.lab.report.files import ddp, single, write_claim, write_everything, write_run
 from tests.support.processes import HANG
 
 _LOADING = {
@@ -189,6 +193,32 @@ def test_an_empty_folder_gives_a_page_that_says_how_to_begin(tmp_path: Path) -> 
     assert "ddp train digits --layout single" in (tmp_path / "report" / "index.html").read_text()
 
 
+def test_one_run_alone_says_what_to_compare_it_with(tmp_path: Path) -> None:
+    write_run(tmp_path, single(), steps=0, command="ddp train digits --set epochs=2 --layout single")
+    report, again = build_report(tmp_path), "ddp train digits --set epochs=2 --layout ddp --nproc-per-node 2"
+    page = render(report, "page.html.j2")
+    assert "there is nothing yet to compare them with" in page
+    assert f'<pre class="command">{again}</pre>' in page
+    assert '<details class="run" id="digits" open>' in page
+    assert f"`{again}`" in render(report, "report.md.j2")
+
+    path = write_run(tmp_path, ddp(2), name="toy", command="ddp train mine/toy.py --layout ddp --nproc-per-node 2")
+    family = next(family for family in find_families(read_runs(tmp_path).runs) if family.runs[0].path == path)
+    assert family_section(family, {}).next_command == "ddp train mine/toy.py --layout single"
+
+
+def test_a_busy_machine_is_told_beside_the_figures_that_it_spoils(tmp_path: Path) -> None:
+    write_run(tmp_path, single(), steps=0, result={"other_cores_busy": 0.05})
+    write_run(tmp_path, ddp(2), steps=0, result={"other_cores_busy": 1.26})
+    report = build_report(tmp_path)
+    page = render(report, "page.html.j2")
+    note = "so their speeds may be too low: ddp-1x2-cpu (other programs kept 1.3 of 2 cores busy)."
+    assert note in page
+    assert page.count("<small>busy machine</small>") == 1
+    assert "<dd>other programs kept 1.3 of 2 cores busy</dd>" in page
+    assert note in render(report, "report.md.j2")
+
+
 def test_a_picture_beside_a_claim_is_taken_in(tmp_path: Path) -> None:
     path = write_claim(tmp_path, series=[])
     path.with_suffix(".svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
@@ -240,6 +270,16 @@ def test_the_browser_would_complain(folder: Path, tmp_path: Path) -> None:
     said = "\n".join(_said(_browse(tmp_path / "bad.html", "--dump-dom")))
     assert "broken" in said
     assert "Content Security Policy" in said
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_table_that_is_cut_off_says_how_many_columns_follow(folder: Path) -> None:
+    hint = r'<p class="note more" aria-hidden="true">(\d+) more columns: scroll sideways →</p>'
+    phone = _browse(folder / "index.html", "--dump-dom", "--window-size=390,900").stdout
+    wide = _browse(folder / "index.html", "--dump-dom", "--window-size=3000,900").stdout
+    assert len(re.findall(hint, phone)) > len(re.findall(hint, wide))
+    assert max(map(int, re.findall(hint, phone))) > 5
 
 
 @pytest.mark.slow
