@@ -36,6 +36,23 @@ def test_weights_gradients_state_and_inputs_are_counted() -> None:
     assert estimate(Optimizer(name="sgd"), bucketed=True).communication == WEIGHTS
 
 
+def test_the_state_of_any_optimizer_is_counted_by_one_step_of_it() -> None:
+    def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), amsgrad=True)
+
+    model = nn.Sequential(nn.Linear(10, 20), nn.Sigmoid(), nn.Linear(20, 5))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    data = (torch.randn(8, 10), torch.randn(8, 5))
+    found = estimate_memory(model, squares, amsgrad, *data, averaged=True)
+    steps = len(before) * FLOAT
+    assert found.optimizer_state == 3 * WEIGHTS + steps
+    assert found.averaged_weights == WEIGHTS
+    assert dict(found.table())["averaged weights"] == WEIGHTS
+    assert found.standing == found.weights + found.averaged_weights + found.optimizer_state + found.inputs
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert "averaged weights" not in dict(estimate(Optimizer()).table())
+
+
 def test_activations_are_what_backward_needs_each_once() -> None:
     # Backward needs the sigmoid's output and the difference that is squared. The sigmoid and the layer after it both
     # save the sigmoid's output; it is counted once.
