@@ -109,8 +109,8 @@ class Fence:
         if token != self.token:
             cause = f"{holder} took over with token {token}" if token else f"its {_TOKEN_FILE} is gone"
             raise Superseded(
-                f"this process may no longer write to {self.directory}: {cause} (this one has {self.token}); nothing "
-                "was written, it leaves"
+                f"this process may no longer write to {self.directory}: {cause} (this process has {self.token}); it "
+                "ends now and has left the files there as they were"
             )
 
     @contextmanager

@@ -102,7 +102,10 @@ def read_manifest(path: Path) -> Checkpoint:
     except TypeError as error:
         raise Damaged(f"{path.name} has other fields than {FORMAT} ({error})") from None
     if checkpoint.step != step_of_manifest(path.name) or checkpoint.step != step_of_data(checkpoint.file):
-        raise Damaged(f"{path.name} speaks of step {checkpoint.step} and of {checkpoint.file}")
+        raise Damaged(
+            f"{path.name} should describe the step in its own name, but says step {checkpoint.step} and names the data "
+            f"file {checkpoint.file}"
+        )
     return checkpoint
 
 

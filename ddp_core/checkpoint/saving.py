@@ -298,7 +298,10 @@ class Checkpointer:
         if isinstance(self._fence, Fence):
             return self._fence.holding()
         if self._fence is not None and self._fence() is False:
-            raise Superseded(f"this process may no longer write to {self.directory}; nothing was written, it leaves")
+            raise Superseded(
+                f"this process may no longer write to {self.directory}; it ends now and has left the files there as "
+                "they were"
+            )
         return contextlib.nullcontext()
 
 

@@ -119,8 +119,11 @@ class _ArraysOnly(pickle.Unpickler):
             ("_codecs", "encode"),
         }:
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a data file")
+        raise pickle.UnpicklingError(f"the file asks for {module}.{name}; data files may hold arrays only")
 
 
 def _unusable(name: str, path: Path, reason: str, root: Path) -> NoReturn:
-    raise UserError(f"data set {name}: {path}: {reason}; fetch it first: {fetch_command(name, root)}")
+    raise UserError(
+        f"data set {name}: {path}: {reason}; fetch it first: {fetch_command(name, root)}, or name the folder that "
+        "holds it with --data-dir DIR"
+    )
