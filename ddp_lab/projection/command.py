@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpu", choices=sorted(GPUS), default="a100-amp", help="ResNet-50 on it (default: a100-amp)")
     parser.add_argument("--samples-per-second", type=_positive, metavar="S", help="your model's speed on one GPU")
-    parser.add_argument("--batch", type=_positive, metavar="N", help="samples per GPU and step")
+    parser.add_argument("--batch", type=_count, metavar="N", help="samples per GPU and step")
     parser.add_argument("--gradient-mb", type=_positive, metavar="MB", help="bytes of all gradients, in 10^6")
     parser.add_argument("--bucket-mb", type=_positive, default=25.0, metavar="MIB", help="DDP's buckets (default: 25)")
     parser.add_argument(
@@ -59,7 +60,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus-per-node", type=_count, default=8, metavar="N")
     parser.add_argument(
-        "--jitter", type=float, default=0.0, metavar="PERCENT", help="deviation of a rank's compute time (default: 0)"
+        "--jitter",
+        type=_not_negative,
+        default=0.0,
+        metavar="PERCENT",
+        help="deviation of a rank's compute time (default: 0)",
     )
     parser.add_argument("--ranks", type=_counts, default=RANKS, metavar="N,N,...", help="how many GPUs")
     parser.add_argument("--skip-measuring", action="store_true", help="only project")
@@ -222,7 +227,7 @@ def _published_lines(rows: list[dict[str, Any]]) -> list[str]:
 def _gpu(options: argparse.Namespace) -> Gpu:
     changes = {
         "samples_per_second": options.samples_per_second,
-        "batch": None if options.batch is None else int(options.batch),
+        "batch": options.batch,
         "gradient_bytes": None if options.gradient_mb is None else options.gradient_mb * 1e6,
     }
     wanted: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
@@ -235,11 +240,8 @@ def _gpu(options: argparse.Namespace) -> Gpu:
 def _link(text: str, known: dict[str, Link], latency: float, option: str) -> Link:
     if text in known:
         return known[text]
-    try:
-        bandwidth = float(text) * 1e9
-    except ValueError:
-        bandwidth = 0.0
-    if bandwidth <= 0:
+    bandwidth = _number(text) * 1e9
+    if not 0 < bandwidth < math.inf:
         raise UserError(f"{option} {text}: expected one of {', '.join(known)}, or a number of GB/s")
     return Link(f"{text} GB/s", latency, bandwidth, f"{text} GB/s as given; latency as the other links of its kind")
 
@@ -249,17 +251,31 @@ def _size(size: int) -> str:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return number
+
+
+def _not_negative(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0")
+    return number
+
+
+def _number(text: str) -> float:
+    """The number, NaN where the text is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -159,12 +159,30 @@ class TestCommand:
         assert content["gpu"]["gradient_bytes"] == 4e9
         assert content["network"]["bandwidth"] == 50e9
 
-    @pytest.mark.parametrize("words", [["--link", "string"], ["--network", "-3"]])
+    @pytest.mark.parametrize("words", [["--link", "string"], ["--network", "-3"], ["--link", "inf"]])
     def test_unknown_links_are_refused(
         self, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(["--skip-measuring", *(f"{words[0]}={words[1]}",), "--output", str(tmp_path)]) == 2
         assert "number of GB/s" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("option", "value", "why"),
+        [
+            ("--batch", "0.5", "0.5 is not a whole number from 1"),
+            ("--batch", "0", "0 is not a whole number from 1"),
+            ("--jitter", "-1", "-1 is not a number from 0"),
+            ("--jitter", "nan", "nan is not a number from 0"),
+            ("--samples-per-second", "inf", "inf is not a number above 0"),
+            ("--gradient-mb", "many", "many is not a number above 0"),
+            ("--ranks", "1,x", "x is not a whole number from 1"),
+            ("--rounds", "1.5", "1.5 is not a whole number from 1"),
+        ],
+    )
+    def test_numbers_are_checked(self, option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(["--skip-measuring", f"{option}={value}"])
+        assert f"argument {option}: {why}" in capsys.readouterr().err
 
     def test_an_output_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "projection").write_text("in the way")
