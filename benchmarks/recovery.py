@@ -109,13 +109,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--only", choices=sorted(FAULTS), action="append")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     options = parser.parse_args()
     random.seed(0)
     load = os.getloadavg()[0]
     results = {name: measure(name, options.trials) for name in options.only or FAULTS}
     settings = {"timeout": TIMEOUT, "checkpoint_every": 4, "load_before": round(load, 2)}
-    print(record("recovery", "python -m benchmarks.recovery", {"settings": settings, "faults": results}, options.out))
+    print(record("recovery", "python -m benchmarks.recovery", {"settings": settings, "faults": results}, options.json))
     return 0
 
 

@@ -1,6 +1,6 @@
 """What exact reduction costs: the ordered sum against gloo's all_reduce, and memory in copies of the gradients.
 
-    python -m benchmarks.reduction [--worlds 2 4] [--rounds 15] [--out FILE]
+    python -m benchmarks.reduction [--worlds 2 4] [--rounds 15] [--json PATH]
 
 Times: 11 million float32 (a ResNet-18), as one tensor, and cut into pieces of 1 million as DDP's buckets are. The two
 ways take turns in one run; the slowest rank counts; figures are medians. Memory: the highest resident size of a rank
@@ -144,11 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     print(
         record(
-            "reduction", "python -m benchmarks.reduction", measure(arguments.worlds, arguments.rounds), arguments.out
+            "reduction", "python -m benchmarks.reduction", measure(arguments.worlds, arguments.rounds), arguments.json
         )
     )
 

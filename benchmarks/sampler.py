@@ -201,7 +201,7 @@ def print_tables(samplers: list[dict[str, Any]], orders: list[dict[str, Any]], u
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampler", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="leave out DistributedSampler at 10**8 (15 s, 5 GB)")
-    parser.add_argument("--json", metavar="PATH", help="where to write (benchmarks/results/sampler.json)")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     options = parser.parse_args()
 
     repeats = 5 if options.quick else 9

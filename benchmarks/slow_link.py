@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rates", default="0,1000,100,20", help="Mbit/s; 0 is the link as it is")
     parser.add_argument("--steps", type=int, default=20, help="per rate and way")
-    parser.add_argument("--json", type=Path, default=None, help="write the results there")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     options = parser.parse_args()
     rates = [int(rate) for rate in options.rates.split(",")]
     results: dict[str, Any] = {}
