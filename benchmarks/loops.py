@@ -183,9 +183,9 @@ def bare_accumulating(case: Case) -> Turn:
 class _Drawing(Console):
     """Draws its progress bar wherever stderr leads to."""
 
-    @property
-    def draws(self) -> bool:
-        return True
+    def __init__(self, rank: int, world_size: int, log: Path | None) -> None:
+        super().__init__(rank, world_size, log)
+        self.draws = True
 
 
 def experiment_of(case: Case, reduction: str, implementation: str = "fused") -> Experiment:

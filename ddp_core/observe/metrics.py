@@ -8,6 +8,7 @@ records of later steps before this line were rolled back) and `checkpoint` (step
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -109,6 +110,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+SILENT_SECONDS = 60.0
+"""After so long without a line, a run without a terminal says how far it is."""
+
+
 class Console:
     """Prints for the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
 
@@ -116,12 +121,20 @@ class Console:
         self.rank = rank
         self.prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
         self.speaks = rank == 0
-        self._log: IO[str] | None = log.open("a", buffering=1) if log else None
+        self.draws = self.speaks and sys.stderr.isatty()
+        """Whether there is a terminal to draw a bar on."""
+        self._log: IO[str] | None = None
+        if log is not None:
+            self.log_to(log)
         self._bar: Any = None
+        self._spoke = time.monotonic()
+        self._began: tuple[int, float] | None = None
+        """The first step of this process, and when it was done."""
 
     def log_to(self, path: Path) -> None:
         """Also write the printed lines to this file."""
-        self._log = path.open("a", buffering=1)
+        # A file's name may hold bytes that are no UTF-8.
+        self._log = path.open("a", buffering=1, encoding="utf-8", errors="surrogateescape")
 
     def say(self, text: str) -> None:
         """Print a line for the user, on rank 0 only."""
@@ -135,21 +148,32 @@ class Console:
         self._keep(text)
         self._print(text, sys.stderr)
 
-    def progress(self, step: int, total: int, text: str) -> None:
-        """Show the progress of the run as a bar on a terminal; without a terminal, nothing (see `draws`)."""
-        if not self.draws:
+    def progress(self, step: int, total: int, loss: float) -> None:
+        """Show how far the run is; to be called after every step.
+
+        On a terminal this is a bar. Elsewhere it is a line, but only when nothing was printed for a minute.
+        """
+        if not self.speaks:
             return
+        now = time.monotonic()
+        if self._began is None:
+            self._began = (step, now)
+        if self.draws:
+            self._draw(step, total, loss)
+        elif now - self._spoke > SILENT_SECONDS:
+            first, began = self._began
+            left = (total - step) * (now - began) / max(1, step - first)
+            figures = [f"step {step:6d} of {total}", *([f"loss {loss:.4f}"] if math.isfinite(loss) else [])]
+            self.say("  ".join([*figures, f"about {_duration(left)} left"]))
+
+    def _draw(self, step: int, total: int, loss: float) -> None:
         if self._bar is None:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=step, unit="step", leave=False, dynamic_ncols=True)
+        if math.isfinite(loss):
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         self._bar.update(step - self._bar.n)
-        self._bar.set_postfix_str(text, refresh=False)
-
-    @property
-    def draws(self) -> bool:
-        """Whether there is a terminal to draw a bar on."""
-        return self.speaks and sys.stderr.isatty()
 
     def end_progress(self) -> None:
         """Take the bar off the terminal."""
@@ -169,7 +193,13 @@ class Console:
             self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
 
     def _print(self, text: str, stream: IO[str]) -> None:
+        self._spoke = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=stream)
         else:
             print(text, file=stream, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

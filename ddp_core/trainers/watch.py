@@ -57,6 +57,7 @@ class Watch(StepObserver):
             self._restart()
         elif (batch.step + 1) % self.every == 0:
             self._write(batch)
+        self.console.progress(batch.step + 1, self.total_steps, self.loss)
 
     def epoch_done(self, batch: StepBatch) -> None:
         """Write a record of the steps that no record covers yet."""
@@ -86,7 +87,6 @@ class Watch(StepObserver):
             samples_per_second=round(speed, 2),
             data_wait=round(min(1.0, self.window_wait / seconds), 5) if seconds > 0 else 0.0,
         )
-        self.console.progress(batch.step + 1, self.total_steps, f"loss {self.loss:.4f}")
         self._restart()
 
     def _restart(self) -> None:

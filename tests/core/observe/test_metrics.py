@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import pty
+import re
+import tempfile
+import termios
 from pathlib import Path
 
 import pytest
 
 from ddp_core.observe.metrics import Console, MetricsWriter, read_metrics
+from tests.support.processes import ask
 
 
 def test_records_come_back_by_kind(tmp_path: Path) -> None:
@@ -95,12 +102,58 @@ def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixtur
     assert (captured.out, captured.err) == ("", "[rank 3] warning: careful\n")
 
 
-def test_no_bar_is_drawn_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
+def test_without_a_terminal_a_line_breaks_a_long_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    console = Console(log=tmp_path / "log.txt")
     assert not console.draws
-    console.progress(1, 10, "loss 1")
+    for step in range(1, 301):  # a step every two seconds; a line is said at step 250
+        now += 2
+        if step == 250:
+            console.say("an epoch")
+        console.progress(step, 3000, 0.5 if step > 1 else math.nan)
     console.close()
+    output, errors = capsys.readouterr()
+    said = [int(line.split()[1]) for line in output.splitlines() if line.startswith("step")]
+    assert said == [*range(31, 249, 31), 281], "at most a line a minute, and none soon after another"
+    assert output.splitlines()[0] == "step     31 of 3000  loss 0.5000  about 1 h 39 min left"
+    assert errors == ""
+    assert "step     31 of 3000" in (tmp_path / "log.txt").read_text()
+
+
+def test_other_ranks_show_no_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(1, 2)
+    monkeypatch.setattr("time.monotonic", lambda: 1e9)
+    console.progress(1, 10, 0.5)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_bar_moves_from_the_first_step() -> None:
+    """A run on a terminal of its own, whose losses are read and recorded only every 1000 steps."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    words = ["train", "toy_mlp", "--device", "cpu", "--set", "epochs=3", "--log-every", "1000", "--fault", "slow@1:0"]
+    assert ask(train_on_terminal, os.ttyname(theirs), words) == 0
+    os.set_blocking(ours, False)
+    drawn = b""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(ours, 1 << 16):
+            drawn += part
+    assert re.search(r"\b1/6 ", drawn.decode()), drawn
+    assert "loss" in drawn.decode()
+    os.close(ours)
+    os.close(theirs)
+
+
+def train_on_terminal(terminal: str, words: list[str]) -> int:
+    from ddp_core.cli import main
+
+    device = os.open(terminal, os.O_RDWR)
+    os.dup2(device, 2)
+    with tempfile.TemporaryDirectory() as output:
+        return main([*words, "--output", output])
 
 
 def test_a_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) -> None:
