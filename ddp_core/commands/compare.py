@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,36 @@ from ddp_core.run.directory import RunDirectory, find_runs
 Run = tuple[RunDirectory, dict[str, Any]]
 
 
-def compare(places: Sequence[Path]) -> int:
-    """Print one table per experiment. Raises UserError where there is no run."""
+def compare(places: Sequence[Path], as_json: bool = False) -> int:
+    """Print one table per experiment, or all of them as JSON. Raises UserError where there is no run."""
     runs = [run for place in places for run in find_runs(place)]
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
-    for digest in dict.fromkeys(record["experiment_sha256"] for _, record in runs):
-        same = [run for run in runs if run[1]["experiment_sha256"] == digest]
-        print(table(same))
+    digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
+    groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
+    if as_json:
+        print(json.dumps([facts(group) for group in groups], indent=1))
+    else:
+        print("\n".join(table(group) for group in groups))
     return ExitCode.DONE
+
+
+def facts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the table of these runs shows, in plain JSON types and SI units; None where a run does not tell."""
+    records = [record for _, record in runs]
+    exact = _comparable(records)
+    return {
+        "experiment": records[0]["experiment"]["name"],
+        "experiment_sha256": records[0]["experiment_sha256"],
+        "identical": len({record["weights_sha256"] for record in exact}) == 1 if len(exact) > 1 else None,
+        "verdict": verdict(records),
+        "runs": [_facts_of(directory, record, _reference(runs)) for directory, record in runs],
+    }
 
 
 def table(runs: Sequence[Run]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it."""
     name = runs[0][1]["experiment"]["name"]
-    reference = next(
-        (_speed(record) for _, record in reversed(runs) if _kind(record) == "single" and _speed(record)), None
-    )
     header = (
         "layout",
         "world",
@@ -43,7 +57,7 @@ def table(runs: Sequence[Run]) -> str:
         "weights",
         "run",
     )
-    rows = [_row(directory, record, reference) for directory, record in runs]
+    rows = [_row(_facts_of(directory, record, _reference(runs))) for directory, record in runs]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [f"{name}"]
     lines += [
@@ -56,8 +70,7 @@ def table(runs: Sequence[Run]) -> str:
 
 def verdict(records: Iterable[dict[str, Any]]) -> str:
     """Whether the completed exact runs ended with the same weights, and if not, why that may be."""
-    done = [record for record in records if record["status"] == "completed"]
-    exact = [record for record in done if record["options"]["reduction"] == "exact"]
+    exact = _comparable(records)
     if len(exact) < 2:
         return "digests: fewer than two completed exact runs to compare"
     digests = {record["weights_sha256"] for record in exact}
@@ -75,22 +88,49 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
     return f"digests: {len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
 
 
-def _row(directory: RunDirectory, record: dict[str, Any], reference: float | None) -> tuple[str, ...]:
+def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that must have ended with the same weights."""
+    done = [record for record in records if record["status"] == "completed"]
+    return [record for record in done if record["options"]["reduction"] == "exact"]
+
+
+def _reference(runs: Sequence[Run]) -> float | None:
+    """The speed that the others' is compared with: that of the newest run in a single process."""
+    return next((_speed(record) for _, record in reversed(runs) if _kind(record) == "single" and _speed(record)), None)
+
+
+def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float | None) -> dict[str, Any]:
     result, speed, layout = record.get("result") or {}, _speed(record), record["layout"]
-    status = record["status"] if record["status"] != "running" or directory.is_live else "interrupted"
-    simulated = layout["kind"] == "dp" and layout["device"] == "cpu"
+    return {
+        "run": str(directory.path),
+        "layout": layout["label"],
+        "simulated": layout["kind"] == "dp" and layout["device"] == "cpu",
+        "world_size": layout["nnodes"] * layout["nproc_per_node"],
+        "reduction": record["options"]["reduction"],
+        "status": record["status"] if record["status"] != "running" or directory.is_live else "interrupted",
+        "samples_per_second": speed,
+        "speed_up": speed / reference if speed and reference else None,
+        "accuracy": result.get("test_accuracy"),
+        "loss": result.get("test_loss", result.get("train_loss")),
+        "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "data_wait": result.get("data_wait"),
+        "weights_sha256": record.get("weights_sha256"),
+    }
+
+
+def _row(facts: dict[str, Any]) -> tuple[str, ...]:
     return (
-        layout["label"] + (" (threads)" if simulated else ""),
-        str(layout["nnodes"] * layout["nproc_per_node"]),
-        record["options"]["reduction"],
-        f"{speed:.0f}" if speed else "-",
-        f"{speed / reference:.2f}x" if speed and reference else "-",
-        _number(result.get("test_accuracy"), "{:.4f}"),
-        _number(result.get("test_loss", result.get("train_loss")), "{:.5f}"),
-        _number(result.get("peak_memory_bytes"), "{:.0f} MB", 1e-6),
-        _number(result.get("data_wait"), "{:.1f}%", 100),
-        (record.get("weights_sha256") or status)[:12],
-        directory.path.name,
+        facts["layout"] + (" (threads)" if facts["simulated"] else ""),
+        str(facts["world_size"]),
+        facts["reduction"],
+        _number(facts["samples_per_second"] or None, "{:.0f}"),
+        _number(facts["speed_up"], "{:.2f}x"),
+        _number(facts["accuracy"], "{:.4f}"),
+        _number(facts["loss"], "{:.5f}"),
+        _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
+        _number(facts["data_wait"], "{:.1f}%", 100),
+        (facts["weights_sha256"] or facts["status"])[:12],
+        Path(facts["run"]).name,
     )
 
 

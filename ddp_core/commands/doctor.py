@@ -2,86 +2,108 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.errors import ExitCode
 
 if TYPE_CHECKING:
     from ddp_core.commands.memory import MemoryEstimate
 
-_WATCHED_SAMPLES = 8
-"""Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
 
-
-def doctor(experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data")) -> int:
+def doctor(
+    experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data"), as_json: bool = False
+) -> int:
     """Print what is here and, for an experiment, the memory that it needs; returns 0: a diagnosis is not a failure."""
-    _describe_machine()
+    found = _machine()
     if experiment is not None:
-        _describe_memory(experiment, settings, data_dir)
+        found["memory"] = _memory(experiment, settings, data_dir)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return ExitCode.DONE
+    _describe_machine(found)
+    if experiment is not None:
+        _describe_memory(found["memory"])
     return ExitCode.DONE
 
 
-def _describe_machine() -> None:
-    """Print the facts that decide which layouts run here."""
+def _machine() -> dict[str, Any]:
+    """The facts that decide which layouts run here, in plain JSON types and bytes."""
     import torch
 
     from ddp_core.run.environment import describe_environment
 
     facts = describe_environment()
-    versions = ", ".join(f"{name} {version}" for name, version in facts["packages"].items() if version)
-    print(f"python {facts['python']}, {versions}")
-    print(f"cpu     {facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.1f} GiB memory")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    print(f"cuda    {count} devices" + "".join(f"; {torch.cuda.get_device_name(number)}" for number in range(count)))
     shared = Path("/dev/shm")
-    if shared.exists():
-        print(f"shm     {shutil.disk_usage(shared).total / 2**20:.0f} MiB of shared memory (loader processes want 512)")
+    return {
+        "python": facts["python"],
+        "packages": facts["packages"],
+        "cpu": facts["cpu"],
+        "cores": facts["cores"],
+        "memory_bytes": facts["memory_bytes"],
+        "cuda_devices": [torch.cuda.get_device_name(number) for number in range(count)],
+        "shared_memory_bytes": shutil.disk_usage(shared).total if shared.exists() else None,
+        "runs_here": _commands(count),
+    }
+
+
+def _describe_machine(found: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    print(f"python {found['python']}, {versions}")
+    print(f"cpu     {found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 2**30:.1f} GiB memory")
+    devices = found["cuda_devices"]
+    print(f"cuda    {len(devices)} devices" + "".join(f"; {name}" for name in devices))
+    if (shared := found["shared_memory_bytes"]) is not None:
+        print(f"shm     {shared / 2**20:.0f} MiB of shared memory (loader processes want 512)")
     print("runs here:")
-    for line in _commands(count):
+    for line in found["runs_here"]:
         print(f"  {line}")
 
 
-def _describe_memory(name: str, settings: Sequence[str], data_dir: Path) -> None:
-    """Print the memory that one replica takes, from one watched micro-batch on CPU, and what each device has."""
-    import numpy as np
+def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any]:
+    """The memory that one replica takes, from one watched micro-batch on CPU, and what each device has; in bytes."""
     import psutil
     import torch
 
-    from ddp_core.commands.memory import estimate_memory
-    from ddp_core.data.loader import Loader
-    from ddp_core.run.hooks import optimizer_of
+    from ddp_core.commands.memory import estimate_of, samples_at_once
     from ddp_core.run.prepare import load_with_settings
     from ddp_core.run.request import build_parts
-    from ddp_core.spec.experiment import Optimizer
 
     loaded = load_with_settings(name, settings)
-    experiment, parts = loaded.experiment, build_parts(loaded, data_dir)
-    samples = experiment.micro_batch or experiment.global_batch_size
-    ids = np.arange(min(samples, _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
-    inputs, targets = Loader(parts.splits.train, collate=parts.splits.collate).fetch(0, ids)
-    growth = samples / len(ids)
-    chosen = experiment.optimizer
-    optimizer = chosen if isinstance(chosen, Optimizer) else partial(optimizer_of, loaded)
-    averaged = experiment.ema_decay is not None
-    estimate = estimate_memory(parts.model, parts.loss, optimizer, inputs, targets, growth, averaged=averaged)
-    print(f"memory  {experiment.name}, one replica, micro-batches of {samples} samples, float32 (estimated):")
-    for part, size in [*estimate.table(), ("peak", estimate.peak)]:
-        print(f"  {part:16} {_bytes(size)}")
-    print(f"  DistributedDataParallel keeps gradient buckets beside these: {_bytes(estimate.gradients)}")
+    experiment = loaded.experiment
+    estimate, samples = estimate_of(loaded, build_parts(loaded, data_dir)), samples_at_once(experiment)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rooms = {"cpu": psutil.virtual_memory().available}
     rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(count)}
-    for device, room in rooms.items():
-        print(f"  {device}: {_fits(estimate, samples, room)}")
+    return {
+        "experiment": experiment.name,
+        "samples": samples,
+        "parts": dict(estimate.table()),
+        "peak": estimate.peak,
+        "gradient_buckets": estimate.gradients,
+        "devices": {
+            device: {"room": room, "verdict": _fits(estimate, samples, room)} for device, room in rooms.items()
+        },
+    }
+
+
+def _describe_memory(memory: dict[str, Any]) -> None:
+    samples = memory["samples"]
+    print(f"memory  {memory['experiment']}, one replica, micro-batches of {samples} samples, float32 (estimated):")
+    for part, size in [*memory["parts"].items(), ("peak", memory["peak"])]:
+        print(f"  {part:16} {in_units(size)}")
+    print(f"  DistributedDataParallel keeps gradient buckets beside these: {in_units(memory['gradient_buckets'])}")
+    for device, there in memory["devices"].items():
+        print(f"  {device}: {there['verdict']}")
 
 
 def _fits(estimate: MemoryEstimate, samples: int, room: int) -> str:
     """Which kind of parallelism a replica of this size calls for on a device with `room` bytes."""
-    has = f"has {_bytes(room)}"
+    has = f"has {in_units(room)}"
     if estimate.peak <= room:
         return f"{has}: a replica fits, so data parallelism will do"
     fixed = estimate.weights + estimate.optimizer_state + estimate.in_update
@@ -90,7 +112,8 @@ def _fits(estimate: MemoryEstimate, samples: int, room: int) -> str:
     return f"{has}: micro-batches of {samples} do not fit; use smaller ones (--set micro_batch=N)"
 
 
-def _bytes(size: int) -> str:
+def in_units(size: int) -> str:
+    """Bytes for people: 1.5 GiB, 20.0 MiB, 0.5 KiB."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

@@ -13,17 +13,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Tree, tensors_of
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
-from ddp_core.spec.experiment import Optimizer
+from ddp_core.run.experiment_file import LoadedExperiment
+from ddp_core.run.hooks import optimizer_of
+from ddp_core.run.request import Parts
+from ddp_core.spec.experiment import Experiment, Optimizer
 from ddp_core.trainers.passes import call
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+_WATCHED_SAMPLES = 8
+"""Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,28 @@ def estimate_memory(
         averaged_weights=weights if averaged else 0,
         communication=gradients if bucketed else 0,
     )
+
+
+def estimate_of(loaded: LoadedExperiment, parts: Parts) -> MemoryEstimate:
+    """The memory of one replica of this experiment, on the CPU and in float32; a few samples are watched."""
+    experiment = loaded.experiment
+    ids = np.arange(min(samples_at_once(experiment), _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
+    inputs, targets = Loader(parts.splits.train, collate=parts.splits.collate).fetch(0, ids)
+    chosen = experiment.optimizer
+    return estimate_memory(
+        parts.model,
+        parts.loss,
+        chosen if isinstance(chosen, Optimizer) else partial(optimizer_of, loaded),
+        inputs,
+        targets,
+        growth=samples_at_once(experiment) / len(ids),
+        averaged=experiment.ema_decay is not None,
+    )
+
+
+def samples_at_once(experiment: Experiment) -> int:
+    """The samples of one forward and backward that the estimate is for."""
+    return experiment.micro_batch or experiment.global_batch_size
 
 
 def _state_of(optimizer: Optimizer | BuildOptimizer, model: nn.Module, gradients: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -14,15 +16,16 @@ ASKED_ELSEWHERE = "another rank was asked to"
 
 
 class StopRequest:
-    """Turns SIGTERM, SIGINT and an early signal of a scheduler into a flag; a second SIGINT ends the process at once.
+    """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once.
 
-    The signals are handled while in a `with` block. `max_seconds` counts from the creation of this object.
+    These are SIGTERM, SIGINT, SIGHUP where it is not ignored (`nohup`), and an early signal of a scheduler. They are
+    handled while in a `with` block. `max_seconds` counts from the creation of this object.
     """
 
     def __init__(self, early_signal: str | None = None, max_seconds: float | None = None) -> None:
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
-        self._signals = [signal.SIGTERM, signal.SIGINT]
+        self._signals = [*asking_signals(), signal.SIGINT]
         if early_signal:
             self._signals.append(signal_named(early_signal))
         self._previous: dict[int, Any] = {}
@@ -37,7 +40,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":
             os._exit(128 + signal.SIGINT)
-        self.reason = signal.Signals(number).name
+        self.reason = reason_of(number)
 
     def __enter__(self) -> StopRequest:
         for number in self._signals:
@@ -47,6 +50,44 @@ class StopRequest:
     def __exit__(self, *details: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class AskedToStop(KeyboardInterrupt):
+    """A signal asks to stop while nothing is trained. A KeyboardInterrupt, because no library keeps that to itself."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def stops_at_once() -> Iterator[None]:
+    """While in the block, SIGTERM and SIGHUP raise AskedToStop: from the start of the command until it trains.
+
+    A StopRequest or a launcher that handles the signals goes before, as long as it does.
+    """
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise AskedToStop(reason_of(number))
+
+    before = {number: signal.signal(number, stop) for number in asking_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def asking_signals() -> list[signal.Signals]:
+    """The signals by which others ask a process to stop: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
+    heard = [signal.SIGTERM]
+    return heard if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*heard, signal.SIGHUP]
+
+
+def reason_of(number: int) -> str:
+    """The signal's name, for messages, and what it means where that is not known to everybody."""
+    name = signal.Signals(number).name
+    return f"{name}: the terminal was closed" if number == signal.SIGHUP else name
 
 
 def signal_named(name: str) -> signal.Signals:
@@ -67,3 +108,8 @@ class Stopped(UserError):
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[str, int]]:
         return (type(self), (self.reason, self.step))
+
+
+def stopped_outside(reason: str) -> UserError:
+    """The error (75) for a command that ended on request while no step was trained, so there was nothing to save."""
+    return UserError(f"stopped while nothing was trained ({reason}); continue with --resume auto", ExitCode.STOPPED)

@@ -10,16 +10,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from ddp_core.determinism.fingerprint import cpu_model
-
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "pydantic", "safetensors")
 
 
 def describe_environment() -> dict[str, Any]:
     """Plain JSON types; an entry is None where the tool that would tell it is missing."""
+    # Imported here, because `ddp --version` needs the functions below alone.
+    import psutil
+    import torch
+
+    from ddp_core.determinism.fingerprint import cpu_model
+
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -59,6 +60,14 @@ def describe_code() -> dict[str, Any]:
     commit = _output_of(*git, "rev-parse", "HEAD")
     changes = _output_of(*git, "status", "--porcelain") if commit else None
     return facts | {"commit": commit, "dirty": None if changes is None else changes != ""}
+
+
+def version_line() -> str:
+    """The versions of this program, torch and Python in one line, read without importing torch."""
+    code = describe_code()
+    changed = ", changed since" if code["dirty"] else ""
+    commit = f" (commit {code['commit'][:12]}{changed})" if code["commit"] else ""
+    return f"ddp {code['version']}{commit}, torch {_version('torch')}, Python {platform.python_version()}"
 
 
 def _version(package: str) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import Fault
@@ -150,14 +153,23 @@ def _launcher(asked: Asked, world: World) -> str:
     return "external" if World.is_set() and world.report_dir is None else asked.launcher
 
 
-def check_request(request: Request) -> None:
-    """Check all that can be checked without starting a process. Raises UserError."""
-    experiment = request.loaded.experiment
-    if request.options.profile:
-        parse_window(request.options.profile)
-    for fault in request.options.faults:
+def check_request(request: Request, only_look: bool = False) -> None:
+    """Check all that can be checked without starting a process. Raises UserError.
+
+    The output folder is made and written to, unless this shall `only_look`.
+    """
+    experiment, options = request.loaded.experiment, request.options
+    if options.profile:
+        parse_window(options.profile)
+    if options.stop_signal:
+        signal_named(options.stop_signal)
+    for fault in options.faults:
         Fault.parse(fault)
-    check_loggers(request.options.log_to)
+    check_loggers(options.log_to)
+    if options.launcher == "spawn" and request.layout.nnodes > 1:
+        raise UserError(
+            "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
+        )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
@@ -166,18 +178,29 @@ def check_request(request: Request) -> None:
         )
     if request.resume not in ("auto", "never"):
         require_experiment(RunDirectory(Path(request.resume)), experiment)
-    build_splits(request.loaded, Path(request.options.data_dir))
-    _check_output(Path(request.options.output))
+    build_splits(request.loaded, Path(options.data_dir))
+    _check_output(Path(options.output), only_look)
 
 
-def _check_output(output: Path) -> None:
+def _check_output(output: Path, only_look: bool) -> None:
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        # A random name, because other nodes of the launch may test the same folder at the same moment.
-        with tempfile.TemporaryFile(dir=output):
-            pass
+        _look_at(output)
+        if not only_look:
+            output.mkdir(parents=True, exist_ok=True)
+            # A random name, because other nodes of the launch may test the same folder at the same moment.
+            with tempfile.TemporaryFile(dir=output):
+                pass
     except OSError as error:
         raise UserError(
             f"cannot write to {output}: {error.strerror}; choose another with --output DIR, or mend its owner and mode",
             ExitCode.RESOURCES,
         ) from None
+
+
+def _look_at(output: Path) -> None:
+    """Raises the OSError that writing to the folder, or making it, would meet."""
+    there = next(place for place in (output, *output.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.errors import UserError, nearest_name
 from ddp_core.spec.records import Frozen, Reduction, explain
@@ -97,6 +98,15 @@ class DdpOptions(Frozen):
     powersgd_rank: int = Field(1, gt=0)
 
 
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ValueError(
+            f"{name!r} is also the name of the runs' folder, on every machine: it begins with a letter from A to Z or "
+            "a digit, and goes on with these, _, . and -"
+        )
+    return name
+
+
 def _own_or(built_in: type[Frozen]) -> BeforeValidator:
     """Reads a record with `options` as a Component and any other as `built_in`, so that errors speak of one of them."""
 
@@ -120,7 +130,7 @@ class Experiment(Frozen):
     field of that name, the function is used.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: Annotated[str, AfterValidator(_check_name)]
     seed: int = Field(0, ge=0, lt=2**63)
     model: Component = Component(name="model")
     data: Component = Component(name="data")
@@ -205,6 +215,22 @@ def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
     """The two nearest multiples of `divisor`: at or below `number` (0 if there is none), and above it."""
     below = number // divisor * divisor
     return below, below + divisor
+
+
+def common_settings() -> list[str]:
+    """Every dotted name that `--set` knows for an experiment with built-in optimizer and schedule.
+
+    The options of its model and its data, which are not the same for all, are left out.
+    """
+    names = []
+    for field, details in Experiment.model_fields.items():
+        kinds = get_args(details.annotation) or (details.annotation,)
+        record = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen)), None)
+        if record is None:
+            names.append(field)
+        else:
+            names += [f"{field}.{inner}" for inner in (["name"] if record is Component else record.model_fields)]
+    return names
 
 
 def setting_names(experiment: Experiment) -> list[str]:

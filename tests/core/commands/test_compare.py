@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from ddp_core.commands.compare import compare, table, verdict
 from ddp_core.errors import UserError
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.spec.layout import Layout
+from tests.support.commands import ROOT
 
 SINGLE, DP, DDP = Layout(), Layout(kind="dp", nproc_per_node=2), Layout(kind="ddp", nnodes=2, nproc_per_node=2)
 
@@ -130,3 +133,33 @@ def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.C
 def test_no_run_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ddp train"):
         compare([tmp_path])
+
+
+def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(DP, speed=1500.0))
+    write(tmp_path, 2, record(DDP, status="failed", weights_sha256=None, result={}))
+    write(tmp_path, 3, record(experiment_sha256="f", experiment={"name": "other"}, options={"reduction": "plain"}))
+    assert compare([tmp_path], as_json=True) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["experiment"], first["identical"], first["verdict"][:8]) == ("mine", True, "digests:")
+    assert first["runs"][1] == {
+        "run": str(tmp_path / "run-1"),
+        "layout": "dp-2-cpu",
+        "simulated": True,
+        "world_size": 2,
+        "reduction": "exact",
+        "status": "completed",
+        "samples_per_second": 1500.0,
+        "speed_up": 1.5,
+        "accuracy": 0.9889,
+        "loss": 0.04321,
+        "peak_memory_bytes": 300_000_000,
+        "data_wait": 0.031,
+        "weights_sha256": "a" * 64,
+    }
+    assert [first["runs"][2][name] for name in ("status", "samples_per_second", "loss")] == ["failed", None, None]
+    assert (second["experiment"], second["identical"]) == ("other", None)
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    named = {*first, *first["runs"][0]}
+    assert named - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
