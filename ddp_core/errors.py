@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import wraps
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import ParamSpec
 
 _P = ParamSpec("_P")
 _INTERRUPTED = 130
+_FEWEST_LETTERS, _MOST_NAMES = 3, 3
+"""Letters of a beginning by which a name is found, and names that one line can offer."""
 
 
 class ExitCode(IntEnum):
@@ -62,6 +65,13 @@ def internal(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
 
 
+def in_words(exit_code: int, message: str) -> str:
+    """What is printed of an error: a run that was asked to stop has met none."""
+    if exit_code == ExitCode.STOPPED:
+        return f"stopped: {message.removeprefix('stopped ')}"
+    return f"error: {message}"
+
+
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
     """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
 
@@ -75,7 +85,7 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
             try:
                 return main(*words, **named)
             except UserError as error:
-                print(f"{speaker}: error: {error}", file=sys.stderr, flush=True)
+                print(f"{speaker}: {in_words(error.exit_code, str(error))}", file=sys.stderr, flush=True)
                 return error.exit_code
             except KeyboardInterrupt:
                 print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
@@ -94,7 +104,21 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
 
 
 def nearest_name(wrong: str, known: Iterable[str]) -> str:
-    """'did you mean X?' for the nearest known name, or the list of all names when none is near."""
+    """'did you mean X?' for the nearest known names, or the list of all names when none is near."""
     names = sorted(known)
-    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    near = near_names(wrong, names)
+    return f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+
+
+def near_names(wrong: str, names: Sequence[str], likeness: float = 0.5) -> list[str]:
+    """The names, three at most, that may have been meant.
+
+    The wrong name is the last part of them (`lr` of `optimizer.lr`), or long for it (`learning_rate`), or their
+    beginning, or spelled alike: difflib's ratio is at least `likeness`.
+    """
+    words = [word for word in re.split("[-_]", wrong) if word]
+    last = {name: name.rpartition(".")[2] for name in names}
+    near = [name for name in names if last[name] in (wrong, "".join(word[0] for word in words))]
+    if not near and len("".join(words)) >= _FEWEST_LETTERS:
+        near = [name for name in names if name.startswith(wrong) or last[name].startswith(wrong)]
+    return near if 1 <= len(near) <= _MOST_NAMES else difflib.get_close_matches(wrong, names, n=1, cutoff=likeness)

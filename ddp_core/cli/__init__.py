@@ -3,6 +3,6 @@
 The functions themselves are in the packages below; here is only how a command line asks for them.
 """
 
-from ddp_core.cli.commands import main
+from ddp_core.cli.entry import main
 
 __all__ = ["main"]

@@ -4,76 +4,34 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import warnings
-from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ddp_core.cli.options import Group, asked_in, from_fields
-from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_core.cli import completion
+from ddp_core.cli.config import config_of, take_config
+from ddp_core.cli.kinds import Group, OpenGroup, TitledOption
+from ddp_core.cli.options import asked_in, from_fields
+from ddp_core.errors import ExitCode
 
 if TYPE_CHECKING:
     from ddp_core.spec.layout import LayoutKind
 
+Function = TypeVar("Function", bound=Callable[..., int])
+
 _EXAMPLES = """
 \b
 Examples:
-  ddp train digits
-  ddp train digits --layout dp --nproc-per-node 2
-  ddp train digits --layout ddp --nproc-per-node 4 --set optimizer.lr=0.05
-  ddp train digits --resume auto
+  ddp train digits                                    # in one process
+  ddp train digits --layout dp --nproc-per-node 2     # two replicas in one process
+  ddp train digits --layout ddp --set epochs=3        # a process for each GPU, or 2 on the CPU
+  ddp train digits --layout ddp --dry-run             # only say what that would do
+  ddp train digits --resume auto                      # go on where it stopped
   ddp train mine.py --layout ddp --nnodes 2 --rdzv-endpoint HOST:29400 --rdzv-id a-new-word
 """
-
-
-@said_by("ddp")
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; any error is printed in one line."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return _call(words)
-    except UserError as error:
-        from ddp_core.distributed.world import World
-
-        if not World.is_set():
-            raise
-        from ddp_core.launch.worker import report_error
-
-        return report_error(error)
-    except BrokenPipeError:
-        return ExitCode.DONE
-
-
-def _call(words: list[str]) -> int:
-    """The exit code of the command. Raises UserError for whatever is wrong with the words.
-
-    click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.
-    """
-    if words and words[0] in (offered := _offered()):
-        return int(offered[words[0]].load()(words[1:]))
-    try:
-        with ddp.make_context("ddp", words, obj=words) as context:
-            return int(ddp.invoke(context))
-    except click.exceptions.Exit as ended:
-        return ended.exit_code
-    except click.UsageError as error:
-        raise _in_one_line(error) from None
-
-
-def _in_one_line(error: click.UsageError) -> UserError:
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        return UserError(f"no such option {error.option_name}; did you mean {error.possibilities[0]}?")
-    where = error.ctx.command_path if error.ctx else "ddp"
-    return UserError(f"{error.format_message().rstrip('.')} (see `{where} --help`)")
-
-
-def _offered() -> dict[str, EntryPoint]:
-    """Commands that other packages offer under the entry point group `ddp.commands`: functions of a list of words."""
-    return {entry.name: entry for entry in entry_points(group="ddp.commands")}
 
 
 def _quiet() -> None:
@@ -84,20 +42,45 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-class _Commands(Group):
-    """The commands below, and those of other packages."""
-
-    def offered(self) -> list[str]:
-        """Names of the other packages' commands."""
-        return sorted(_offered())
-
-
 # torch.distributed.launch puts --local-rank before all other words, or after the words that its script passes on.
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
-@click.group("ddp", cls=_Commands, invoke_without_command=True, context_settings={"max_content_width": 120})
+def _config(title: str | None = None) -> Callable[[Function], Function]:
+    """The option --config; `title` is the group under which it stands in the help."""
+    return click.option(
+        "--config",
+        cls=TitledOption,
+        title=title,
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=take_config,
+        shell_complete=completion.complete_value,
+        help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line "
+        "overrides it. [default: none]",
+    )
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from ddp_core.run.environment import version_line
+
+        click.echo(version_line())
+        context.exit()
+
+
+@click.group("ddp", cls=OpenGroup, invoke_without_command=True, context_settings={"max_content_width": 120})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the versions of ddp, torch and Python.",
+)
 @_local_rank
 @click.pass_context
 def ddp(context: click.Context) -> int:
@@ -108,20 +91,35 @@ def ddp(context: click.Context) -> int:
 
 
 @ddp.command(options=from_fields(), epilog=_EXAMPLES)
+@_config("What is trained, and from where on")
+@click.option(
+    "--dry-run", "only_said", is_flag=True, help="Say what would run, or why nothing can; start nothing, write nothing."
+)
 @_local_rank
 @click.pass_context
-def train(context: click.Context, /, **_: object) -> int:
+def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
-    EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own.
+    EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
+    layout says where: in one process (single), on several devices of one process (dp), or in a process for each device
+    (ddp). The result does not depend on the layout.
     """
     _quiet()
+    from ddp_core.cli.entry import main
     from ddp_core.launch.launch import Meeting, launch
     from ddp_core.run.prepare import prepare
 
-    asked, words = asked_in(context), context.obj
+    asked, config = asked_in(context), config_of(context)
+    # What a file says is written out, so that the run's record and its workers need the file no more.
+    words = context.obj if config.options is None else ["train", *asked.to_words()]
+    with config.blamed():
+        request = prepare(asked, shlex.join(["ddp", *words]))
+    if only_said:
+        from ddp_core.commands.dry_run import dry_run
+
+        return dry_run(request)
     meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id)
-    return launch(prepare(asked, shlex.join(["ddp", *words])), meeting, words, main)
+    return launch(request, meeting, words, main)
 
 
 @ddp.command("list")
@@ -138,14 +136,15 @@ def list_() -> int:
 
 @ddp.command(options=from_fields("output"))
 @click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=click.Path(path_type=Path))
-def compare(runs: tuple[Path, ...], output: str) -> int:
+@_as_json
+def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     """Show runs side by side, and whether the weights agree.
 
     A name is a run directory or a folder of them. Without any name all runs below --output are shown.
     """
     from ddp_core.commands.compare import compare
 
-    return compare(runs or [Path(output)])
+    return compare(runs or [Path(output)], as_json)
 
 
 @ddp.command(options=from_fields("layout", "device", "nproc_per_node", default="as recorded"))
@@ -162,15 +161,18 @@ def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_n
 
 
 @ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", default="digits")
-def verify_layouts(experiment: str, settings: tuple[str, ...], data_dir: str) -> int:
+@click.argument("experiment", default="digits", shell_complete=completion.complete_experiment)
+@_config()
+@click.pass_context
+def verify_layouts(context: click.Context, experiment: str, settings: tuple[str, ...], data_dir: str) -> int:
     """Train on every layout that runs here, compare digests.
 
     EXPERIMENT is digits, if none is named.
     """
     from ddp_core.commands.verify import verify_layouts
 
-    return verify_layouts(experiment, settings, data_dir)
+    with config_of(context).blamed():
+        return verify_layouts(experiment, settings, data_dir)
 
 
 @ddp.command()
@@ -222,15 +224,21 @@ def fetch(name: str, data_dir: str) -> int:
 
 
 @ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", required=False)
-def doctor(experiment: str | None, settings: tuple[str, ...], data_dir: str) -> int:
+@click.argument("experiment", required=False, shell_complete=completion.complete_experiment)
+@_config()
+@_as_json
+@click.pass_context
+def doctor(
+    context: click.Context, experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool
+) -> int:
     """Say what is here: devices, versions, and what would run.
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
     from ddp_core.commands.doctor import doctor
 
-    return doctor(experiment, settings, Path(data_dir))
+    with config_of(context).blamed():
+        return doctor(experiment, settings, Path(data_dir), as_json)
 
 
 @ddp.command()
@@ -248,3 +256,17 @@ def rendezvous(port: int, check: str | None) -> int:
     from ddp_core.launch import rendezvous
 
     return rendezvous.check(check) if check else rendezvous.serve(port)
+
+
+@ddp.command("completion")
+@click.argument("shell", type=click.Choice(completion.SHELLS))
+def completion_(shell: str) -> int:
+    """Print a script that lets a shell complete `ddp`.
+
+    \b
+    bash: eval "$(ddp completion bash)"          in ~/.bashrc
+    zsh:  eval "$(ddp completion zsh)"           in ~/.zshrc
+    fish: ddp completion fish | source           in ~/.config/fish/config.fish
+    """
+    click.echo(completion.script(ddp, shell))
+    return ExitCode.DONE

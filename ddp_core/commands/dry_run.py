@@ -91,11 +91,11 @@ def _memory(request: Request, parts: Parts) -> str:
 def _rule(part: Optimizer | Schedule | Component) -> str:
     """The name, and what is not as by default; of a function of the experiment's own, all of its options."""
     if isinstance(part, Component):
-        chosen, name = part.options, f"{part.name} of the experiment's file"
+        name, chosen = f"{part.name} of the experiment's file", dict[str, Any](part.options)
     else:
-        chosen, name = {key: value for key, value in part if key != "name" and value != _default(part, key)}, part.name
-    if isinstance(part, Optimizer):
-        chosen = {"lr": part.lr} | chosen
+        rate = {"lr": part.lr} if isinstance(part, Optimizer) else {}
+        changed = {key: value for key, value in part if key != "name" and value != _default(part, key)}
+        name, chosen = part.name, rate | changed
     return ", ".join([name, *(f"{key} {value}" for key, value in chosen.items())])
 
 
@@ -118,8 +118,12 @@ def _start(request: Request) -> str:
 
 def _files(request: Request) -> str:
     options, layout = request.options, request.layout
-    asked = {"trace/": options.profile, "ledger/": options.ledger, "tensorboard/": options.tensorboard}
-    names = [*_FILES, *(name for name, wanted in asked.items() if wanted)]
+    asked = {"trace/": options.profile, "ledger/": options.ledger}
+    names = [
+        *_FILES,
+        *(name for name, wanted in asked.items() if wanted),
+        *(f"{name}/" for name in options.log_to if name != "mlflow"),
+    ]
     place = Path(options.output) / request.loaded.experiment.name / f"{layout.label}-<time>-<id>"
     return f"{', '.join(names)} in {place}/"
 

@@ -169,12 +169,13 @@ def _as_it_is(step: list[Batch] | UserError) -> list[Batch] | UserError:
 
 
 def _begin_worker(_: int) -> None:
-    """Let the training process decide what Ctrl-C means, and do not outlive it.
+    """Let the training process decide what Ctrl-C and a closed terminal mean, and do not outlive it.
 
-    Ctrl-C reaches every process of a terminal. torch's own worker looks for its parent between two steps only, so a
+    Both reach every process of a terminal. torch's own worker looks for its parent between two steps only, so a
     worker that hangs inside a data set would stay for ever.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
@@ -47,12 +49,20 @@ class WouldRepeat(Exception):
 class Agent(LocalElasticAgent):
     """Starts, watches and ends this node's workers. torch calls every method here but `kill_workers`.
 
-    The workers come from the nursery, and leave their reports in the directory `reports`.
+    The workers come from the nursery, and leave their reports in the directory `reports`. `heard`: the signals that
+    torch handles here while workers run.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reports: Path, nursery: Nursery | None) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        reports: Path,
+        nursery: Nursery | None,
+        heard: Sequence[signal.Signals],
+    ) -> None:
         super().__init__(spec, logs)
-        self._reports, self._nursery = reports, nursery
+        self._reports, self._nursery, self._heard = reports, nursery, heard
 
     def kill_workers(self) -> None:
         """SIGKILL to all of this node's workers, from any thread."""
@@ -129,19 +139,30 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: Any, **named_timeout: Any) -> None:
-        # Workers handle SIGTERM, SIGINT and the early signal only. A lost terminal (SIGHUP) asks for a stop, too.
-        asking = signal.SIGTERM if death_sig in (signal.SIGHUP, signal.SIGQUIT) else death_sig
-        self._end_workers(asking, FINISHING_SECONDS)
+        self._only_hasten()
+        # Workers do not handle SIGQUIT (Ctrl-backslash), which asks for a stop, too.
+        asking = signal.SIGTERM if death_sig == signal.SIGQUIT else death_sig
+        end_processes(self._processes().values(), asking, FINISHING_SECONDS)
         # The workers have ended. torch 2.11 gives no timeout, and takes none.
         super()._shutdown(death_sig, *timeout, **named_timeout)
 
-    def _end_workers(self, number: signal.Signals, seconds: int) -> None:
-        """Ask the workers to end; kill them at once when a second SIGINT comes while they finish."""
-        try:
-            end_processes(self._processes().values(), number, seconds)
-        except SignalException as again:
-            impatient = again.sigval == signal.SIGINT
-            self._end_workers(signal.SIGKILL if impatient else number, 0 if impatient else seconds)
+    def _only_hasten(self) -> None:
+        """From now on a signal does no more than hasten the end: SIGINT kills the workers at once.
+
+        torch's own handlers would raise once more, wherever the launcher then is.
+        """
+
+        def hasten(number: int, _: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                self.kill_workers()
+
+        for number in self._heard:
+            signal.signal(number, hasten)
+
+    @property
+    def died_of(self) -> set[int]:
+        """The signals that have killed workers of this node; 0 for a worker that ended by itself."""
+        return {max(0, -(process.poll() or 0)) for process in self._processes().values()}
 
     def _processes(self) -> dict[int, Process]:
         """This node's workers by local rank, none before the first start."""

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from ddp_core.distributed.stop import signal_named
+from ddp_core.distributed.stop import asking_signals, reason_of, signal_named, stopped_outside
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.agent import Agent, WouldRepeat, say
 from ddp_core.launch.decision import FINISHING_SECONDS
@@ -28,7 +28,6 @@ from ddp_core.launch.worker import first_telling, read_reports, write_launcher
 from ddp_core.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 
 _CUT_OFF_SECONDS = 20.0
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,8 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     agents.addHandler(logging.NullHandler())
     agents.propagate = False
     early = [signal_named(settings.stop_signal)] if settings.stop_signal else []
-    os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in (*_HEARD, *early))
+    heard = [*asking_signals(), signal.SIGINT, signal.SIGQUIT, *early]
+    os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in heard)
     address = own_address(settings.endpoint)
     if settings.endpoint is None:
         # On one machine, use the loopback interface: the host name may not resolve.
@@ -69,13 +69,27 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
         reports.mkdir()
         write_launcher(reports, *([nursery.pid] if nursery else []))
         os.environ["DDP_REPORT_DIR"] = str(reports)
+        before = {number: signal.getsignal(number) for number in heard}
         try:
-            return _run(settings, arguments, address, reports, nursery)
+            return _run(settings, arguments, address, reports, nursery, heard)
+        except RendezvousLost:
+            # This process goes on. After any other end it leaves, and the agent's handlers make it deaf to what is
+            # repeated meanwhile.
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            raise
         finally:
             del os.environ["DDP_REPORT_DIR"]
 
 
-def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Path, nursery: Nursery | None) -> int:
+def _run(
+    settings: Elastic,
+    arguments: Sequence[str],
+    address: str,
+    reports: Path,
+    nursery: Nursery | None,
+    heard: Sequence[signal.Signals],
+) -> int:
     # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
     join_seconds = int(max(settings.timeout, 2 * FINISHING_SECONDS))
     nnodes = (settings.min_nodes, settings.max_nodes)
@@ -89,13 +103,13 @@ def _run(settings: Elastic, arguments: Sequence[str], address: str, reports: Pat
         max_restarts=settings.max_restarts,
         local_addr=address,
     )
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(reports.parent / "logs")), reports, nursery)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(reports.parent / "logs")), reports, nursery, heard)
     try:
         with leaves_when_cut_off(settings.endpoint, max(2 * settings.timeout, _CUT_OFF_SECONDS), agent.kill_workers):
             result = agent.run()
     except SignalException as stopped:
         # The rendezvous is not shut down here: that would close it for the nodes that go on.
-        return _code_after(stopped.sigval, reports)
+        return _code_after(stopped.sigval, agent.died_of, reports)
     except WouldRepeat as mistake:
         with contextlib.suppress(RendezvousError, DistError):
             handler.shutdown()
@@ -133,10 +147,18 @@ def _code_of(result: RunResult, directory: Path) -> int:
     return report.exit_code
 
 
-def _code_after(number: signal.Signals, directory: Path) -> int:
-    """The code after a signal to the launcher: 75 where the workers saved and left."""
+def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
+    """The code after a signal to the launcher: 75 where the workers have saved.
+
+    `died_of`: the signals that killed workers. Raises UserError (75) where these had not begun: the signal itself,
+    which they handle while they train, has killed them, or they were not there yet.
+    """
     report = first_telling(read_reports(directory))
-    if report is None:
-        return 128 + number
-    report.tell()
-    return report.exit_code
+    if report is not None:
+        report.tell()
+        return report.exit_code
+    if number != signal.SIGINT:
+        if signal.SIGKILL not in died_of:
+            raise stopped_outside(reason_of(number))
+        say(f"{reason_of(number)}; the workers were killed before they had saved; continue with --resume auto")
+    return 128 + number

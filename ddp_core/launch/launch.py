@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.multiprocessing as mp
 
-from ddp_core.distributed.stop import signal_named
+from ddp_core.distributed.stop import asking_signals, reason_of, signal_named, stopped_outside
 from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
@@ -144,10 +144,6 @@ def _close_record(request: Request, launch_id: str, code: int) -> None:
 
 def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     """mp.spawn: this machine alone, no restarts."""
-    if request.layout.nnodes > 1:
-        raise UserError(
-            "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
-        )
     count = request.layout.nproc_per_node
     with TemporaryDirectory(prefix="ddp-") as scratch:
         write_launcher(Path(scratch))
@@ -162,13 +158,16 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
         )
         assert context is not None
 
+        asked: list[str] = []
+
         def pass_on(number: int, _: object) -> None:
+            asked.append(signal.Signals(number).name)
             for process in context.processes:
                 if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, number)
 
         early = request.options.stop_signal
-        heard = [signal.SIGTERM, signal.SIGINT, *([signal_named(early)] if early else [])]
+        heard = [*asking_signals(), signal.SIGINT, *([signal_named(early)] if early else [])]
         before = {number: signal.signal(number, pass_on) for number in heard}
         try:
             while not context.join():
@@ -183,11 +182,15 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
             if isinstance(error, mp.ProcessExitedException) and error.exit_code == _IMPATIENT:
                 return _IMPATIENT
             killed = getattr(error, "signal_name", None)
+            if killed in asked:
+                # A worker that the signal could kill had not begun: it handles the signal then.
+                raise stopped_outside(reason_of(signal.Signals[killed])) from None
             how = f"was killed ({killed})" if killed else "died"
             print(f"ddp: error: rank {error.error_index} {how}; continue with --resume auto", file=sys.stderr)
             return ExitCode.PEERS_LOST
         finally:
-            for number, handler in before.items():
+            # A process that was asked to stop leaves now; it is deaf to what is repeated meanwhile.
+            for number, handler in before.items() if not asked else ():
                 signal.signal(number, handler)
     return ExitCode.DONE
 
@@ -202,6 +205,8 @@ def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, argum
         store_port=port,
         report_dir=Path(reports),
     )
+    # A terminal's signals go to the launcher, which passes them on.
+    os.setsid()
     os.environ.update(world.to_environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(entry(arguments))

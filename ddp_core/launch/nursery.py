@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
+from ddp_core.distributed.stop import asking_signals
 from ddp_core.orphans import die_with_parent
 from ddp_core.torch_internals import LOADED_BY_OPTIMIZERS
 
@@ -179,6 +180,9 @@ def _begin(name: str) -> None:
     """A session and a life of its own: `name` (15 characters at most) is what `ps` and `top` show."""
     # A terminal's signals go to the launcher, which knows what to make of them.
     os.setsid()
+    # The launcher's handlers are not for its children.
+    for number in asking_signals():
+        signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     die_with_parent()
     if parent is None or os.getppid() != parent.pid:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, in_words
 from ddp_core.files import replace_file
 from ddp_core.observe.lost_peers import is_peer_loss, reason_of
 from ddp_core.orphans import die_with_parent
@@ -39,12 +39,7 @@ class Report:
         """Say it on standard error."""
         if self.trace:
             sys.stderr.write(self.trace)
-        word = "stopped" if self.exit_code == ExitCode.STOPPED else "error"
-        print(
-            f"ddp: {word}: {self.message.removeprefix('stopped ') if word == 'stopped' else self.message}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"ddp: {in_words(self.exit_code, self.message)}", file=sys.stderr, flush=True)
 
 
 def run_worker(request: Request, world: World) -> int:

@@ -6,6 +6,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_core.errors import UserError, nearest_name
@@ -80,7 +81,17 @@ def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Ma
     except Exception as error:
         code = getattr(function, "__code__", None)
         place = place_of(error, None if code is None else code.co_filename)
-        raise UserError(f"{place}: {name} raised {reason_of(error)}") from error
+        hint = _in_data_folder(error, injected.get("root"))
+        raise UserError(f"{place}: {name} raised {reason_of(error)}{hint}") from error
+
+
+def _in_data_folder(error: BaseException, root: Path | None) -> str:
+    """What to do about a file that a builder misses in the data folder `root`; nothing for any other exception."""
+    if root is None or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | Path):
+        return ""
+    if not Path(error.filename).resolve().is_relative_to(root.resolve()):
+        return ""
+    return f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
 
 
 def place_of(error: BaseException, file: str | None) -> str:

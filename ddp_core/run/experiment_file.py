@@ -205,7 +205,7 @@ def _find(name_or_path: str, search: Sequence[Path] | None) -> Path:
 def _run(path: Path, source: str) -> ModuleType:
     """Execute the file as a module of its own, known to pickle and dataclasses under a name that no other file has."""
     full = path.resolve()
-    module = ModuleType(f"{MODULE_PREFIX}{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}")
+    module = ModuleType(f"{MODULE_PREFIX}{full.stem}_{hashlib.sha256(bytes(full)).hexdigest()[:8]}")
     module.__file__ = str(full)
     sys.modules[module.__name__] = module
     if str(full.parent) not in sys.path:

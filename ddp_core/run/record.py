@@ -49,7 +49,7 @@ class RunRecord:
             before = self.directory.read()
             self.changed_fingerprint = differences(self.fingerprint, before.get("fingerprint", {}))
         else:
-            (self.directory.path / "experiment.py").write_text(loaded.source)
+            (self.directory.path / "experiment.py").write_text(loaded.source, encoding="utf-8")
         self.attempt = len(before.get("attempts", []))
         attempt = {
             "layout": request.layout.model_dump(),
@@ -117,7 +117,9 @@ class RunRecord:
 
     def _keep_trace(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(text)
+            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(
+                text, encoding="utf-8", errors="backslashreplace"
+            )
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
         """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""

@@ -73,7 +73,9 @@ class What(Frozen):
 
     experiment: str = Field(description="A name from `ddp list`, or the path of an experiment file of your own.")
     settings: Annotated[tuple[str, ...], CommandLine("--set", "NAME=VALUE")] = Field(
-        (), description="Change a value of the experiment, for example optimizer.lr=0.05. May be repeated."
+        (),
+        description="Change a value of the experiment, for example optimizer.lr=0.05, epochs=3 or model.dropout=0.1. "
+        "May be repeated.",
     )
     resume: Annotated[str, CommandLine(metavar="never|auto|RUN")] = Field(
         "never",
@@ -82,8 +84,8 @@ class What(Frozen):
     )
     reduction: Annotated[Reduction | None, ByDefault("what the experiment says")] = Field(
         None,
-        description="How gradients are added up. exact: the same bits on every layout. plain: as torch does it, the "
-        "fastest.",
+        description="How gradients are added up. exact: in one fixed order, so that every layout ends with the same "
+        "bits. plain: as torch does it, the fastest.",
     )
     record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
         None, description="Train the experiment that this file records; its own file gives the functions only."
@@ -101,7 +103,7 @@ class Where(Frozen):
     device: Literal["auto", DeviceType] = Field("auto", description="auto: CUDA where there is a GPU, else the CPU.")
     nproc_per_node: Annotated[
         Count | None, ByDefault("1 for single, else one for each GPU of this node, or 2 on the CPU")
-    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node.")
+    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node, each on a GPU of its own.")
     nnodes: Annotated[
         NodeRange, BeforeValidator(_split), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
     ] = Field(
@@ -111,7 +113,7 @@ class Where(Frozen):
     )
     rdzv_endpoint: Annotated[
         str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")
-    ] = Field(None, description="Where several nodes meet: where `ddp rendezvous` was started.")
+    ] = Field(None, description="Where several nodes meet: the address at which `ddp rendezvous` was started.")
     rdzv_id: Annotated[str | None, CommandLine(metavar="ID"), ByDefault("a random one, for one node")] = Field(
         None, description="A word that names this launch: the same on all of its nodes, and never used before."
     )
@@ -154,9 +156,11 @@ class Saving(Frozen):
     checkpoint_every: Annotated[Steps | None, ByDefault("at the end of each epoch")] = Field(
         None, description="Save a checkpoint every so many steps."
     )
-    keep_last: Count = Field(2, description="How many of the newest checkpoints are kept. The best one always is.")
+    keep_last: Count = Field(
+        2, description="How many of the newest checkpoints are kept. The best one is always kept, too."
+    )
     keep_every: Annotated[Steps | None, ByDefault("none of them")] = Field(
-        None, description="Keep the checkpoints of every so many steps, too."
+        None, description="Also keep the checkpoint of every so many steps, for good."
     )
     asynchronous_save: Annotated[bool, CommandLine("--synchronous-save")] = Field(
         True, description="Wait until a checkpoint is written before training goes on."
@@ -169,7 +173,9 @@ class Stopping(Frozen):
     max_seconds: Annotated[Seconds | None, ByDefault("no limit")] = Field(
         None, description="Save and stop after this time; --resume continues."
     )
-    stop_signal: Annotated[str | None, CommandLine(metavar="NAME"), ByDefault("TERM and INT only")] = Field(
+    stop_signal: Annotated[
+        str | None, CommandLine(metavar="NAME"), ByDefault("none but TERM, INT (Ctrl-C) and HUP (a closed terminal)")
+    ] = Field(
         None,
         description="A signal that also asks to save and stop, for example USR1, which a scheduler can send before it "
         "ends a job.",
@@ -194,7 +200,8 @@ class Watching(Frozen):
         description="Keep settings, records, evaluations and the result with this tool, too. May be repeated.",
     )
     profile: Annotated[str | None, CommandLine(metavar="FIRST:LAST"), ByDefault("no trace")] = Field(
-        None, description="Trace these steps on every rank, for example 20:25, for Perfetto."
+        None,
+        description="Trace what happens in these steps on every rank, for example 20:25; ui.perfetto.dev shows it.",
     )
 
 
@@ -258,6 +265,8 @@ def default_text(field: FieldInfo) -> str:
         return next((note.text for note in field.metadata if isinstance(note, ByDefault)), "none")
     if isinstance(field.default, bool):
         return "off"  # of the option: an option that switches its field off is itself off by default
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
     return str(field.default) if field.default != () else "none"
 
 

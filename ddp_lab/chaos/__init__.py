@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `ddp chaos`; its modules are imported only now."""
+    """Break a cluster on purpose, and judge what was lost."""
     from ddp_lab.chaos.__main__ import main as run
 
     return run(arguments)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, judge again, or document the claims; returns the exit code."""
+    """Measure what articles say about DP and DDP, and judge it."""
     from ddp_lab.claims.framework.command import main as command
 
     return command(arguments)

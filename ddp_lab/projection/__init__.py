@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, fit, check, project; returns the exit code."""
+    """Project a training step onto more GPUs than there are here."""
     from ddp_lab.projection.command import main as command
 
     return command(arguments)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the report, and serve it if asked to; returns the exit code."""
+    """Turn all runs into one page, and show it."""
     from ddp_lab.report.command import main as command
 
     return command(arguments)

@@ -31,6 +31,17 @@ experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(na
 from ddp_core.spec.experiment import *
 experiment = Experiment(name='a', model=Component(name='mpl'), data=Component(name='digits'), global_batch_size=8)
 """,
+    "data_missing": """
+from ddp_core.spec.experiment import *
+def data(root):
+    return (root / 'mine' / 'pixels.npy').read_bytes()
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
+                        micro_batch=4)
+""",
+    "foreign_name": """
+from ddp_core.spec.experiment import *
+experiment = Experiment(name='für', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8)
+""",
     "data_raises": """
 from ddp_core.spec.experiment import *
 def data():
@@ -123,7 +134,9 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "cut": (["toy_mlp", "--set", "global_batch_size=18"], 2, ["18", "16 or 20"]),
     "small data": (["toy_mlp", "--set", "global_batch_size=64"], 2, ["32 training samples", "64", "--set"]),
     "GPUs": (["toy_mlp", "--device", "cuda", "--nproc-per-node", "99"], 4, ["CUDA devices", "--device cpu"]),
-    "missing data": (["fashion_mnist", "--data-dir", "DATA"], 2, ["ddp data fetch fashion_mnist"]),
+    "missing data": (["fashion_mnist", "--data-dir", "DATA"], 2, ["ddp data fetch fashion_mnist", "--data-dir DIR"]),
+    "missing own data": (["data_missing.py", "--data-dir", "DATA"], 2, ["pixels.npy", "no-data: ", "--data-dir DIR"]),
+    "foreign name": (["foreign_name.py"], 2, ["name", "'für'", "from A to Z", "runs' folder"]),
     "no run": (["toy_mlp", "--resume", "nowhere"], 2, ["--resume nowhere", "run.json"]),
     "promise": (["toy_mlp", "--reduction", "exact", "--set", "micro_batch=null"], 2, ["exact", "--reduction plain"]),
     "signal": (["toy_mlp", "--stop-signal", "USR9"], 2, ["USR9", "USR1"]),
@@ -146,7 +159,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
 }
 LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
-ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "signal", "wrong optimizer", "wrong metrics"}
+ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "wrong optimizer", "wrong metrics"}
 
 
 def one_line(ended: Ended, code: int, words: list[str]) -> None:

@@ -1,0 +1,183 @@
+"""Reads the file of `--config`: what `--set` says, and a table `[train]` with the options of `ddp train`.
+
+In TOML, for example:
+
+    optimizer.lr = 0.05             # the same names as with --set; tables and dotted names mean the same
+    epochs = 3
+
+    [train]                         # the same names as on the command line
+    experiment = "digits"
+    layout = "ddp"
+    nproc-per-node = 4
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ddp_core.errors import UserError, nearest_name
+
+DEFAULT_MAP = ParameterSource.DEFAULT_MAP
+"""Where click says a value of the file comes from."""
+
+_TABLE = "train"
+_META = "ddp_core.cli.config"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a file asks for: settings as `--set` takes them, and values of options by the names of click's parameters.
+
+    The command line goes before the options, and its `--set` before the settings.
+    """
+
+    path: Path
+    settings: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Name the file in a UserError about one of its settings, which knows nothing of the file."""
+        try:
+            yield
+        except UserError as error:
+            text = str(error).removeprefix("--set ")
+            names = [setting.partition("=")[0] for setting in self.settings]
+            if any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in names):
+                raise UserError(f"{self.path}: {text}", error.exit_code) from None
+            raise
+
+
+def config_of(context: click.Context) -> Config:
+    """The file that `--config` named; an empty one where it named none."""
+    found = context.meta.get(_META, Config(Path()))
+    assert isinstance(found, Config)
+    return found
+
+
+def take_config(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    """click's callback of `--config`: the file's values become the defaults of the options. Raises UserError."""
+    if value is not None and not context.resilient_parsing:
+        config = read_config(Path(value))
+        context.meta[_META] = config
+        context.default_map = {**(config.options or {}), "settings": config.settings}
+
+
+def add_to_config(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """click's callback of `--set`: what is given there follows, and so overrides, what the file says."""
+    if context.get_parameter_source(parameter.name or "") is DEFAULT_MAP:
+        return value
+    return (*config_of(context).settings, *value)
+
+
+def read_config(path: Path) -> Config:
+    """Read a TOML, YAML or JSON file; its ending tells which. Raises UserError, with the nearest known name."""
+    content = _parse(path)
+    options = content.pop(_TABLE, {})
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: {_TABLE} is a table of options, for example `layout` with the value `ddp`")
+    return Config(path, tuple(_settings(path, content)), dict(_options(path, options)))
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path} is not UTF-8 text; give a TOML, YAML or JSON file") from None
+    try:
+        content = _reader(path)(text)
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise UserError(f"{path} holds no names with values; write, for example, `optimizer.lr = 0.05`")
+    return content
+
+
+def _reader(path: Path) -> Any:
+    """The function that reads such a file, and raises ValueError for one that it cannot read."""
+    match path.suffix:
+        case ".toml":
+            import tomllib
+
+            return tomllib.loads
+        case ".json":
+            return json.loads
+        case ".yaml" | ".yml":
+            return _read_yaml
+    raise UserError(f"--config {path}: its name must end in .toml, .yaml or .json, which says how to read it")
+
+
+def _read_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("a YAML file needs pyyaml: pip install pyyaml, or write the file as TOML") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+
+
+def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
+    """The settings in the order of the file. What is within a section is checked once the experiment is known."""
+    from ddp_core.spec.experiment import common_settings
+
+    known = common_settings()
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    fields = sections | {name for name in known if "." not in name}
+    for name, value in content.items():
+        if name.partition(".")[0] not in fields:
+            raise UserError(f"{path}: there is no setting {name}; {nearest_name(name, [*known, _TABLE])}")
+        parts = value if isinstance(value, dict) and name in sections else {"": value}
+        for key, inner in parts.items():
+            full = f"{name}.{key}" if key else name
+            yield f"{full}={_written(path, full, inner)}"
+
+
+def _written(path: Path, name: str, value: Any) -> str:
+    """The value as `--set` takes it: JSON, but text that would be read as text stands as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            json.loads(value)
+            return json.dumps(value)
+        return json.dumps(value) if value.lower() in ("none", "true", "false") else value
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: {name} = {value}: a setting is a number, a text, true or false, or a list") from None
+
+
+def _options(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options of `[train]` by the names of click's parameters, written as on the command line."""
+    from ddp_core.spec.options import command_line, groups, is_repeated, option_name
+
+    known = {
+        "experiment" if field.is_required() else option_name(name, field).removeprefix("--"): (name, field)
+        for _, fields in groups()
+        for name, field in fields.items()
+        if not command_line(field).hidden and name != "settings"
+    }
+    for key, value in table.items():
+        option = key.replace("_", "-")
+        if option not in known:
+            raise UserError(f"{path}: [{_TABLE}] {key}: `ddp train` has no such option; {nearest_name(option, known)}")
+        name, field = known[option]
+        if isinstance(field.default, bool):
+            if not isinstance(value, bool):
+                raise UserError(f"{path}: [{_TABLE}] {key} is true or false, not {value}")
+            yield name, field.default ^ value
+        elif is_repeated(field):
+            yield name, [str(item) for item in (value if isinstance(value, list) else [value])]
+        else:
+            yield name, str(value)

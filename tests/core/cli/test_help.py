@@ -1,0 +1,96 @@
+"""What the command line says of itself: its commands, their options, its version."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from ddp_core.cli import main
+from ddp_core.cli.kinds import _summary
+from ddp_core.spec.options import groups, option_name
+from tests.core.cli.asking import understood
+from tests.support.commands import command
+
+COMMANDS = (
+    "train",
+    "list",
+    "compare",
+    "verify",
+    "verify-layouts",
+    "ledger",
+    "health",
+    "data",
+    "doctor",
+    "rendezvous",
+    "completion",
+)
+OFFERED = ("chaos", "claims", "project", "report")
+EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
+
+
+def test_the_console_command_and_the_module_are_one() -> None:
+    ended = command("--help")
+    assert (ended.code, ended.errors) == (0, "")
+    assert ended.output.startswith("Usage: ddp ")
+    rows = re.findall(r"^  (\S+) +(\S.*)$", ended.output.partition("Commands:\n")[2], re.MULTILINE)
+    assert [name for name, _ in rows] == [*COMMANDS, *OFFERED], "a line for each"
+    assert [name for name, text in rows if not text.endswith(".")] == [], "a line that is cut off"
+
+
+def test_the_list_shows_every_experiment_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {line.split()[0]: line.partition(" ")[2].strip() for line in lines}
+    assert set(EXPERIMENTS) <= found.keys()
+    assert all(found[name].endswith("?") for name in EXPERIMENTS), found
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: ddp" in capsys.readouterr().out
+
+
+def test_the_version_names_torch_and_the_commit() -> None:
+    """Read without torch, and from anywhere; test_imports.py holds that no command line waits for torch."""
+    code = "import sys; from ddp_core.cli import main; main(['--version']); print('torch' in sys.modules)"
+    ended = command(program=("-c", code))
+    assert re.fullmatch(r"ddp \S+( \(commit [0-9a-f]{12}.*\))?, torch 2\.\S+, Python 3\.\S+\nFalse\n", ended.output)
+
+
+def test_a_command_of_another_package_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line is read from its file, which is not run."""
+    (tmp_path / "theirs.py").write_text("raise SystemExit('run')\ndef main(words):\n    'Do it.\\n\\nMore.'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _summary(EntryPoint("theirs", "theirs:main", "ddp.commands")) == "Do it."
+    assert "nowhere:main" in _summary(EntryPoint("theirs", "no.nowhere:main", "ddp.commands"))
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "data fetch"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    assert f"Usage: ddp {name} " in capsys.readouterr().out
+
+
+def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    options, _, examples = capsys.readouterr().out.partition("Examples:\n")
+    titles = [title for title, _ in groups()]
+    assert len(titles) >= 6
+    assert re.findall(r"^(\S.*):$", options, re.MULTILINE) == [*titles, "Options"], "no title stands twice"
+    rows = {row.split()[0]: " ".join(row.split()) for row in re.split(r"\n  (?=--)", options)}
+    shown = {
+        option_name(name, field)
+        for _, fields in groups()
+        for name, field in fields.items()
+        if name not in ("experiment", "record")
+    }
+    assert rows.keys() - {"Usage:", "--help", "--config", "--dry-run"} == shown
+    assert {"--config", "--dry-run"} <= rows.keys()
+    assert [option for option in shown if "[default: " not in rows[option]] == []
+    assert 3 <= len(examples.splitlines()) <= 6
+    for line in examples.splitlines():
+        understood(*shlex.split(line, comments=True)[2:])

@@ -1,0 +1,106 @@
+"""What the words after `ddp train` are understood as."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from ddp_core.spec.options import Asked, NodeRange, groups, option_name
+from tests.core.cli.asking import understood
+from tests.support.commands import ROOT
+
+# Every field of `Asked`, with a value that is not its default.
+VALUES = {
+    "experiment": "mine.py",
+    "settings": ("optimizer.lr=0.1", "model.sizes=[10, 1]"),
+    "resume": "auto",
+    "reduction": "plain",
+    "record": "run.json",
+    "layout": "ddp",
+    "device": "cpu",
+    "nproc_per_node": 4,
+    "nnodes": NodeRange(2, 4),
+    "rdzv_endpoint": "there:29400",
+    "rdzv_id": "fresh",
+    "launcher": "spawn",
+    "backend": "gloo",
+    "timeout": 1.5,
+    "max_restarts": 0,
+    "output": "a folder",
+    "data_dir": "elsewhere",
+    "workers": 2,
+    "checkpoint_every": 7,
+    "keep_last": 1,
+    "keep_every": 100,
+    "asynchronous_save": False,
+    "max_seconds": 3600.0,
+    "stop_signal": "USR1",
+    "on_nan": "skip",
+    "log_every": 1,
+    "digest_every": 5,
+    "ledger": True,
+    "log_to": ("tensorboard", "wandb"),
+    "profile": "20:25",
+    "faults": ("kill@60:1", "nan@30"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_folders_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image sets these variables, which count as given."""
+    for name in ("DDP_OUTPUT", "DDP_DATA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_only_what_was_written_counts_as_given() -> None:
+    assert understood("digits").model_fields_set == {"experiment"}
+    assert understood("digits") == Asked(experiment="digits")
+    assert understood("digits", "--nnodes", "1", "--log-every=10").model_fields_set == {
+        "experiment",
+        "nnodes",
+        "log_every",
+    }
+
+
+def test_a_request_in_words_is_understood_as_it_was_meant() -> None:
+    assert VALUES.keys() == Asked.model_fields.keys()
+    for name, value in VALUES.items():
+        one = Asked(**{"experiment": "digits", name: value})
+        assert one != Asked(experiment="digits"), name
+        assert understood(*one.to_words()) == one
+        assert len(one.to_words()) <= 5, "defaults are not spelled out"
+    everything = Asked(**VALUES)
+    assert understood(*everything.to_words()) == everything
+
+
+def test_every_command_line_of_the_documentation_is_understood() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    lines = [line.strip() for page in pages for line in page.read_text().splitlines()]
+    shown = [shlex.split(line, comments=True) for line in lines if line.startswith("ddp train ") and "…" not in line]
+    assert len(shown) > 5
+    for _, _, *words in shown:
+        understood(*words)
+
+
+def test_the_reference_names_every_option_of_train() -> None:
+    """The page may also name options of other commands."""
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
+    assert options - {"--experiment", "--record"} - set(re.findall(r"--[a-z-]+", page)) == set()
+
+
+@pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])
+def test_nodes_are_a_number_or_a_range(words: list[str], nodes: tuple[int, int]) -> None:
+    assert understood("digits", *words).nnodes == nodes
+
+
+def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDP_OUTPUT", raising=False)
+    monkeypatch.delenv("DDP_DATA", raising=False)
+    assert (understood("digits").output, understood("digits").data_dir) == ("outputs", "data")
+    monkeypatch.setenv("DDP_OUTPUT", "/elsewhere")
+    monkeypatch.setenv("DDP_DATA", "/the/data")
+    assert (understood("digits").output, understood("digits").data_dir) == ("/elsewhere", "/the/data")
+    assert understood("digits", "--output", "here").output == "here"
