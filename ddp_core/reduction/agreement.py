@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from ddp_core.determinism.digests import weights_digest
 
 from .flat import Gradients
 
@@ -28,15 +31,35 @@ def require_agreement(group: dist.ProcessGroup, micro_batches: int, shares: str,
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
+    for fact, rank, first, other in _differences(group, facts):
+        raise ValueError(
+            f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
+        )
+
+
+def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
+    """Compare the module's weights and buffers with those of the other ranks of `group`; a collective.
+
+    Raises ValueError on all ranks, naming the first that differs. DistributedDataParallel sends rank 0's weights to all
+    ranks when it is made; a plain module depends on equal seeds, or on a checkpoint that all ranks have loaded.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}
+    for name, rank, _, _ in _differences(group, digests):
+        raise ValueError(
+            f"{name} is another on rank {rank} than on rank 0: seed all ranks alike before the model is made, or load "
+            "the same weights on all of them"
+        )
+
+
+def _differences(group: dist.ProcessGroup, facts: Mapping[str, object]) -> Iterator[tuple[str, int, object, object]]:
+    """Where a rank differs from rank 0: the fact, the rank, what rank 0 has, what this rank has."""
     gathered: list[Mapping[str, object]] = [{}] * group.size()
     dist.all_gather_object(gathered, facts, group=group)
     for rank, theirs in enumerate(gathered):
-        for fact, expected in gathered[0].items():
-            if theirs.get(fact) != expected:
-                raise ValueError(
-                    f"the ranks do not agree, so their sums would not: {fact} is {expected} on rank 0, "
-                    f"but {theirs.get(fact)} on rank {rank}"
-                )
+        for fact, first in gathered[0].items():
+            if theirs.get(fact) != first:
+                yield fact, rank, first, theirs.get(fact)
 
 
 def warn_of_threads() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .agreement import require_agreement, warn_of_threads
+from .agreement import require_agreement, require_equal_weights, warn_of_threads
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
 from .buckets import refuse_inexact
 from .communication import Channel
@@ -76,8 +76,9 @@ class ExactReduction:
 
     Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with buffers,
     SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in the first step a buffer that
-    forward changes, and ranks that do not agree (on the numbers of threads and micro-batches, parameters, torch).
-    Warns where torch chose the number of threads itself: another number has other bits.
+    forward changes, and ranks that do not agree (on the numbers of threads and micro-batches, parameters, torch; in the
+    first step, without DDP, on the weights). Warns where torch chose the number of threads itself, since another number
+    has other bits.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class ExactReduction:
         if group is not None and world_size > 1:
             require_agreement(group, micro_batches, shares, self._gradients)
         share(micro_batches, rank, world_size)
+        # Compared in the first step, when a checkpoint has been loaded.
+        self._to_compare = group if ddp is None and world_size > 1 else None
         self._statistics = BatchStatistics(module)
         self._foreign: dict[str, Tensor] | None = None
         self._checked = False
@@ -144,6 +147,9 @@ class ExactReduction:
         micro_batches = self.micro_batches if micro_batches is None else micro_batches
         if micro_batches < 1:
             raise ValueError(f"a step needs at least one micro-batch, got {micro_batches}")
+        if self._to_compare is not None:
+            require_equal_weights(self._to_compare, self.module)
+            self._to_compare = None
         self._shares.begin(micro_batches)
         self._leaves, self._run = micro_batches, 0
         self._gradients.clear()

@@ -477,21 +477,20 @@ def disagree(rank: int, world_size: int) -> list[str]:
     messages = []
     odd = rank == 2
     with process_group():
-        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "number"):
+        for what in ("nothing", "threads", "micro-batches", "shares", "shape", "memory", "number", "weights"):
             torch.set_num_threads(2 if odd and what == "threads" else 1)
+            torch.manual_seed(odd and what == "weights")
             net = nn.Sequential(nn.Conv2d(2, 4 if odd and what == "shape" else 3, 3))
             if odd and what == "memory":
                 net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             net[0].bias.requires_grad = not (odd and what == "number")
+            shares: Literal["contiguous", "strided"] = "strided" if odd and what == "shares" else "contiguous"
+            micro_batches = 2 if odd and what == "micro-batches" else 4
             try:
-                ExactReduction(
-                    net,
-                    2 if odd and what == "micro-batches" else 4,
-                    process_group=dist.group.WORLD,
-                    shares="strided" if odd and what == "shares" else "contiguous",
-                ).close()
+                with ExactReduction(net, micro_batches, process_group=dist.group.WORLD, shares=shares) as exact:
+                    exact.begin()
             except ValueError as error:
-                messages.append(str(error).rpartition(": ")[2])
+                messages.append(str(error))
     return messages
 
 
