@@ -112,6 +112,7 @@ def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
         "cli/commands.py": "keeps libraries quiet, before they are imported",
+        "cli/entry.py": "hears that a shell asks for completions",
         "determinism/fingerprint.py": "notes what decides which kernels a library picks",
         "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
         "distributed/process_group.py": "checks gloo's network interface",
