@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shlex
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -149,7 +152,8 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
 
 @ddp.command(options=from_fields("layout", "device", "nproc_per_node", default="as recorded"))
 @_run_argument
-def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None) -> int:
+@_as_json
+def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, as_json: bool) -> int:
     """Train RUN again from its record and compare the weights.
 
     It may be another layout: the exact reduction gives the same weights on all of them.
@@ -157,7 +161,14 @@ def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_n
     _quiet()
     from ddp_core.commands.verify import verify
 
-    return verify(run, layout, device, nproc_per_node)
+    if not as_json:
+        return verify(run, layout, device, nproc_per_node)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        code = verify(run, layout, device, nproc_per_node)
+    lines = said.getvalue().splitlines()
+    click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
+    return code
 
 
 @ddp.command(options=from_fields("settings", "data_dir"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -94,8 +95,11 @@ def test_compare_sets_runs_side_by_side(tmp_path: Path) -> None:
 def test_verify_repeats_a_run_on_another_layout(tmp_path: Path) -> None:
     train(tmp_path, "toy_mlp", "--set", "seed=5")
     directory, _ = trained(tmp_path)
-    ended = ddp("verify", directory.path, "--layout", "dp", "--nproc-per-node", "3")
+    ended = ddp("verify", directory.path, "--layout", "dp", "--nproc-per-node", "3", "--json")
     assert ended.code == 0, ended.errors + ended.output
+    found = json.loads(ended.output)
+    assert (found["run"], found["identical"], found["verdict"]) == (str(directory.path), True, "identical")
+    assert any("dp-3-cpu" in line for line in found["lines"])
 
 
 @pytest.mark.slow
@@ -104,6 +108,8 @@ def test_verify_tells_other_weights_from_other_circumstances(tmp_path: Path) -> 
     directory, record = trained(tmp_path)
     directory.update(weights_sha256="0" * 64)
     assert ddp("verify", directory.path).code == 1
+    different = ddp("verify", directory.path, "--json")
+    assert (different.code, json.loads(different.output)["identical"]) == (1, False)
     directory.update(fingerprint=record["fingerprint"] | {"threads": 64})
     other = ddp("verify", directory.path)
     assert "threads" in other.output + other.errors

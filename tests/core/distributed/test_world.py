@@ -121,6 +121,9 @@ def test_few_modules_touch_the_environment() -> None:
         "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/starting.py": "hands the launcher's environment on to a worker",
+        "observe/loggers/mlflow.py": "reads MLflow's own settings",
+        "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
+        "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "run/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {
