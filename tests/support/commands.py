@@ -98,19 +98,23 @@ def command(
     timeout: float = HANG,
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = ("-m", "ddp_core"),
+    cwd: Path = ROOT,
 ) -> Ended:
     """Run `python -m ddp_core WORDS`, or another `program`, as a user does; return how it ended.
 
     Raises subprocess.TimeoutExpired after `timeout` seconds, and AssertionError if it leaves a process behind.
     """
-    with running(*words, env=env, program=program) as process:
+    with running(*words, env=env, program=program, cwd=cwd) as process:
         output, errors = process.communicate(timeout=timeout)
         return Ended(process.returncode, output, errors)
 
 
 @contextlib.contextmanager
 def running(
-    *words: str | Path, env: Mapping[str, str] | None = None, program: Sequence[str] = ("-m", "ddp_core")
+    *words: str | Path,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "ddp_core"),
+    cwd: Path = ROOT,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start what `command` runs, and yield the process; it is killed when the block ends.
 
@@ -122,7 +126,7 @@ def running(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env=settings,
             start_new_session=True,
         )

@@ -1,0 +1,17 @@
+"""Exact reduction inside other people's training loops: Lightning and Fabric, Accelerate, the Hugging Face Trainer.
+
+One module for each package, which imports that package and nothing of the others; none of them is installed with this
+project. What all three loops have in common stands in `dealing` (which samples a rank gets) and in `micro_steps`
+(what happens around each forward and backward). A module that is not about such a loop does not belong here.
+"""
+
+from __future__ import annotations
+
+
+def missing(adapter: str, package: str) -> ModuleNotFoundError:
+    """The error of an adapter whose package is not installed; it says what to install."""
+    return ModuleNotFoundError(
+        f"ddp_core.adapters.{adapter} needs the package {package}: pip install {package}, "
+        "or install ddp-core with its extra `peers`",
+        name=package,
+    )

@@ -1,0 +1,97 @@
+"""A Hugging Face Trainer that trains to the same bits on every number of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from ddp_core.errors import UserError
+from ddp_core.model.torchvision_import import import_torchvision
+
+from . import missing
+from .dealing import WholeSteps, accumulation_steps
+from .micro_steps import MicroSteps
+
+import_torchvision()  # transformers does, where it is installed
+try:
+    from transformers import Trainer
+except ModuleNotFoundError as error:
+    raise missing("transformers", "transformers") from error
+
+
+class ExactTrainer(Trainer):  # type: ignore[misc]
+    """`ExactTrainer(model=…, args=…, train_dataset=…, micro_batches=12)`: 12 micro-batches make a step, on any ranks.
+
+    A micro-batch has `per_device_train_batch_size` samples. The number of ranks must divide `micro_batches`;
+    `gradient_accumulation_steps` follows from it. `args.seed` keys dropout, and `args.data_seed` (else `args.seed`) the
+    order of the samples; those that fill no whole step are left out. A Trainer of your own becomes exact as
+    `class Mine(ExactTrainer, MyTrainer)`. Raises UserError for options with which the result depends on the ranks.
+    """
+
+    loss_is_scaled_for_ga = True  # keeps the Trainer from dividing a loss by the accumulation steps of a rank
+
+    def __init__(self, *arguments: Any, micro_batches: int, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        args = self.args
+        _refuse(args)
+        args.gradient_accumulation_steps = accumulation_steps(micro_batches, args.world_size)
+        self._micro_batches = micro_batches
+        self._steps: MicroSteps | None = None
+        # As for evaluation: without DistributedDataParallel.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        """The order of the samples. Accelerate deals batches of it to the ranks in turn."""
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        samples = self._micro_batches * args.per_device_train_batch_size
+        shuffle = args.train_sampling_strategy == "random"
+        return WholeSteps(self.train_dataset if train_dataset is None else train_dataset, samples, seed, shuffle)
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train as the Trainer does, then end the exact reduction."""
+        try:
+            return super().train(*arguments, **named)
+        finally:
+            if self._steps is not None:
+                self._steps.close()
+                self._steps = None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one micro-batch; after the last one of a step the gradients are complete."""
+        args = self.args
+        if self._steps is None:
+            self._steps = MicroSteps(model, self._micro_batches, args.seed, args.device)
+        self._steps.step = self.state.global_step
+        self._steps.begin()
+        # Where the number of items is known, the Trainer has the loss divided by that of all micro-batches together.
+        divided = num_items_in_batch is not None and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        )
+        scale = 1.0 if divided else 1 / self._micro_batches
+        # It would multiply the loss by the number of ranks, because DistributedDataParallel divides gradients by that.
+        args.average_tokens_across_devices = False
+        try:
+            with self._steps.backward(scale):
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            args.average_tokens_across_devices = True
+        if self.accelerator.sync_gradients:
+            self._steps.require_whole("the epoch ends")
+        # The log takes the mean over the ranks.
+        logged: Tensor = loss * (scale * args.world_size)
+        return logged
+
+
+def _refuse(args: Any) -> None:
+    if args.n_gpu > 1:
+        raise UserError("one process per GPU is needed: start the script with torchrun, or let it see one GPU")
+    if not args.average_tokens_across_devices:
+        raise UserError("average_tokens_across_devices=False weights tokens by rank: leave it True")
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise UserError(
+            f"train_sampling_strategy={args.train_sampling_strategy} is not dealt the same way on every layout"
+        )

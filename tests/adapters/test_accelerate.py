@@ -1,0 +1,53 @@
+"""The tutorial on Accelerate: one digest on one, two and three ranks, resumed elsewhere, and a plain loop's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.plain_loop import plain_digest
+from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused
+
+pytestmark = pytest.mark.extras("accelerate")
+
+PAGE = "exact-with-accelerate.md"
+(ORDINARY,) = blocks(PAGE, "python")
+CHANGES, RESUME = blocks(PAGE, "diff")
+EXACT = changed(ORDINARY, CHANGES)
+
+
+def test_the_ordinary_script_runs(tmp_path: Path) -> None:
+    assert len(launch(ORDINARY, 1, tmp_path)) == 1
+
+
+def test_one_digest_on_any_number_of_ranks(tmp_path: Path) -> None:
+    digests = {only_digest(launch(EXACT, ranks, tmp_path), ranks) for ranks in (1, 2, 3)}
+    assert digests == {plain_digest()}
+
+
+def test_a_checkpoint_continues_on_other_ranks(tmp_path: Path) -> None:
+    script = changed(EXACT, RESUME)
+    whole = only_digest(launch(script, 3, tmp_path), 3)
+    assert only_digest(launch(script, 2, tmp_path, "step-15"), 2) == whole
+
+
+def test_a_shuffling_loader_is_dealt_the_same_way(tmp_path: Path) -> None:
+    """The last batch is short: with `even_batches`, Accelerate would fill it up with samples it has dealt already."""
+    script = EXACT.replace("torch.randn(1000, 8)", "torch.randn(477, 8)")
+    script = script.replace("sampler=WholeSteps(data, global_batch_size=6 * 16)", "shuffle=True")
+    assert "WholeSteps(" not in script
+    only_digest(launch(script, 1, tmp_path) + launch(script, 2, tmp_path), 3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("sampler=WholeSteps(data, global_batch_size=6 * 16)", "shuffle=True", "in the middle of a step"),
+        ("with accelerator.accumulate(model):", "if True:", "a second backward in one micro-batch"),
+        ("cpu=True", "cpu=True, dataloader_config=DataLoaderConfiguration()", "even_batches=True"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    script = EXACT.replace("import set_seed", "import DataLoaderConfiguration, set_seed")
+    assert said in refused(script.replace(old, new), tmp_path)
