@@ -43,7 +43,7 @@ class UserError(Exception):
         super().__init__(message)
         self.exit_code = ExitCode(exit_code)
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, int]]:
+    def __reduce__(self) -> tuple[type[UserError], tuple[object, ...]]:
         return (type(self), (str(self), int(self.exit_code)))
 
 

@@ -9,6 +9,7 @@ from ddp_core.checkpoint.files import POINTS
 from ddp_core.checkpoint.manifest import FORMAT, Checkpoint
 from ddp_core.checkpoint.reading import (
     best_checkpoint,
+    difference,
     find_checkpoints,
     load,
     newest_valid,
@@ -28,6 +29,7 @@ __all__ = [
     "Superseded",
     "best_checkpoint",
     "describe",
+    "difference",
     "find_checkpoints",
     "load",
     "newest_valid",

@@ -150,7 +150,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _difference(there: Shapes, here: Shapes) -> str | None:
+def difference(there: Shapes, here: Shapes) -> str | None:
     """What differs between the tensors of a checkpoint and those expected, in words; None if they are the same."""
     parts = []
     if missing := [name for name in here if name not in there]:
@@ -191,14 +191,13 @@ def load(
         there = checkpoint.shapes
         if only is not None:
             there = {name: shape for name, shape in there.items() if name.split(".", 1)[0] in only}
-        difference = _difference(there, expect)
-        if difference is not None:
-            raise _unusable(checkpoint, f"it is of another model: {difference}")
+        if (other := difference(there, expect)) is not None:
+            raise _unusable(checkpoint, f"it is of another model: {other}")
     try:
         with checkpoint.path.open("rb") as data:
             _verify(checkpoint, data)
             state = torch.load(data, map_location=map_location, weights_only=True)
-        difference = _difference(describe(state), checkpoint.shapes)
+        other = difference(describe(state), checkpoint.shapes)
     except torch.OutOfMemoryError:
         raise
     except (Damaged, OSError) as error:
@@ -207,8 +206,8 @@ def load(
         # Only the first sentence: torch's message goes on to advise weights_only=False, which would run code.
         reason = f"{type(error).__name__}: {_first_sentence(error)}"
         raise _unusable(checkpoint, f"refused, it holds more than tensors and plain values ({reason})") from None
-    if difference is not None:
-        raise _unusable(checkpoint, f"its data is not what its manifest says: {difference}")
+    if other is not None:
+        raise _unusable(checkpoint, f"its data is not what its manifest says: {other}")
     return state
 
 

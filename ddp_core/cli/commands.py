@@ -150,10 +150,17 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     return compare(runs or [Path(output)], as_json)
 
 
-@ddp.command(options=from_fields("layout", "device", "nproc_per_node", default="as recorded"))
+@ddp.command(options=from_fields("layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
 @_run_argument
 @_as_json
-def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, as_json: bool) -> int:
+def verify(
+    run: Path,
+    layout: LayoutKind | None,
+    device: str | None,
+    nproc_per_node: int | None,
+    data_dir: str | None,
+    as_json: bool,
+) -> int:
     """Train RUN again from its record and compare the weights.
 
     It may be another layout: the exact reduction gives the same weights on all of them.
@@ -162,10 +169,10 @@ def verify(run: Path, layout: LayoutKind | None, device: str | None, nproc_per_n
     from ddp_core.commands.verify import verify
 
     if not as_json:
-        return verify(run, layout, device, nproc_per_node)
+        return verify(run, layout, device, nproc_per_node, data_dir)
     said = io.StringIO()
     with redirect_stdout(said):
-        code = verify(run, layout, device, nproc_per_node)
+        code = verify(run, layout, device, nproc_per_node, data_dir)
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code
@@ -180,7 +187,8 @@ def verify_layouts(context: click.Context, experiment: str, settings: tuple[str,
 
     EXPERIMENT is digits, if none is named.
     """
-    from ddp_core.commands.verify import verify_layouts
+    _quiet()
+    from ddp_core.commands.verify_layouts import verify_layouts
 
     with config_of(context).blamed():
         return verify_layouts(experiment, settings, data_dir)

@@ -76,16 +76,26 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
     digests = {record["weights_sha256"] for record in exact}
     if len(digests) == 1:
         return f"digests: {len(exact)} exact runs, identical ({digests.pop()[:16]}…)"
-    parts = differences(
-        exact[0]["fingerprint"],
-        next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])["fingerprint"],
-    )
+    first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
+    changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
+    if changed:
+        return f"digests: {len(digests)} different ones, of other {' and other '.join(changed)}"
+    parts = differences(first["fingerprint"], other["fingerprint"])
     if parts:
         return (
             f"digests: {len(digests)} different ones, under other fingerprints ({parts[0]}): "
             "the promise does not cover that"
         )
     return f"digests: {len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
+
+
+def _origin(record: dict[str, Any]) -> dict[str, Any]:
+    """What the weights follow from, beside the settings."""
+    return {
+        "code": (record.get("source") or {}).get("files"),
+        "data": record.get("data_sha256"),
+        "initial weights": (record.get("init_from") or {}).get("sha256"),
+    }
 
 
 def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,14 +10,15 @@ from ddp_core.commands.doctor import in_units
 from ddp_core.commands.memory import estimate_of, samples_at_once
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode
-from ddp_core.run.directory import RunDirectory, find_resumable
+from ddp_core.run.continuing import find_resumable
+from ddp_core.run.directory import RunDirectory
 from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Parts, Request, build_parts
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.spec.records import Frozen
 
-_FILES = ("run.json", "metrics.jsonl", "log.txt", "experiment.py", "heartbeats/", "checkpoints/", "model.safetensors")
+_FILES = ("run.json", "metrics.jsonl", "log.txt", "source/", "heartbeats/", "checkpoints/", "model.safetensors")
 
 
 def dry_run(request: Request) -> int:
@@ -35,7 +36,7 @@ def dry_run(request: Request) -> int:
             "memory": _memory(request, parts),
             "optimizer": _rule(request.loaded.experiment.optimizer),
             "schedule": _rule(request.loaded.experiment.schedule),
-            "starts": _start(request),
+            "starts": _start(request, len(parts.splits.train)),
             "files": _files(request),
             "checkpoints": _checkpoints(request),
         }
@@ -103,11 +104,11 @@ def _default(part: Frozen, name: str) -> Any:
     return type(part).model_fields[name].default
 
 
-def _start(request: Request) -> str:
+def _start(request: Request, samples: int) -> str:
     if request.resume == "never":
         return "at step 0, as a new run"
     if request.resume == "auto":
-        found = find_resumable(Path(request.options.output), request.loaded.experiment)
+        found = find_resumable(request, samples)
         if found is None:
             return "at step 0, as a new run: there is no unfinished run of this experiment with these settings"
     else:

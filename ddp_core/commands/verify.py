@@ -1,60 +1,160 @@
-"""Train a run again from its record and compare; train one experiment on every layout and compare the digests."""
+"""Train a run again from its record and compare: first the code, then the data, then the bits of the weights."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ddp_core.commands.training import train
+from ddp_core.data.digests import changed_at
+from ddp_core.determinism.digests import weights_digest
 from ddp_core.determinism.fingerprint import differences
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.run.continuing import LENGTH, kept_length, recorded_weights
+from ddp_core.run.data_record import digest_data, recorded_digest
 from ddp_core.run.directory import RunDirectory, find_runs
+from ddp_core.run.environment import describe_code
+from ddp_core.run.initial_weights import read_weights
+from ddp_core.run.prepare import load_with_settings
+from ddp_core.run.request import build_splits
+from ddp_core.run.source import Source, changed_files, read_source
 from ddp_core.spec.layout import LayoutKind
 from ddp_core.spec.options import Asked
 
 DIFFERENT = 1
-"""Exit code of `ddp verify` where the same fingerprint gave other weights."""
+"""Exit code of `ddp verify` where code, data or weights are not those of the record."""
 
 
-def verify(path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None) -> int:
+class _Different(Exception):
+    """What is not as recorded, so that it makes no sense to train."""
+
+
+def verify(
+    path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None = None
+) -> int:
     """Repeat the run at `path`, on its own layout or another; 0 when the weights are the same bits.
 
-    Raises UserError for a run that was not completed or whose repetition fails.
+    `path` is any directory with a run's run.json, source/ and model.safetensors; with metrics.jsonl and data.json,
+    differences can be placed. Raises UserError for a run that cannot be repeated, or whose repetition fails.
     """
     directory = RunDirectory(path)
     record = directory.read()
-    if record["status"] != "completed":
-        raise UserError(
-            f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
-        )
+    _require_repeatable(path, record)
     recorded = record["layout"]
     kind = layout or recorded["kind"]
     if record["options"]["reduction"] != "exact" and kind != recorded["kind"]:
         raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
     count = nproc_per_node or _count_for(kind, recorded)
+    asked = Asked(
+        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
+        record=str(path / "run.json"),
+        layout=kind,
+        device=device or recorded["device"],
+        nproc_per_node=count,
+        reduction=record["options"]["reduction"],
+        data_dir=data_dir or record["options"]["data_dir"],
+        digest_every=record["options"]["digest_every"],
+    )
+    try:
+        for line in _check_code(directory, record):
+            print(f"note: {line}")
+        _check_data(directory, record, asked)
+        weights = _initial_weights(directory, record)
+        asked = asked.model_copy(update={"init_from": None if weights is None else str(weights)})
+    except _Different as difference:
+        print(f"{difference}. Nothing was trained.")
+        return DIFFERENT
     processes = "1 process" if count == 1 else f"{count} processes"
     print(f"training {record['experiment']['name']} again on {kind}, {processes} …", flush=True)
     with TemporaryDirectory(prefix="ddp-verify-") as scratch:
-        _train(
-            Asked(
-                experiment=str(path / "experiment.py"),
-                record=str(path / "run.json"),
-                layout=kind,
-                device=device or recorded["device"],
-                nproc_per_node=count,
-                reduction=record["options"]["reduction"],
-                output=scratch,
-                data_dir=record["options"]["data_dir"],
-                digest_every=record["options"]["digest_every"],
-            )
+        return _judge(directory, record, _repeat(record, asked, scratch))
+
+
+def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError for a run that no training repeats."""
+    if record["status"] != "completed":
+        raise UserError(
+            f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
         )
-        again, _ = next(find_runs(Path(scratch)))
-        return _judge(directory, record, again)
+    if "source" not in record:
+        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    if record["source"]["unreadable"]:
+        raise UserError(
+            f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "
+            "was recorded"
+        )
+    for number, attempt in enumerate(record["attempts"], 1):
+        for what, key in (("code", "source_diff_sha256"), ("data", "data_changed")):
+            if key in attempt:
+                raise UserError(
+                    f"{path} cannot be repeated: attempt {number} went on with other {what} than the attempts before, "
+                    "so no single training gives these weights"
+                )
+
+
+def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
+    """What of the code is other today, though it does not take part. Raises _Different where the kept code is."""
+    try:
+        kept = read_source(directory.path, record["source"])
+    except UserError as error:
+        raise _Different(f"different code: {error}") from None
+    notes = []
+    beside = Path(record["experiment_file"]).parent
+    today = {place: (beside / place).read_bytes() for place in kept.texts if (beside / place).is_file()}
+    edited = changed_files(_files({place: kept.texts[place] for place in today}), _files(today))
+    if edited:
+        notes.append(
+            f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
+            f"the run's own copy in {directory.path / record['source']['folder']} is what is trained"
+        )
+    if (other := _other_ddp(record)) is not None:
+        notes.append(other)
+    return notes
+
+
+def _files(texts: Mapping[str, bytes]) -> Source:
+    return Source("", texts, {})
+
+
+def _other_ddp(record: Mapping[str, Any]) -> str | None:
+    """How ddp_core itself is another one than when the run was made, None where it is the same."""
+    there, here = record["environment"]["code"], describe_code()
+    if (there["version"], there["commit"]) == (here["version"], here["commit"]):
+        return None
+    return f"ddp_core is {_version(here)} here, and the run was made with {_version(there)}"
+
+
+def _version(code: Mapping[str, Any]) -> str:
+    return f"{code['version']}" + (f" at commit {code['commit'][:12]}" if code["commit"] else "")
+
+
+def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked) -> None:
+    """Raises _Different where the data have changed, and UserError where they cannot be built."""
+    loaded = load_with_settings(asked.experiment, (), Path(asked.record or ""))
+    now = digest_data(build_splits(loaded, Path(asked.data_dir)))
+    where = changed_at(recorded_digest(directory.path, record), now)
+    if where is not None:
+        raise _Different(f"different data: {where}; the run trained on other data than these")
+
+
+def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
+    """The file with the weights that the run began with, or its copy in the directory; None for random weights.
+
+    Raises _Different where it is gone, or holds other weights.
+    """
+    weights = recorded_weights(record)
+    if weights is None:
+        return None
+    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
+    file = next((place for place in places if place.exists()), None)
+    if file is None:
+        raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
+    if weights_digest(read_weights(file)) != weights.sha256:
+        raise _Different(f"different start: {file} holds other weights than those that the run began with")
+    return file
 
 
 def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
@@ -65,21 +165,44 @@ def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
     return count if kind == recorded["kind"] else max(2, count)
 
 
+def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirectory:
+    """Train again, and extend again where the run was extended; returns the run."""
+    lengths = [attempt["extended_from"] for attempt in record["attempts"] if "extended_from" in attempt]
+    for number, length in enumerate([*lengths, kept_length(record)]):
+        settings = tuple(f"{name}={'null' if length[name] is None else length[name]}" for name in LENGTH)
+        changes: dict[str, Any] = {"output": scratch, "settings": settings}
+        if number:
+            changes["resume"] = "auto"
+        train(asked.model_copy(update=changes))
+    again, _ = next(find_runs(Path(scratch)))
+    return again
+
+
 def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory) -> int:
     repeated = again.read()
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
     other = differences(repeated["fingerprint"], record["fingerprint"])
     if record["weights_sha256"] == repeated["weights_sha256"]:
+        if _weights_file(directory) != _weights_file(again):
+            print("different file: the record is right, but model.safetensors holds other weights than the record says")
+            return DIFFERENT
         print("identical" + (f" (although the fingerprint differs: {other[0]})" if other else ""))
         return ExitCode.DONE
-    if record["data_sha256"] != repeated["data_sha256"]:
-        print("different: the data set is not the one that was recorded")
-    elif other:
-        print(f"different, under another fingerprint, which the promise does not cover: {'; '.join(other)}")
+    causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
+    if (ddp := _other_ddp(record)) is not None:
+        causes.insert(0, f"other code: {ddp}")
+    if record["data_sha256"] is None:
+        causes.insert(0, "a data set that gives other items at each read")
+    if causes:
+        print(f"different, under {'; and under '.join(causes)}")
     else:
         print(f"different under the same fingerprint: {_first_difference(directory, again)}")
     return DIFFERENT
+
+
+def _weights_file(run: RunDirectory) -> str:
+    return weights_digest(read_weights(run.path / "model.safetensors"))
 
 
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
@@ -97,72 +220,9 @@ def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
 
 
 def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
-    from safetensors.torch import load_file
-
-    here, there = (load_file(run.path / "model.safetensors") for run in (ours, theirs))
+    here, there = (read_weights(run.path / "model.safetensors") for run in (ours, theirs))
     gaps = {
         name: (here[name].double() - there[name].double()).abs().max().item() for name in here.keys() & there.keys()
     }
     worst = max(gaps, key=lambda name: gaps[name])
     return f"; at the end {worst} differs by up to {gaps[worst]:.3g}"
-
-
-def verify_layouts(experiment: str, settings: Sequence[str], data_dir: str) -> int:
-    """Train on every layout that runs here and print the table; 0 when there is one digest.
-
-    Includes a run that is killed and resumed on other layouts.
-    """
-    digests, states = set(), set()
-    with TemporaryDirectory(prefix="ddp-layouts-") as scratch:
-        for number, (title, attempts) in enumerate(_LAYOUTS.items()):
-            output, started = Path(scratch) / str(number), time.monotonic()
-            for attempt in attempts:
-                _train(
-                    Asked(
-                        experiment=experiment,
-                        settings=tuple(settings),
-                        data_dir=data_dir,
-                        output=str(output),
-                        device="cpu",
-                        reduction="exact",
-                        **attempt,
-                    )
-                )
-            _, record = next(find_runs(output))
-            digests.add(record["weights_sha256"])
-            states.add((record["optimizer_sha256"], record["ema_sha256"]))
-            seconds = time.monotonic() - started
-            print(f"{title:38}  {record['weights_sha256']}  {seconds:5.1f} s", flush=True)
-    if len(digests) == len(states) == 1:
-        print(f"{len(_LAYOUTS)} layouts, one digest of weights and buffers, one of the optimizer's state: identical")
-        return ExitCode.DONE
-    print(f"{len(_LAYOUTS)} layouts, {len(digests)} digests: NOT identical")
-    return DIFFERENT
-
-
-_RESUMED: dict[str, Any] = {"resume": "auto", "checkpoint_every": 7, "max_restarts": 0}
-_LAYOUTS: dict[str, list[dict[str, Any]]] = {
-    "single": [{}],
-    **{f"dp x {count} (threads)": [{"layout": "dp", "nproc_per_node": count}] for count in (2, 3, 4)},
-    **{f"ddp x {count}": [{"layout": "ddp", "nproc_per_node": count}] for count in (2, 3, 4, 5, 8)},
-    "ddp x 2, mp.spawn": [{"layout": "ddp", "nproc_per_node": 2, "launcher": "spawn"}],
-    "killed on 4, 1, 3, ended on 2": [
-        _RESUMED | {"layout": "ddp", "nproc_per_node": 4, "faults": ("kill@60",)},
-        _RESUMED | {"faults": ("kill@180",)},
-        _RESUMED | {"layout": "ddp", "nproc_per_node": 3, "faults": ("kill@300",)},
-        _RESUMED | {"layout": "ddp", "nproc_per_node": 2},
-    ],
-}
-"""What is asked for on each layout, by title: the attempts, of which all but the last end with a kill."""
-
-
-def _train(asked: Asked) -> None:
-    """Run `ddp train` in a process of its own. Raises UserError where it fails and no fault was asked for."""
-    words = ["train", *asked.to_words()]
-    done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
-    if done.returncode != 0 and not asked.faults:
-        lines = done.stderr.strip().splitlines()
-        raise UserError(
-            f"`ddp {' '.join(words)}` ended with {done.returncode}: {lines[-1] if lines else 'no message'}",
-            done.returncode,
-        )

@@ -39,9 +39,9 @@ class Splits:
     """Training samples, held-out samples (None where there are none), and what belongs to them.
 
     `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
-    content, the same on every rank; it is written to the run's record. It is empty where the builder gives none.
-    `collate` puts the samples of a micro-batch together, where torch's default cannot; an experiment file's own comes
-    before it.
+    content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
+    the data, are digested by content; where these are not given either, a sample of the items is. `collate` puts the
+    samples of a micro-batch together, where torch's default cannot; an experiment file's own comes before it.
     """
 
     train: Dataset
@@ -50,7 +50,6 @@ class Splits:
     augmentation: Augmentation | None = None
     digest: str = ""
     files: Sequence[Path] = ()
-    """The files that hold the data; digested by content where `digest` is empty."""
     collate: Collate | None = None
 
 

@@ -1,11 +1,14 @@
-"""Digests of the result of training: SHA-256 over weights, buffers and the optimizer's state."""
+"""Digests of what goes into training and of what comes out: samples, weights, buffers, the optimizer's state."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
@@ -16,10 +19,9 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        shape = ",".join(str(size) for size in tensor.shape)
-        digest.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{shape}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        digest.update(f"{name}\0".encode())
+        for part in _tensor_parts(state[name]):
+            digest.update(part)
     return digest.hexdigest()
 
 
@@ -36,3 +38,50 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
         for name, value in entries.items():
             if value is not None:
                 yield f"{number:06d}.{name}", torch.as_tensor(value)
+
+
+def tree_digest(tree: Any) -> str:
+    """SHA-256 over a tree of dicts, lists and tuples with tensors, arrays, images, numbers and strings in it.
+
+    Tensors and arrays count with dtype, shape and bytes. Any other object counts with its type's name and its
+    attributes.
+    """
+    digest = hashlib.sha256()
+    for part in _tree_parts(tree):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _tree_parts(tree: Any) -> Iterator[Any]:
+    kind = type(tree).__name__
+    if isinstance(tree, Tensor):
+        yield b"tensor\0"
+        yield from _tensor_parts(tree)
+    elif isinstance(tree, bytes | bytearray | str | bool | int | float | complex | None):
+        content = bytes(tree) if isinstance(tree, bytes | bytearray) else repr(tree).encode(errors="backslashreplace")
+        yield f"{kind}\0{len(content)}\0".encode()
+        yield content
+    elif isinstance(tree, Mapping):
+        yield f"mapping\0{len(tree)}\0".encode()
+        for key, value in tree.items():
+            yield from _tree_parts(key)
+            yield from _tree_parts(value)
+    elif isinstance(tree, list | tuple):
+        yield f"sequence\0{len(tree)}\0".encode()
+        for value in tree:
+            yield from _tree_parts(value)
+    elif hasattr(tree, "__array_interface__"):
+        # NumPy's arrays and scalars, and PIL's images.
+        array = np.ascontiguousarray(tree)
+        yield f"array\0{array.dtype}\0{array.shape}\0".encode()
+        yield from [array.tobytes()] if not array.dtype.hasobject else _tree_parts(array.tolist())
+    else:
+        yield f"{type(tree).__module__}.{type(tree).__qualname__}\0".encode()
+        yield from _tree_parts(getattr(tree, "__dict__", {}))
+
+
+def _tensor_parts(tensor: Tensor) -> Iterator[Any]:
+    tensor = tensor.detach().cpu().contiguous()
+    shape = ",".join(str(size) for size in tensor.shape)
+    yield f"{str(tensor.dtype).removeprefix('torch.')}\0{shape}\0".encode()
+    yield tensor.reshape(-1).view(torch.uint8).numpy()

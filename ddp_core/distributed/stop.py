@@ -99,15 +99,16 @@ def signal_named(name: str) -> signal.Signals:
 
 
 class Stopped(UserError):
-    """The run was saved and ended on request; it can be resumed."""
+    """The run was saved and ended on request; `command` continues it."""
 
-    def __init__(self, reason: str, step: int) -> None:
-        super().__init__(f"stopped at step {step} ({reason}); saved, continue with --resume auto", ExitCode.STOPPED)
+    def __init__(self, reason: str, step: int, command: str = "--resume auto") -> None:
+        super().__init__(f"stopped at step {step} ({reason}); saved, continue with {command}", ExitCode.STOPPED)
         self.reason = reason
         self.step = step
+        self.command = command
 
-    def __reduce__(self) -> tuple[type[Stopped], tuple[str, int]]:
-        return (type(self), (self.reason, self.step))
+    def __reduce__(self) -> tuple[type[Stopped], tuple[object, ...]]:
+        return (type(self), (self.reason, self.step, self.command))
 
 
 def stopped_outside(reason: str) -> UserError:

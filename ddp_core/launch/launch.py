@@ -139,7 +139,9 @@ def _close_record(request: Request, launch_id: str, code: int) -> None:
     if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
         # Where the disk is full, what ended the launch has been said, and is its exit code.
         with contextlib.suppress(UserError):
-            directory.update(status="failed", exit_code=int(code), message="the workers were lost")
+            lost = code == ExitCode.PEERS_LOST
+            message = "the workers were lost" if lost else f"the launch ended with exit code {int(code)}"
+            directory.update(status="failed", exit_code=int(code), message=message)
 
 
 def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:

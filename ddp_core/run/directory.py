@@ -1,8 +1,8 @@
 """The run directory, which tells everything about a run: how it is created, found and read.
 
 outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`, `log.txt`,
-`checkpoints/`, `experiment.py` (the experiment's file as it was), and at the end `model.safetensors`. Only rank 0
-writes these; they can be read at any time.
+`checkpoints/`, `source/` (the experiment's file and the user's modules as they were), and at the end
+`model.safetensors`. Only rank 0 writes these; they can be read at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,48 +101,14 @@ def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
     yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
 
 
-def find_resumable(output: Path, experiment: Experiment) -> RunDirectory | None:
-    """The newest unfinished run of the same experiment in which no process works; None if there is none."""
-    for directory, record in _newest_first(output / experiment.name):
-        unfinished = record.get("status") != "completed"
-        if unfinished and record.get("experiment_sha256") == experiment.digest() and not directory.is_live:
-            return directory
-    return None
+def runs_of(output: Path, experiment: Experiment) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    """The runs of all experiments of that name, with their records, newest first."""
+    return list(find_runs(output / experiment.name))[::-1]
 
 
 def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
     """The run that an earlier round of the same launch has begun or finished; None if there is none."""
-    for directory, record in _newest_first(output / experiment.name):
+    for directory, record in runs_of(output, experiment):
         if record.get("launch_id") == launch_id:
             return directory
     return None
-
-
-def _newest_first(place: Path) -> list[tuple[RunDirectory, dict[str, Any]]]:
-    return list(find_runs(place))[::-1]
-
-
-def require_experiment(directory: RunDirectory, experiment: Experiment) -> None:
-    """Raises UserError (3), with the differences, where the run trains another experiment."""
-    record = directory.read()
-    if record.get("experiment_sha256") == experiment.digest():
-        return
-    here, there = (dict(_flat(part)) for part in (experiment.to_json(), record.get("experiment") or {}))
-    parts = [
-        f"{name} {there.get(name)!r} there, {here.get(name)!r} here"
-        for name in [*here, *(there.keys() - here.keys())]
-        if here.get(name) != there.get(name)
-    ]
-    raise UserError(
-        f"{directory.path} is a run of another experiment ({'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''}): "
-        "resume it with the same experiment and the same --set, or use --resume never",
-        ExitCode.NO_CHECKPOINT,
-    )
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

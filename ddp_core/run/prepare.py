@@ -19,9 +19,11 @@ from ddp_core.faults import Fault
 from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.building import Kind, complete_options
-from ddp_core.run.directory import RunDirectory, require_experiment
+from ddp_core.run.continuing import require_continuable
+from ddp_core.run.directory import RunDirectory
 from ddp_core.run.experiment_file import LoadedExperiment, load_experiment, resolve
 from ddp_core.run.request import Request, build_splits, check_promise, promise_broken_by
+from ddp_core.run.source import serve_modules
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import DeviceType, Layout, LayoutKind
@@ -45,18 +47,18 @@ def prepare(asked: Asked, command: str) -> Request:
         reduction=asked.reduction or _default_reduction(loaded.experiment, layout, world),
         launcher=_launcher(asked, world),
     )
-    return Request(loaded, layout, options, asked.resume, command)
+    return Request(loaded, layout, options, asked.resume, command, asked)
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
     """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
 
-    With `record_file`, a run.json, the experiment is the one recorded there; the file gives the builders only.
+    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied; the file gives
+    the builders only, and imports the modules that the run has kept.
     """
-    loaded = load_experiment(name_or_path)
     if record_file is not None:
-        recorded = Experiment.from_json(RunDirectory(record_file.parent).read()["experiment"])
-        return replace(loaded, experiment=recorded)
+        return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
+    loaded = load_experiment(name_or_path)
     record = loaded.experiment
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
     names = {f"{component}.name" for component in components}
@@ -73,6 +75,13 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     record = record.with_settings([setting for setting in settings if setting not in naming])
     resolve(loaded, "loss", record.loss)
     return replace(loaded, experiment=record)
+
+
+def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
+    record = directory.read()
+    serve_modules(directory.path / record["source"]["folder"], record["source"])
+    loaded = load_experiment(path)
+    return replace(loaded, experiment=Experiment.from_json(record["experiment"]).with_settings(settings))
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
@@ -176,9 +185,12 @@ def check_request(request: Request, only_look: bool = False) -> None:
         raise UserError(
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
         )
+    given = request.asked.init_from if request.asked is not None else None
+    if given is not None and request.resume == "never" and not Path(given).exists():
+        raise UserError(f"--init-from {given}: there is no such run or file")
+    splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
-        require_experiment(RunDirectory(Path(request.resume)), experiment)
-    build_splits(request.loaded, Path(options.data_dir))
+        require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
     _check_output(Path(options.output), only_look)
 
 

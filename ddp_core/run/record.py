@@ -10,17 +10,21 @@ from typing import Any
 
 from ddp_core.checkpoint import Fence
 from ddp_core.determinism.digests import optimizer_digest
-from ddp_core.determinism.fingerprint import differences, fingerprint
+from ddp_core.determinism.fingerprint import fingerprint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.run.blame import shortage, unforeseen
+from ddp_core.run.changes import Changes, Origin
+from ddp_core.run.continuing import continue_command
+from ddp_core.run.data_record import to_json, write_parts
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.run.environment import describe_environment
 from ddp_core.run.request import Request
 from ddp_core.run.result import gather_ends, result_of, save_weights, summary
+from ddp_core.run.source import collect
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.state import TrainState
 
@@ -28,15 +32,18 @@ from ddp_core.trainers.state import TrainState
 class RunRecord:
     """Keeps run.json while a run goes on; only rank 0 writes, and only until a later rank 0 takes over."""
 
-    def __init__(self, request: Request, collectives: Collectives, directory: RunDirectory, data_digest: str) -> None:
+    def __init__(
+        self, request: Request, collectives: Collectives, directory: RunDirectory, origin: Origin, steps_per_epoch: int
+    ) -> None:
         self.request, self.world, self.directory = request, collectives.world, directory
         self.fingerprint = fingerprint(collectives.device)
-        self.data_digest = data_digest
+        self.origin, self.steps_per_epoch = origin, steps_per_epoch
         self.attempt = 0
         self.fence: Fence | None = None
         self.state: TrainState | None = None
         """The trainer's state, once there is a trainer: an error names its step."""
-        self.changed_fingerprint: list[str] = []
+        self.notes: list[str] = []
+        """What is other than in the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
         self.started = time.time()
 
@@ -47,14 +54,16 @@ class RunRecord:
         before: dict[str, Any] = {}
         if (self.directory.path / "run.json").exists():
             before = self.directory.read()
-            self.changed_fingerprint = differences(self.fingerprint, before.get("fingerprint", {}))
-        else:
-            (self.directory.path / "experiment.py").write_text(loaded.source, encoding="utf-8")
+        changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
+        self.notes = changes.notes
+        write_parts(self.directory.path, self.origin.data)
         self.attempt = len(before.get("attempts", []))
         attempt = {
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
+            "experiment_sha256": loaded.experiment.digest(),
+            **changes.attempt,
         }
         self.directory.write(
             {
@@ -63,6 +72,9 @@ class RunRecord:
                 "experiment_sha256": loaded.experiment.digest(),
                 "experiment_file": str(loaded.path),
                 "question": loaded.question,
+                "settings": list(request.asked.settings) if request.asked is not None else [],
+                "source": changes.source,
+                "init_from": self.origin.weights.to_json() if self.origin.weights is not None else None,
                 "layout": request.layout.model_dump()
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),
@@ -74,13 +86,13 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                "data_sha256": self.data_digest,
+                **to_json(self.origin.data),
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,
                 "result": before.get("result", {}),
                 "fingerprint": self.fingerprint,
-                "fingerprint_changed": bool(self.changed_fingerprint) or before.get("fingerprint_changed", False),
+                "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
             }
         )
@@ -91,8 +103,9 @@ class RunRecord:
         try:
             yield
         except Stopped as stopped:
-            self._end("stopped", ExitCode.STOPPED, str(stopped))
-            raise
+            told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
+            self._end("stopped", ExitCode.STOPPED, str(told))
+            raise told from None
         except UserError as error:
             self._try_to_end(error.exit_code, str(error))
             raise
@@ -156,6 +169,11 @@ class RunRecord:
         self._end("completed", 0, None, **digests, result=result)
         job.metrics.finish(result, end.weights)
         job.console.end_progress()
+        for module in sorted(collect(self.request.loaded).modules.keys() - self.origin.source.modules.keys()):
+            job.console.warn(
+                f"module {module} was imported while training, so its code is not kept with the run: "
+                "import it at the top of the experiment's file"
+            )
         if end.slowest is not None:
             job.console.say(end.slowest)
         job.console.say(f"done: {summary(result)}")

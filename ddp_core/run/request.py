@@ -21,7 +21,7 @@ from ddp_core.run.hooks import callbacks_of, metrics_of, optimizer_of, schedule_
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
+from ddp_core.spec.options import Asked, Options
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Request:
     resume: str = "never"
     """`auto`, `never`, or a run directory."""
     command: str = ""
+    asked: Asked | None = None
+    """What the user asked for, in the user's own words; None where no command line did."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_core.checkpoint import Checkpoint, Checkpointer, sweep
+from ddp_core.data.digests import DataDigest
 from ddp_core.determinism.kernels import make_deterministic
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.stop import StopRequest
@@ -21,13 +22,17 @@ from ddp_core.observe.loggers.logger import LoggedRun, flattened
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
+from ddp_core.run.changes import Origin
+from ddp_core.run.data_record import agreed_digest
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.environment import describe_code
 from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.run.initial_weights import put_weights
 from ddp_core.run.lock import RunLock
 from ddp_core.run.record import RunRecord
 from ddp_core.run.request import Parts, Request, build_parts, check_promise
-from ddp_core.run.resuming import choose_checkpoint, choose_directory, resume
+from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
+from ddp_core.run.source import Source, collect, require_same_source
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import try_metrics
 from ddp_core.trainers.loss_check import check_loss
@@ -45,11 +50,15 @@ def run(request: Request, world: World) -> RunDirectory:
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         parts = _build_the_same(request, collectives)
-        directory = choose_directory(request, collectives)
-        record = stack.enter_context(_open_record(request, parts, directory, collectives, console))
+        source, data = _digest_the_same(request, parts, collectives, console)
+        directory = choose_directory(request, source, len(parts.splits.train), collectives)
+        origin = Origin(source, data, choose_weights(request, directory, collectives))
+        record = stack.enter_context(_open_record(request, parts, origin, directory, collectives, console))
         metrics = stack.enter_context(_metrics(record, console))
         with record.outcome():
             start = choose_checkpoint(directory, collectives, console)
+            if start is None and origin.weights is not None:
+                put_weights(parts.model, origin.weights)
             heartbeat = Heartbeat(directory.path, world, record.usage)
             with ExitStack() as training:
                 job = Job(
@@ -80,7 +89,7 @@ def run(request: Request, world: World) -> RunDirectory:
                 trainer = stack.enter_context(closing(build_trainer(job)))
                 record.state = trainer.state
                 _announce(trainer, directory)
-                resume(trainer, start, directory, record.changed_fingerprint)
+                resume(trainer, start, directory, record.notes)
                 if start is None:
                     check_loss(trainer)
                 record.usage.restart()
@@ -99,7 +108,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 
 def _build_the_same(request: Request, collectives: Collectives) -> Parts:
-    """All parts. Raises UserError on every rank where the ranks' code, request or data differ."""
+    """All parts. Raises UserError on every rank where the ranks' version of ddp_core or request differ."""
     check_promise(request)
     code = describe_code()
     facts = {
@@ -110,7 +119,6 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
     }
     collectives.require_same(**facts)
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
-    collectives.require_same(data=parts.splits.digest)
     if parts.named_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device, exact=False)
         forward = partial(passes.outputs_and_loss, parts.model)
@@ -118,12 +126,32 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
     return parts
 
 
+def _digest_the_same(
+    request: Request, parts: Parts, collectives: Collectives, console: Console
+) -> tuple[Source, DataDigest]:
+    """The user's code, all of which is imported by now, and the data.
+
+    Raises UserError on every rank where the ranks' code or data differ.
+    """
+    source = collect(request.loaded)
+    require_same_source(collectives, source)
+    for module in source.unreadable:
+        console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
+    return source, agreed_digest(parts.splits, collectives, console.say)
+
+
 @contextmanager
 def _open_record(
-    request: Request, parts: Parts, directory: RunDirectory, collectives: Collectives, console: Console
+    request: Request,
+    parts: Parts,
+    origin: Origin,
+    directory: RunDirectory,
+    collectives: Collectives,
+    console: Console,
 ) -> Iterator[RunRecord]:
     """The run's record, begun by rank 0, which holds the run directory's lock from here on."""
-    world, record = collectives.world, RunRecord(request, collectives, directory, parts.splits.digest)
+    steps_per_epoch = request.loaded.experiment.steps_per_epoch(len(parts.splits.train))
+    world, record = collectives.world, RunRecord(request, collectives, directory, origin, steps_per_epoch)
     with _hold(directory, world.launch_id) if world.is_first else nullcontext():
         if world.is_first:
             record.start()

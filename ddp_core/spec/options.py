@@ -80,7 +80,18 @@ class What(Frozen):
     resume: Annotated[str, CommandLine(metavar="never|auto|RUN")] = Field(
         "never",
         description="Continue a run that did not come to its end: the newest one of this experiment (auto), or the "
-        "one in the directory RUN. The layout may be another one than before.",
+        "one in the directory RUN. The layout may be another one than before. A finished run is continued where more "
+        "epochs or max_steps are set.",
+    )
+    accept_changed_code: bool = Field(
+        False, description="Continue a run although the code of the experiment or its modules was edited since."
+    )
+    init_from: Annotated[
+        str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
+    ] = Field(
+        None,
+        description="Start from the weights of a run (final, else of the newest checkpoint) or of a .safetensors or "
+        "torch.save file.",
     )
     reduction: Annotated[Reduction | None, ByDefault("what the experiment says")] = Field(
         None,

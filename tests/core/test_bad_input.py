@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -254,16 +253,6 @@ def test_a_completed_run_is_not_trained_on(tmp_path: Path) -> None:
     assert record["weights_sha256"] == first["weights_sha256"]
     assert ended.code in (0, 2)
     assert "Traceback" not in ended.errors
-
-
-def test_a_run_of_another_experiment_is_not_resumed_by_itself(tmp_path: Path) -> None:
-    train(tmp_path, "toy_mlp", "--set", "epochs=1")
-    directory, _ = trained(tmp_path)
-    directory.update(status="failed")
-    ended = ddp("train", "toy_mlp", "--set", "seed=1", "--device", "cpu", "--resume", "auto", "--output", tmp_path)
-    assert ended.code == 0, ended.errors
-    assert len(list(tmp_path.glob("*/*/run.json"))) == 2
-    shutil.rmtree(tmp_path / "toy_mlp")
 
 
 @pytest.mark.parametrize(

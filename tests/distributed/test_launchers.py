@@ -11,7 +11,7 @@ from tests.support.commands import Ended, command, ddp, train, trained
 from tests.support.processes import free_port
 
 TOY = ("toy_mlp", "--device", "cpu")
-FILES = {"checkpoints", "experiment.py", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
+FILES = {"checkpoints", "source", "heartbeats", "log.txt", "metrics.jsonl", "model.safetensors", "run.json"}
 
 
 @pytest.fixture(scope="module")

@@ -161,8 +161,8 @@ def test_a_request_to_one_node_stops_both(tmp_path: Path) -> None:
         launches[1].signal(signal.SIGTERM)
         ended = [launch.wait() for launch in launches]
     assert [end.code for end in ended] == [75, 75]
-    assert "(SIGTERM); saved, continue with --resume auto" in ended[1].errors
-    assert "(another rank was asked to); saved, continue with --resume auto" in ended[0].errors
+    assert "(SIGTERM); saved, continue with `ddp train " in ended[1].errors
+    assert "(another rank was asked to); saved, continue with `ddp train " in ended[0].errors
     directory, record = trained(tmp_path)
     newest = find_checkpoints(directory.checkpoints)[0]
     assert record["status"] == "stopped"

@@ -23,7 +23,8 @@ def check_stopped(output: Path, ended: Ended, why: str) -> int:
     """Check that the run exited with 75 and saved everything up to its last step; return that step."""
     assert ended.code == 75
     found = re.fullmatch(
-        rf"ddp: stopped: at step (\d+) \({why}\); saved, continue with --resume auto", ended.errors.strip()
+        rf"ddp: stopped: at step (\d+) \({why}\); saved, continue with `ddp train \S*dots\.py .*--resume auto.*`",
+        ended.errors.strip(),
     )
     assert found is not None, ended.errors
     step = int(found[1])

@@ -130,7 +130,7 @@ def _newest(output: Path, with_ledger: bool) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_verify_layouts_prints_one_digest(tmp_path: Path) -> None:
-    ended = command("verify-layouts", "digits", "--set", "max_steps=310", "--output", tmp_path, timeout=580)
+def test_verify_layouts_prints_one_digest() -> None:
+    ended = command("verify-layouts", "digits", "--set", "max_steps=310", timeout=580)
     assert ended.code == 0, ended.output + ended.errors
     assert "one digest" in ended.output

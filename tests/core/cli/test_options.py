@@ -16,6 +16,8 @@ VALUES = {
     "experiment": "mine.py",
     "settings": ("optimizer.lr=0.1", "model.sizes=[10, 1]"),
     "resume": "auto",
+    "accept_changed_code": True,
+    "init_from": "weights.safetensors",
     "reduction": "plain",
     "record": "run.json",
     "layout": "ddp",

@@ -111,5 +111,5 @@ def test_files_folders_and_modules_may_have_any_letter(tmp_path: Path, locale: s
     assert ("Gr\\xf6\\xdfe" if locale == "ASCII" else "Größe") in ended.output
     directory, record = trained(output)
     assert record["status"] == "completed"
-    assert (directory.path / "experiment.py").read_text(encoding="utf-8") == text
+    assert (directory.path / "source" / "spät.py").read_text(encoding="utf-8") == text
     assert "Ergebnisse für alle" in directory.log.read_text(encoding="utf-8")

@@ -121,6 +121,13 @@ def test_other_digests_are_told_from_other_fingerprints() -> None:
     assert "one fingerprint" not in elsewhere
 
 
+def test_other_digests_of_other_code_or_data_are_no_surprise() -> None:
+    edited = {"source": {"files": {"mine.py": "1"}}, "data_sha256": "2", "fingerprint": {"threads": 2}}
+    said = verdict([record(), record(DDP, weights="b" * 64, **edited)])
+    assert said == "digests: 2 different ones, of other code and other data"
+    assert verdict([record(), record(DDP, weights="b" * 64, init_from={"sha256": "3"})]).endswith("initial weights")
+
+
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, record())
     write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))

@@ -238,5 +238,6 @@ def test_an_unknown_signal_is_named() -> None:
 def test_stopped_can_be_sent_between_processes() -> None:
     import pickle
 
-    again = pickle.loads(pickle.dumps(Stopped("SIGTERM", 7)))
-    assert (again.step, again.reason, str(again)) == (7, "SIGTERM", str(Stopped("SIGTERM", 7)))
+    stopped = Stopped("SIGTERM", 7, "`ddp train mine.py --resume auto`")
+    again = pickle.loads(pickle.dumps(stopped))
+    assert (again.step, again.reason, again.command, str(again)) == (7, "SIGTERM", stopped.command, str(stopped))

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from ddp_core.errors import ExitCode, UserError
-from ddp_core.run.directory import FORMAT, RunDirectory, find_launch, find_resumable, find_runs
+from ddp_core.run.continuing import find_resumable
+from ddp_core.run.directory import FORMAT, RunDirectory, find_launch, find_runs
+from ddp_core.run.experiment_file import LoadedExperiment
 from ddp_core.run.lock import RunLock
+from ddp_core.run.request import Request
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
 
 EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=8)
 
@@ -24,6 +28,11 @@ def make(output: Path, started_at: str = "2026-01-01T00:00:00Z", **fields: Any) 
     record = {"format": FORMAT, "status": "running", "experiment_sha256": EXPERIMENT.digest(), "started_at": started_at}
     directory.write(record | fields)
     return directory
+
+
+def request(output: Path) -> Request:
+    loaded = LoadedExperiment(EXPERIMENT, {}, Path("mine.py"), "", "")
+    return Request(loaded, Layout(), Options(output=str(output)), "auto")
 
 
 def test_a_directory_is_named_by_experiment_layout_time_and_an_id(tmp_path: Path) -> None:
@@ -112,7 +121,7 @@ def test_the_newest_unfinished_run_is_resumed(tmp_path: Path, status: str) -> No
     newest = make(tmp_path, "2026-01-02T00:00:00Z", status=status)
     make(tmp_path, "2026-01-03T00:00:00Z", status="completed")
     make(tmp_path, "2026-01-04T00:00:00Z", experiment_sha256="of another")
-    found = find_resumable(tmp_path, EXPERIMENT)
+    found = find_resumable(request(tmp_path), 64)
     assert found is not None
     assert found.path == newest.path
 
@@ -121,9 +130,9 @@ def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
     directory = make(tmp_path)
     with RunLock(directory.path):
         assert directory.is_live
-        assert find_resumable(tmp_path, EXPERIMENT) is None
+        assert find_resumable(request(tmp_path), 64) is None
     assert not directory.is_live
-    assert find_resumable(tmp_path, EXPERIMENT) is not None
+    assert find_resumable(request(tmp_path), 64) is not None
 
 
 def test_a_later_round_finds_its_launch(tmp_path: Path) -> None:
