@@ -163,9 +163,14 @@ def verify(
 ) -> int:
     """Train RUN again from its record and compare the weights.
 
-    It may be another layout: the exact reduction gives the same weights on all of them.
+    It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
+    runs the code in it.
     """
     _quiet()
+    if run.is_file():
+        from ddp_core.commands.verify_bundle import verify_bundle
+
+        return verify_bundle(run, layout, device, nproc_per_node, data_dir)
     from ddp_core.commands.verify import verify
 
     if not as_json:
@@ -176,6 +181,26 @@ def verify(
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code
+
+
+@ddp.command()
+@_run_argument
+@click.option(
+    "-o",
+    "target",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Where to write the bundle. [default: EXPERIMENT-RUN.zip, here]",
+)
+def bundle(run: Path, target: Path | None) -> int:
+    """Put the finished RUN into one file, to hand it over.
+
+    It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere.
+    """
+    _quiet()
+    from ddp_core.commands.bundle import bundle
+
+    return bundle(run, target)
 
 
 @ddp.command(options=from_fields("settings", "data_dir"))
