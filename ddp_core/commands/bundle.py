@@ -109,8 +109,11 @@ def _write(file: Path, members: dict[str, Content]) -> None:
 
 def _manifest(members: dict[str, Content]) -> Iterator[str]:
     for name, content in sorted(members.items()):
+        digest = hashlib.sha256()
         with content() as source:
-            yield f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {name}\n"
+            while part := source.read(1 << 20):
+                digest.update(part)
+        yield f"{digest.hexdigest()}  {name}\n"
 
 
 _DESCRIBED = {

@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import psutil
 
+from ddp_core.distributed.world import free_port
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.run.directory import RunDirectory
 from tests.support.commands import Ended, ddp, forked, trained, wait_until
-from tests.support.processes import HANG, free_port
+from tests.support.processes import HANG
 
 DOTS = str(Path(__file__).parent / "experiment_files" / "dots.py")
 STEPS_PER_EPOCH = 8

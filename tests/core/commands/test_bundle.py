@@ -196,7 +196,8 @@ def test_what_cannot_be_handed_over_is_said(run: Path, tmp_path: Path) -> None:
 def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = ddp("bundle", run, "-o", tmp_path / "b.zip")
     assert (ended.code, ended.errors) == (0, "")
-    assert ended.output.startswith(f"{tmp_path}/b.zip: 12 files, {(tmp_path / 'b.zip').stat().st_size:,} bytes, sha256 ")
+    size = (tmp_path / "b.zip").stat().st_size
+    assert ended.output.startswith(f"{tmp_path}/b.zip: 12 files, {size:,} bytes, sha256 ")
     monkeypatch.chdir(tmp_path)
     assert bundle(run, None) == 0
     assert (tmp_path / f"mine-{run.name}.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
