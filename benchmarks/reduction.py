@@ -1,18 +1,21 @@
-"""What exact reduction costs: the ordered sum against gloo's all_reduce, and memory in copies of the gradients.
+"""What exact reduction costs: the ordered sum against gloo's all_reduce, strided shares, memory in gradients' copies.
 
     python -m benchmarks.reduction [--worlds 2 4] [--rounds 15] [--json PATH]
 
 Times: 11 million float32 (a ResNet-18), as one tensor, and cut into pieces of 1 million as DDP's buckets are. The two
-ways take turns in one run; the slowest rank counts; figures are medians. Memory: the highest resident size of a rank
-that trains an 11-million-parameter network with DDP, exact less plain accumulation under no_sync, divided by the size
-of the gradients. log2(M / W) copies are expected, which the tree holds. The tree's own leaf is one more, but DDP has
-that too, as `.grad`.
+ways take turns in one run; the slowest rank counts; figures are medians. Shares: steps of a network of 11 million
+parameters with tiny micro-batches, so that hardly anything but the gradients takes time: accumulation alone, contiguous
+shares (plain module, and DDP, which overlaps with the last backward), strided shares (plain module). Memory: the
+highest resident size of a rank that trains that network with DDP, exact less plain accumulation under no_sync, divided
+by the size of the gradients. log2(M / W) copies are expected, which the tree holds. The tree's own leaf is one more,
+but DDP has that too, as `.grad`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import math
 import os
@@ -60,12 +63,63 @@ def time_sums(rank: int, world_size: int, rounds: int, piece: int) -> dict[str, 
     return seconds
 
 
-def peak_memory(rank: int, world_size: int, micro_batches: int, exact: bool) -> int:
-    """Highest resident bytes of this process while it trains three steps."""
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+def network() -> nn.Sequential:
+    """11 million parameters."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def wrapped(net: nn.Module) -> DistributedDataParallel:
+    """The network as the exact reduction takes it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        module = DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(net, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def time_shares(rank: int, world_size: int, rounds: int, own: int) -> dict[str, dict[str, list[float]]]:
+    """Of each step of `own` micro-batches per rank, in turns: seconds of the slowest rank, processor seconds of one."""
+    group, micro_batches, rows = dist.group.WORLD, own * world_size, torch.randn(4, WIDTH)
+    torch.manual_seed(0)
+    exact = {
+        "contiguous": ExactReduction(network(), micro_batches, process_group=group),
+        "contiguous, DDP": ExactReduction(wrapped(network()), micro_batches),
+        "strided": ExactReduction(network(), micro_batches, process_group=group, shares="strided"),
+    }
+    alone = network()
+
+    def accumulate() -> None:
+        alone.zero_grad()
+        for _ in range(own):
+            alone(rows).sum().backward()
+
+    def step(reduction: ExactReduction) -> None:
+        for index in reduction.share:
+            with reduction.micro_batch(index):
+                reduction.module(rows).sum().backward()
+        reduction.finish()
+
+    ways: dict[str, Callable[[], None]] = {"accumulation": accumulate}
+    ways |= {way: functools.partial(step, reduction) for way, reduction in exact.items()}
+    found: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "processor": []} for way in ways}
+    for turn in range(rounds + 2):
+        for way, run in ways.items():
+            dist.barrier()
+            start, work = time.perf_counter(), time.process_time()
+            run()
+            work = time.process_time() - work
+            elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            if turn >= 2:
+                found[way]["seconds"].append(elapsed.item())
+                found[way]["processor"].append(work)
+    for reduction in exact.values():
+        reduction.close()
+    return found
+
+
+def peak_memory(rank: int, world_size: int, micro_batches: int, exact: bool) -> int:
+    """Highest resident bytes of this process while it trains three steps."""
+    net = network()
+    module = wrapped(net)
     rows = torch.randn(4, WIDTH)
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
     if exact:
@@ -127,6 +181,18 @@ def measure(worlds: list[int], rounds: int) -> dict[str, Any]:
                 f"{world_size:10} {row['pieces']:7} {row['all_reduce_ms']:8.1f} ms {row['ordered_ms']:8.1f} ms "
                 f"{row['ratio']:8.2f} {row['target'] or '-':>8}"
             )
+    shares = []
+    print("\nms a step (processor ms of a rank)")
+    print("ranks  micro-batches per rank    accumulation      contiguous contiguous, DDP         strided")
+    for world_size in worlds:
+        for own in (1, 2, 4):
+            found = on_ranks(time_shares, world_size, rounds, own)
+            shares.append({"world_size": world_size, "micro_batches_per_rank": own, "ways": found})
+            cells = [
+                f"{1e3 * statistics.median(way['seconds']):.1f} ({1e3 * statistics.median(way['processor']):.1f})"
+                for way in found.values()
+            ]
+            print(f"{world_size:5} {own:23} " + " ".join(f"{cell:>15}" for cell in cells))
     memory = []
     gradients = 4 * LAYERS * WIDTH * WIDTH
     print("\nmicro-batches per rank   extra copies of the gradients   log2(M / W)")
@@ -136,7 +202,7 @@ def measure(worlds: list[int], rounds: int) -> dict[str, Any]:
         copies = (exact - plain) / gradients
         memory.append({"micro_batches_per_rank": own, "extra_copies": copies, "expected": math.log2(own)})
         print(f"{own:22} {copies:31.2f} {math.log2(own):13.0f}")
-    return {"elements": ELEMENTS, "sum": times, "memory": memory}
+    return {"elements": ELEMENTS, "sum": times, "shares": shares, "memory": memory}
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ class Exchange(Protocol):
         """Send each rank its part of `flat`; yield this rank's parts of ranks 0 … `senders` - 1, in order.
 
         `flat` (None on the other ranks) holds one part for each rank, or only one, which then goes to all. `part` shows
-        the size, dtype and device of a part. The tensors that are yielded belong to the caller.
+        the size, dtype and device of a part. The tensors that are yielded belong to the caller, `flat` no longer does.
         """
 
-    def gather_(self, out: Tensor) -> None:
-        """Fill `out`, of one part for each rank, from the ranks' own parts, which are in their place already."""
+    def gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts, end to end."""
 
 
 class _Scratch:
@@ -88,22 +88,24 @@ class PointToPoint:
     def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
         arrivals = {peer: torch.empty_like(part) for peer in self._peers if peer < senders}
-        receiving = {peer: self._receive(arrival, peer) for peer, arrival in arrivals.items()}
+        receiving = [self._receive(arrival, peer) for peer, arrival in arrivals.items()]
         parts = [] if flat is None else torch.split(flat, part.numel())
         sending = [self._send(parts[peer % len(parts)], peer) for peer in self._peers if parts]
-        for sender in range(senders):
-            if sender == self.rank:
-                yield parts[sender % len(parts)].clone()
-            else:
-                receiving[sender].wait()
-                yield arrivals.pop(sender)
-        _wait(sending)
+        if parts:
+            # A view would keep the whole of `flat` alive.
+            arrivals[self.rank] = parts[self.rank].clone() if len(parts) > 1 else parts[0]
+        _wait(sending + receiving)
+        yield from (arrivals.pop(sender) for sender in range(senders))
 
-    def gather_(self, out: Tensor) -> None:
-        """See `Exchange.gather_`."""
-        parts = out.view(self.world_size, -1)
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Exchange.gather`."""
+        whole = part.new_empty(self.world_size * part.numel())
+        parts = whole.view(self.world_size, -1)
         receiving = [self._receive(parts[peer], peer) for peer in self._peers]
-        _wait([self._send(parts[self.rank], peer) for peer in self._peers] + receiving)
+        sending = [self._send(part, peer) for peer in self._peers]
+        parts[self.rank].copy_(part)
+        _wait(sending + receiving)
+        return whole
 
     def _exchange(
         self, own: Sequence[Tensor], out: Tensor, plan: Plan, chunks: Sequence[slice]
@@ -186,9 +188,11 @@ class Collectives:
         )
         yield from (arrival.clone() for arrival in torch.split(inbox, size))
 
-    def gather_(self, out: Tensor) -> None:
-        """See `Exchange.gather_`."""
-        dist.all_gather_into_tensor(out, out.view(self.world_size, -1)[self.rank].clone(), group=self._group)
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Exchange.gather`."""
+        whole = part.new_empty(self.world_size * part.numel())
+        dist.all_gather_into_tensor(whole, part, group=self._group)
+        return whole
 
 
 def exchange_on(group: dist.ProcessGroup, device: torch.device) -> Exchange:

@@ -35,11 +35,11 @@ class RoundSum:
         self._tree = GradientTree(leaves)
 
     def empty(self) -> Tensor:
-        """A flat tensor for a leaf or the sum: `elements` elements, then a few more that fill the last part."""
+        """A flat tensor for a leaf: `elements` elements, then a few more that fill the last part."""
         return self._like.new_empty(self._size * self._parts)
 
     def push(self, flat: Tensor | None) -> None:
-        """Exchange the leaves of the next round; None on a rank that has none in the last one."""
+        """Exchange the leaves of the next round, which are given away; None on a rank without one in the last round."""
         senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
         if not self._elements:
             self._tree.next_leaf += senders
@@ -47,13 +47,11 @@ class RoundSum:
         for part in self._exchange.scatter(flat, self._like.new_empty(self._size), senders):
             self._tree.push([part])
 
-    def total_(self, out: Tensor) -> None:
-        """Write the sum over all leaves into `out`, a tensor from `empty`."""
+    def total(self) -> Tensor:
+        """Return the sum over all leaves, of the size of a tensor from `empty`."""
         if not self._elements:
-            return
+            return self.empty()
         (root,) = self._tree.subtrees
         (mine,) = root.tensors
         assert mine is not None
-        out.view(self._parts, -1)[self._exchange.rank % self._parts].copy_(mine)
-        if self._parts > 1:
-            self._exchange.gather_(out)
+        return mine if self._parts == 1 else self._exchange.gather(mine)

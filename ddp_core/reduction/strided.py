@@ -72,12 +72,11 @@ class StridedShares:
         self._prepare(statistics)
         while self._rounds * self._exchange.world_size < self._leaves:
             self._start_round(None)
-        sums: dict[int, Tensor] = {}
-        for group in self._groups:
-            out = group.sum.empty()
-            self._under_way.append(self._channel.submit(functools.partial(group.total_, out), out))
-            sums |= dict(zip(group.positions, views_of(out, group.like), strict=True))
+        totals = [self._channel.submit(group.sum.total, group.like[0]) for group in self._groups]
         self._wait()
+        sums: dict[int, Tensor] = {}
+        for group, total in zip(self._groups, totals, strict=True):
+            sums |= dict(zip(group.positions, views_of(total.wait(), group.like), strict=True))
         parameters = self._gradients.parameters
         used = sums.pop(len(parameters) + 1).tolist()
         statistics.copy_(sums.pop(len(parameters)))
@@ -135,8 +134,3 @@ class _Group:
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self.sum.push(flat)
         return self.like[0]
-
-    def total_(self, out: Tensor) -> Tensor:
-        """Write the sum over all rounds into `out`; a job for the channel."""
-        self.sum.total_(out)
-        return out

@@ -284,9 +284,7 @@ def sum_in_rounds(exchange: Exchange, leaves: Sequence[Tensor]) -> Tensor:
         if flat is not None:
             flat[: leaves[0].numel()] = leaves[mine]
         total.push(flat)
-    out = total.empty()
-    total.total_(out)
-    return out[: leaves[0].numel()]
+    return total.total()[: leaves[0].numel()]
 
 
 def canonical_leaves(span: Any) -> list[Any]:

@@ -31,12 +31,10 @@ class Mailboxes:
                 self.queues[self.rank, peer].put(parts[peer % len(parts)].clone())
         yield from (self.queues[sender, self.rank].get(timeout=60) for sender in range(senders))
 
-    def gather_(self, out: Tensor) -> None:
-        parts = out.view(self.world_size, -1)
+    def gather(self, part: Tensor) -> Tensor:
         for peer in range(self.world_size):
-            self.queues[self.rank, peer].put(parts[self.rank].clone())
-        for sender in range(self.world_size):
-            parts[sender] = self.queues[sender, self.rank].get(timeout=60)
+            self.queues[self.rank, peer].put(part.clone())
+        return torch.cat([self.queues[sender, self.rank].get(timeout=60) for sender in range(self.world_size)])
 
 
 def sum_on_rank(exchange: Mailboxes, leaves: Tensor) -> Tensor:
@@ -47,9 +45,7 @@ def sum_on_rank(exchange: Mailboxes, leaves: Tensor) -> Tensor:
             flat[:ELEMENTS] = leaves[first + exchange.rank]
         total.push(flat)
         assert len(total._tree.subtrees) <= math.log2(len(leaves)) + 1
-    out = total.empty()
-    total.total_(out)
-    return out[:ELEMENTS]
+    return total.total()[:ELEMENTS]
 
 
 @pytest.mark.parametrize("one_round_bytes", [-1, 1 << 20], ids=["in parts", "whole"])
