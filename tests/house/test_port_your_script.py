@@ -1,0 +1,99 @@
+"""The tutorial that ports a script: page and files agree, few lines change, and every layout ends with one digest."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import HANG, run_processes
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorials" / "port-your-script.md").read_text()
+SCRIPTS = ROOT / "docs" / "tutorials" / "port-your-script"
+BEFORE, AFTER = ((SCRIPTS / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py"))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_shows_the_script_and_what_changes() -> None:
+    assert blocks("python") == ["".join(BEFORE)]
+    assert blocks("diff") == ["".join(difflib.unified_diff(BEFORE, AFTER, "before.py", "after.py", n=1))]
+
+
+def test_fifteen_lines_are_new() -> None:
+    assert len([line for line in difflib.ndiff(BEFORE, AFTER) if line.startswith("+ ") and line.strip() != "+"]) == 15
+
+
+def _run(rank: int, world_size: int, folder: Path, words: list[str]) -> str:
+    os.chdir(folder)
+    sys.argv = ["after.py", *words]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of it is deprecated, and the number of threads was chosen
+        runpy.run_path(str(SCRIPTS / "after.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_ported_script_ends_with_one_digest_also_when_resumed_on_other_ranks(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir(), stopped.mkdir()
+    (expected,) = run_processes(_run, 1, whole, [])
+    assert expected.startswith("48 steps, ")
+    assert run_processes(_run, 3, stopped, ["25"]) == ["", "", ""]
+    assert run_processes(_run, 2, stopped, []) == [expected, ""]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_line_from_top_to_bottom_under_torchrun(tmp_path: Path) -> None:
+    """Run the page's commands in one folder; only the script that is not ported ends differently each time."""
+    for name in ("before.py", "after.py"):
+        (tmp_path / name).write_text((SCRIPTS / name).read_text())
+    printed: dict[str, list[str]] = {"before.py": [], "after.py": []}
+    for line in "".join(blocks("console")).splitlines():
+        command = line.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+        ended = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{line}\n{ended.stderr}"
+        for name, lines in printed.items():
+            lines += ended.stdout.splitlines() if name in line else []
+    assert [line.split()[0] for line in printed["before.py"]] == ["96", "48", "33", "58"]
+    assert len(set(printed["before.py"])) == 4
+    assert len(printed["after.py"]) == 4
+    assert len(set(printed["after.py"])) == 1
+
+
+@pytest.mark.slow
+def test_one_rank_without_a_number_of_threads_is_warned(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    ended = subprocess.run(
+        [*torchrun, SCRIPTS / "after.py", "1"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=True,
+    )
+    assert ("since OMP_NUM_THREADS is not set" in ended.stderr) == ((os.cpu_count() or 1) > 1)
