@@ -27,7 +27,7 @@ def follow(page: str, installed: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["train-your-own-model", "hand-over-a-result", "my-training-hangs"])
+@pytest.mark.parametrize("name", ["train-your-own-model", "from-one-gpu-to-many-nodes", "hand-over-a-result", "my-training-hangs"])
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
 
