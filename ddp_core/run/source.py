@@ -158,7 +158,7 @@ def read_source(directory: Path, recorded: Mapping[str, Any]) -> Source:
 
     Raises UserError where a file is missing, or is not the one that was recorded.
     """
-    folder, texts = directory / recorded["folder"], {}
+    folder, texts = directory / _inside(recorded["folder"]), {}
     for place, digest in recorded["files"].items():
         file = folder / _inside(place)
         try:
@@ -167,6 +167,8 @@ def read_source(directory: Path, recorded: Mapping[str, Any]) -> Source:
             raise UserError(f"{file} cannot be read ({error.strerror}): it is the code that the run trained") from None
         if hashlib.sha256(texts[place]).hexdigest() != digest:
             raise UserError(f"{file} was changed after the run had kept it: it is not the code that the run trained")
+    if recorded["experiment"] not in texts:
+        raise UserError(f"{directory}/run.json names {recorded['experiment']} as the experiment, but no digest of it")
     return Source(recorded["experiment"], texts, recorded["modules"], tuple(recorded["unreadable"]))
 
 

@@ -115,6 +115,17 @@ def test_weights_that_were_exchanged_are_told(tmp_path: Path) -> None:
     check(verify(directory.path), 1, "different file: the record is right")
 
 
+@pytest.mark.slow
+def test_averaged_weights_are_compared_too(tmp_path: Path) -> None:
+    _, directory = trained_own(tmp_path, "--set", "ema_decay=0.5")
+    check(verify(directory.path), 0, "\nidentical\n")
+    average = directory.path / "model_ema.safetensors"
+    average.write_bytes((directory.path / "model.safetensors").read_bytes())
+    check(verify(directory.path), 1, "different file: the record is right, but model_ema.safetensors holds other")
+    directory.update(ema_sha256="0" * 64)
+    check(verify(directory.path), 1, "different under the same fingerprint")
+
+
 @pytest.mark.parametrize(("change", "words"), [("failed", "is failed"), ("no source", "an earlier version of ddp")])
 def test_what_cannot_be_repeated_is_said(tmp_path: Path, change: str, words: str) -> None:
     _, directory = trained_own(tmp_path)

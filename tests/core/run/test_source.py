@@ -140,6 +140,14 @@ def test_a_record_cannot_name_files_outside(tmp_path: Path, place: str) -> None:
         serve_modules(tmp_path, recorded)
 
 
+def test_a_record_cannot_name_another_folder_or_an_experiment_without_a_digest(tmp_path: Path) -> None:
+    recorded = kept(tmp_path)
+    with pytest.raises(UserError, match="outside of the run's directory"):
+        read_source(tmp_path / "inner", recorded | {"folder": "../source"})
+    with pytest.raises(UserError, match="no digest of it"):
+        read_source(tmp_path, recorded | {"experiment": "other.py"})
+
+
 @pytest.mark.parametrize(
     ("before", "now", "same"),
     [
