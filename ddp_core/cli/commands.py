@@ -167,17 +167,15 @@ def verify(
     runs the code in it.
     """
     _quiet()
-    if run.is_file():
-        from ddp_core.commands.verify_bundle import verify_bundle
-
-        return verify_bundle(run, layout, device, nproc_per_node, data_dir)
     from ddp_core.commands.verify import verify
+    from ddp_core.commands.verify_bundle import verify_bundle
 
+    check = verify_bundle if run.is_file() else verify
     if not as_json:
-        return verify(run, layout, device, nproc_per_node, data_dir)
+        return check(run, layout, device, nproc_per_node, data_dir)
     said = io.StringIO()
     with redirect_stdout(said):
-        code = verify(run, layout, device, nproc_per_node, data_dir)
+        code = check(run, layout, device, nproc_per_node, data_dir)
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code

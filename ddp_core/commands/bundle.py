@@ -28,7 +28,7 @@ from ddp_core.run.source import read_source
 FORMAT = "ddp-bundle/1"
 MANIFEST = "MANIFEST"
 PINS = "pins.txt"
-INITIAL_WEIGHTS = "initial_weights"
+INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
 _ALWAYS = ("run.json", "metrics.jsonl", "log.txt", "model.safetensors")
 _WHERE_PRESENT = ("model_ema.safetensors", "data.json")

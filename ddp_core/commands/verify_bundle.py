@@ -10,13 +10,11 @@ import json
 import shutil
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from ddp_core.commands.bundle import FORMAT, INITIAL_WEIGHTS, MANIFEST, PINS
+from ddp_core.commands.bundle import FORMAT, MANIFEST, PINS
 from ddp_core.commands.verify import DIFFERENT, verify
 from ddp_core.errors import UserError, is_full, no_room
-from ddp_core.run.directory import RunDirectory
 from ddp_core.run.pins import differences
 from ddp_core.spec.layout import LayoutKind
 
@@ -52,7 +50,6 @@ def _unpack_checked(file: Path, folder: Path) -> bool:
             print(f"bundle: {len(members)} files, each as MANIFEST says")
             print(f"packages: {differences(_text(archive, PINS), record['environment'])}")
             _unpack(archive, members, folder)
-            _place_initial_weights(folder, record)
     except (BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
     except OSError as error:
@@ -117,9 +114,3 @@ def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with archive.open(member) as source, place.open("xb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
-
-
-def _place_initial_weights(folder: Path, record: dict[str, Any]) -> None:
-    """Let the record name the unpacked file in place of the one that was on the other machine."""
-    for file in folder.glob(f"{INITIAL_WEIGHTS}.*"):
-        RunDirectory(folder).update(init_from=record["init_from"] | {"file": str(file)})

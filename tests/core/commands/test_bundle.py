@@ -77,9 +77,9 @@ def test_the_manifest_names_each_other_member(packed: Path) -> None:
 
 
 def test_a_bundle_is_verified_where_nothing_else_is(packed: Path, tmp_path: Path) -> None:
-    ended = ddp("verify", packed, "--layout", "dp", "--data-dir", tmp_path, module="tests.support.quick")
+    ended = ddp("verify", packed, "--json", "--layout", "dp", "--data-dir", tmp_path, module="tests.support.quick")
     assert (ended.code, ended.errors) == (0, "")
-    said = ended.output.splitlines()
+    said = json.loads(ended.output)["lines"]
     assert said[0] == "bundle: 12 files, each as MANIFEST says"
     assert said[1].startswith("packages: all ")
     assert said[2] == "this runs the code in the bundle"
@@ -93,7 +93,7 @@ def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> No
     assert bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
     Path(weights).unlink()
     with ZipFile(tmp_path / "b.zip") as archive:
-        assert "initial_weights.safetensors" in archive.namelist()
+        assert "init_from.safetensors" in archive.namelist()
         assert "the weights that the run began with" in archive.read("README.txt").decode()
     ended = ddp("verify", tmp_path / "b.zip", module="tests.support.quick")
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.errors + ended.output
