@@ -183,9 +183,9 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
     other = differences(repeated["fingerprint"], record["fingerprint"])
-    if record["weights_sha256"] == repeated["weights_sha256"]:
-        if _weights_file(directory) != _weights_file(again):
-            print("different file: the record is right, but model.safetensors holds other weights than the record says")
+    if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
+        if (exchanged := _exchanged_file(directory, again)) is not None:
+            print(f"different file: the record is right, but {exchanged} holds other weights than the record says")
             return DIFFERENT
         print("identical" + (f" (although the fingerprint differs: {other[0]})" if other else ""))
         return ExitCode.DONE
@@ -201,8 +201,14 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     return DIFFERENT
 
 
-def _weights_file(run: RunDirectory) -> str:
-    return weights_digest(read_weights(run.path / "model.safetensors"))
+def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:
+    """The name of a file that does not hold the weights that both records have; None where each does."""
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        if name == "model.safetensors" or (ours.path / name).exists():
+            here, there = (weights_digest(read_weights(run.path / name)) for run in (ours, theirs))
+            if here != there:
+                return name
+    return None
 
 
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import ROOT, ddp, forked, train, trained, wait_until
 from tests.support.processes import HANG, free_port
 
@@ -98,6 +100,19 @@ def test_verify_repeats_a_run_on_another_layout(tmp_path: Path) -> None:
     found = json.loads(ended.output)
     assert (found["run"], found["identical"], found["verdict"]) == (str(directory.path), True, "identical")
     assert any("dp-3-cpu" in line for line in found["lines"])
+
+
+@pytest.mark.slow
+def test_verify_tells_other_weights_from_other_circumstances(tmp_path: Path) -> None:
+    train(tmp_path, "toy_mlp")
+    directory, record = trained(tmp_path)
+    directory.update(weights_sha256="0" * 64)
+    assert ddp("verify", directory.path).code == 1
+    different = ddp("verify", directory.path, "--json")
+    assert (different.code, json.loads(different.output)["identical"]) == (1, False)
+    directory.update(fingerprint=record["fingerprint"] | {"threads": 64})
+    other = ddp("verify", directory.path)
+    assert "threads" in other.output + other.errors
 
 
 def test_doctor_says_what_would_run() -> None:
