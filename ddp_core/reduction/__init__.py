@@ -1,8 +1,9 @@
 """Exact reduction: gradient sums in one fixed order, so that a result does not depend on the layout.
 
 Sums of floating-point numbers depend on the order of the additions. Here that order is one binary tree over the
-micro-batches of a step (`tree`), whichever ranks compute them. Ranks exchange partial sums (`ordered_sum`) while
-backward goes on (`communication`). Batch-norm statistics are exchanged in the same way (`batch_statistics`).
+micro-batches of a step (`tree`), whichever ranks compute them. Ranks that compute neighbouring micro-batches exchange
+partial sums (`contiguous`, `ordered_sum`), ranks that take them in turns exchange after each (`strided`, `round_sum`),
+both in the background (`communication`). Batch-norm statistics are exchanged in the same way (`batch_statistics`).
 `ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 

@@ -28,7 +28,7 @@ class RoundSum:
         self._exchange, self._elements, self._like = exchange, elements, like
         world_size = exchange.world_size
         rounds = -(-leaves // world_size)
-        # (W-1) * N elements a round in place of (W-1)/W * N, less the last step's (W-1)/W * N.
+        # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
         more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
         self._parts = 1 if more <= exchange.one_round_bytes else world_size
         self._size = -(-elements // self._parts)

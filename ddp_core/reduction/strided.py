@@ -92,7 +92,7 @@ class StridedShares:
         if not self._groups:
             parameters = self._gradients.parameters
             present = torch.empty(len(parameters), device=self._channel.device)
-            # The last two count which parameters were used, and carry the batch-norm statistics.
+            # The last two are the batch-norm statistics, and for each parameter how many micro-batches have used it.
             leaf = [*(parameter.detach() for parameter in parameters), statistics, present]
             for positions in flat_groups(leaf):
                 like = [leaf[position] for position in positions]
