@@ -193,8 +193,10 @@ def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str
     # A child of the fork server would start its own children from a server, too. A real command starts them in the
     # platform's default way.
     multiprocessing.set_start_method(None, force=True)
-    # multiprocessing's children ignore SIGINT, which a terminal sends on Ctrl-C. A real command does not.
+    # multiprocessing's children ignore SIGINT, which a terminal sends on Ctrl-C, and what a tester starts with nohup
+    # ignores SIGHUP. A command that a user types into a terminal ignores neither.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     code = importlib.import_module(module).main(words)
     sys.stdout.flush()
     sys.exit(code)

@@ -20,6 +20,7 @@ COMMANDS = (
     "list",
     "compare",
     "verify",
+    "bundle",
     "verify-layouts",
     "ledger",
     "health",
