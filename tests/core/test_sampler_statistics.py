@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks.uniformity import Integers, correlation, of_pairs, of_positions, pooled, upper_tail
-from ddp_core.sampler import BLOCK, GlobalOrder, Permutation, order
+from ddp_core import sampler
+from ddp_core.sampler import BLOCK, GlobalOrder, Permutation
 
 LOWEST, HIGHEST = 0.001, 0.999
 # 1437 and BLOCK use the prefix cipher. BLOCK + 1 and 2**15 use the narrowest Feistel network (halves of seven and eight
@@ -69,7 +70,7 @@ def test_torchs_permutation_passes_the_same_tests(length: int) -> None:
 
 @pytest.mark.parametrize("length", [BLOCK + 1, 2**15])
 def test_four_rounds_would_not_pass(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "_ROUNDS", 4)
+    monkeypatch.setattr(sampler.order, "_ROUNDS", 4)
     assert failed(p_values(length, whole_order))
 
 
