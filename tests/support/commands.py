@@ -209,7 +209,9 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
     Kills at the end what carries the mark. Raises AssertionError if it had to, unless the block has already failed.
     """
     mark = uuid.uuid4().hex
-    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    # The image names its folders by DDP_OUTPUT and DDP_DATA; a test names its own.
+    others = (*LAUNCHER_VARIABLES, "DDP_OUTPUT", "DDP_DATA")
+    clean = {name: value for name, value in os.environ.items() if name not in others}
     settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark} | dict(env or {})
     failed = True
     try:
