@@ -62,6 +62,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("exact_end_to_end", "same micro-batches"),
         ("sampler", "ElasticSampler"),
         ("checkpoint", "recorded in"),
+        pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )
 def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_path: Path) -> None:
