@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import Started
 from tests.support.processes import HANG, run_processes
 
 ROOT = Path(__file__).parents[2]
@@ -62,20 +63,15 @@ def test_every_line_from_top_to_bottom_under_torchrun(tmp_path: Path) -> None:
     for name in ("before.py", "after.py"):
         (tmp_path / name).write_text((SCRIPTS / name).read_text())
     printed: dict[str, list[str]] = {"before.py": [], "after.py": []}
-    for line in "".join(blocks("console")).splitlines():
-        command = line.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
-        ended = subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=HANG,
-            check=False,
-        )
-        assert ended.returncode == 0, f"{line}\n{ended.stderr}"
+    for number, line in enumerate("".join(blocks("console")).splitlines()):
+        text = line.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+        started = Started(text, tmp_path, tmp_path / f"said-{number}", os.environ | {"PYTHONPATH": str(ROOT)})
+        try:
+            assert started.end() == 0, f"{line}\n{started.said}"
+        finally:
+            started.kill()
         for name, lines in printed.items():
-            lines += ended.stdout.splitlines() if name in line else []
+            lines += [said for said in started.said.splitlines() if name in line and " steps, " in said]
     assert [line.split()[0] for line in printed["before.py"]] == ["96", "48", "33", "58"]
     assert len(set(printed["before.py"])) == 4
     assert len(printed["after.py"]) == 4

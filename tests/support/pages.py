@@ -131,9 +131,7 @@ class Reader:
             lines = [line for line in block.lines if not line.startswith(self._omit)]
             if block.kind == "python":
                 (self._folder / re.findall(r"`(\w+\.py)`", block.before)[-1]).write_text(block.content)
-            elif block.kind == "console" and (
-                lines := [line for line in block.lines if not line.startswith(self._omit)]
-            ):
+            elif block.kind == "console" and lines:
                 shown = shown if shown.kind == "text" else Block("text", "", "", block.after)
                 if then.kind == "console" and "another terminal" in then.before:
                     self._first_terminal = self._start(lines)
