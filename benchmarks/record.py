@@ -13,15 +13,9 @@ from typing import Any
 import numpy
 import torch
 
+from ddp_core.determinism.fingerprint import cpu_model
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def cpu_model() -> str:
-    """The processor's name as the kernel gives it, or else the architecture's."""
-    description = Path("/proc/cpuinfo")
-    lines = description.read_text().splitlines() if description.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def usable_cores() -> int:
