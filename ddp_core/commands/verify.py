@@ -20,7 +20,7 @@ from ddp_core.run.environment import describe_code
 from ddp_core.run.initial_weights import read_weights
 from ddp_core.run.prepare import load_with_settings
 from ddp_core.run.request import build_splits
-from ddp_core.run.source import Source, changed_files, read_source
+from ddp_core.run.source import changed_files, read_source
 from ddp_core.spec.layout import LayoutKind
 from ddp_core.spec.options import Asked
 
@@ -104,7 +104,7 @@ def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]
     notes = []
     beside = Path(record["experiment_file"]).parent
     today = {place: (beside / place).read_bytes() for place in kept.texts if (beside / place).is_file()}
-    edited = changed_files(_files({place: kept.texts[place] for place in today}), _files(today))
+    edited = changed_files({place: kept.texts[place] for place in today}, today)
     if edited:
         notes.append(
             f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
@@ -113,10 +113,6 @@ def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]
     if (other := _other_ddp(record)) is not None:
         notes.append(other)
     return notes
-
-
-def _files(texts: Mapping[str, bytes]) -> Source:
-    return Source("", texts, {})
 
 
 def _other_ddp(record: Mapping[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ class Changes:
     source: dict[str, Any]
     """The `source` of run.json: of the newest code."""
     attempt: dict[str, Any] = field(default_factory=dict)
-    """What the attempt's entry in run.json says of it."""
+    """What the attempt's entry in run.json says of the change."""
     notes: list[str] = field(default_factory=list)
     """A line each for the user."""
     fingerprint: bool = False
@@ -70,7 +70,7 @@ class Changes:
 
     def _see_source(self, directory: RunDirectory, now: Source, number: int) -> None:
         before = read_source(directory.path, self.source)
-        changed = changed_files(before, now)
+        changed = changed_files(before.texts, now.texts)
         if not changed:
             return
         folder = f"{FOLDER}-{number}"

@@ -67,7 +67,7 @@ def _require_source(directory: RunDirectory, request: Request, source: Source, w
     if accepted or "source" not in record:
         return
     before = read_source(directory.path, record["source"])
-    changed = changed_files(before, source)
+    changed = changed_files(before.texts, source.texts)
     if not changed:
         return
     names, command = ", ".join(changed), accepting_command(directory, request)

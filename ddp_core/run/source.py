@@ -206,13 +206,9 @@ class _ReadOnlyLoader(SourceFileLoader):
         """Write no compiled files: a run's directory keeps what the run has put there."""
 
 
-def changed_files(before: Source, now: Source) -> list[str]:
-    """The places whose code differs; other comments or another layout of the lines are no other code."""
-    return [
-        place
-        for place in sorted({*before.texts, *now.texts})
-        if not _is_same_code(before.texts.get(place), now.texts.get(place))
-    ]
+def changed_files(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
+    """The places whose code differs, of contents by place; other comments or other line breaks are no other code."""
+    return [place for place in sorted({*before, *now}) if not _is_same_code(before.get(place), now.get(place))]
 
 
 def _is_same_code(one: bytes | None, other: bytes | None) -> bool:
@@ -229,7 +225,7 @@ def _is_same_code(one: bytes | None, other: bytes | None) -> bool:
 def diff(before: Source, now: Source) -> str:
     """The changed files as a unified diff, which begins each line with `-` (before) or `+` (now)."""
     parts: list[str] = []
-    for place in changed_files(before, now):
+    for place in changed_files(before.texts, now.texts):
         here, there = (source.texts.get(place, b"").decode(errors="replace").splitlines() for source in (now, before))
         parts += difflib.unified_diff(there, here, f"{place} (the run's)", f"{place} (now)", lineterm="", n=1)
     return "\n".join(parts)
