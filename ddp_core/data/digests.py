@@ -6,22 +6,18 @@ A builder that gives a digest is believed. Otherwise the files that it names are
 from __future__ import annotations
 
 import bisect
-import contextlib
 import hashlib
 import itertools
 import os
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ddp_core.data.splits import Dataset, Splits
 from ddp_core.determinism.digests import tree_digest
+from ddp_core.determinism.seeds import generators_kept
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.sampler import Permutation
 
@@ -64,7 +60,8 @@ def digest_items(splits: Splits) -> DataDigest:
         return DataDigest(splits.digest, _GIVEN)
     parts: dict[str, str] = {}
     sizes = []
-    with _generators_kept():
+    # Reading items must not change what is drawn in training.
+    with generators_kept():
         for split, dataset in (("training", splits.train), ("held-out", splits.test)):
             if dataset is None:
                 continue
@@ -90,16 +87,6 @@ def _item_digest(dataset: Dataset, index: int) -> str:
     except Exception as error:
         # Training will meet it where it matters, and tells rank and step.
         return f"raises {type(error).__name__}"
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Reset the global random generators afterwards: reading items must not change what is drawn in training."""
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(before[0])
-    np.random.set_state(before[1])
 
 
 def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:

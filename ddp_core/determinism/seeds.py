@@ -7,6 +7,10 @@ into numbers.
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,3 +50,15 @@ class MicroBatchSeed:
 
     def __call__(self, step: int, micro_batch: int) -> None:
         self.generator.manual_seed(mix(self.seed, step, micro_batch, 2) >> 1)
+
+
+@contextlib.contextmanager
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Afterwards the global generators of Python, NumPy and torch, on the CPU and on a CUDA `device`, are as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
