@@ -146,14 +146,10 @@ def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _written(path: Path, name: str, value: Any) -> str:
-    """The value as `--set` takes it: JSON, but text that would be read as text stands as it is."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            json.loads(value)
-            return json.dumps(value)
-        return json.dumps(value) if value.lower() in ("none", "true", "false") else value
+    from ddp_core.spec.experiment import setting_text
+
     try:
-        return json.dumps(value, allow_nan=False)
+        return setting_text(value)
     except (TypeError, ValueError):
         raise UserError(f"{path}: {name} = {value}: a setting is a number, a text, true or false, or a list") from None
 

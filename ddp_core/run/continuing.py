@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import RunDirectory, runs_of
 from ddp_core.run.initial_weights import InitialWeights, find_weights
 from ddp_core.run.request import Request
-from ddp_core.spec.experiment import Experiment
+from ddp_core.spec.experiment import Experiment, setting_text
+from ddp_core.spec.records import dotted
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
@@ -29,19 +29,10 @@ class Values(NamedTuple):
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
     """The settings in which a run and an experiment differ, by the names that `--set` knows."""
-    there, here = (dict(_flat(part)) for part in (record.get("experiment") or {}, experiment.to_json()))
+    there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     names = [*here, *(there.keys() - here.keys())]
     values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
     return {name: pair for name, pair in values.items() if pair.there != pair.here}
-
-
-def _flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            # `--set` reaches the options of models and data sets as model.NAME and data.NAME.
-            yield from _flat(value, prefix if name == "options" else f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
@@ -159,22 +150,12 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     other = differing(record, request.loaded.experiment)
     asked = request.asked
     kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
-    theirs = [f"{name}={_text(values.there)}" for name, values in other.items() if values.there is not ...]
+    theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
     return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
 
 
 def _shown(value: Any) -> str:
     return "none" if value is ... else repr(value)
-
-
-def _text(value: Any) -> str:
-    """The value as `--set` reads it: JSON, or a word that is neither JSON nor one of its own words."""
-    if isinstance(value, str) and value.lower() not in ("none", "true", "false"):
-        try:
-            json.loads(value)
-        except ValueError:
-            return value
-    return json.dumps(value)
 
 
 def continue_command(request: Request) -> str:

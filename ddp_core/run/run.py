@@ -18,7 +18,7 @@ from ddp_core.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
 from ddp_core.observe.loggers.choosing import start_loggers
-from ddp_core.observe.loggers.logger import LoggedRun, flattened
+from ddp_core.observe.loggers.logger import LoggedRun, loggable
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
@@ -187,7 +187,7 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     request, directory = record.request, record.directory
     settings = request.loaded.experiment.to_json()
     settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-    logged = LoggedRun(directory.path, request.loaded.experiment.name, flattened(settings))
+    logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
     loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)

@@ -268,6 +268,19 @@ def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None
         record[section][key] = value
 
 
+def setting_text(value: Any) -> str:
+    """The value as `--set` reads it: JSON, but text that would be read as text stands as it is.
+
+    Raises TypeError or ValueError for what JSON does not have: NaN, infinity, dates.
+    """
+    if isinstance(value, str) and value.lower() not in ("none", "true", "false"):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value, allow_nan=False)
+
+
 def _typed_like(old: Any, new: Any, name: str) -> Any:
     """`new` in the type of the option's present value, because options of components have no schema."""
     if old is None or new is None:

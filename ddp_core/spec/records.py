@@ -1,8 +1,9 @@
-"""What the records of this package share: their base class, a one-line text for their errors, and common types."""
+"""What the records of this package share: base class, one-line text of their errors, dotted names, common types."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,3 +25,14 @@ def explain(error: ValidationError) -> str:
         text = item["msg"].removeprefix("Value error, ")
         findings.append(f"{place}: {text}" if place else text)
     return "; ".join(findings)
+
+
+def dotted(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A record's nested values under dotted names, as `--set` takes them: `model.options.width` is `model.width`."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= dotted(value, prefix if prefix and name == "options" else f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ddp_core.spec.records import dotted
+
 Setting = bool | str | float | int
 Ending = Literal["completed", "stopped", "failed"]
 
@@ -39,12 +41,6 @@ class Logger(Protocol):
         """Write everything out; a stopped or failed run may be resumed by another attempt."""
 
 
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Setting]:
-    """Nested settings under dotted names, without lists and None, for which no logger has a place."""
-    flat: dict[str, Setting] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{name}.")
-        elif isinstance(value, Setting):
-            flat[f"{prefix}{name}"] = value
-    return flat
+def loggable(settings: Mapping[str, Any]) -> dict[str, Setting]:
+    """Settings under dotted names, without lists and None, for which no logger has a place."""
+    return {name: value for name, value in dotted(settings).items() if isinstance(value, Setting)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_core.commands.compare import verdict
 from ddp_core.determinism.fingerprint import differences
+from ddp_core.spec.records import dotted
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Spread, plural, slug
 
@@ -163,9 +164,9 @@ def find_families(runs: Sequence[Run]) -> list[Family]:
     families: list[Family] = []
     for name in sorted(by_name):
         alike = sorted(by_name[name], key=lambda members: -len(members))
-        main = flatten(alike[0][0].record.experiment)
+        main = dotted(alike[0][0].record.experiment)
         for members in alike:
-            difference = _difference(flatten(members[0].record.experiment), main)
+            difference = _difference(dotted(members[0].record.experiment), main)
             families.append(_family(name, members, difference, {family.anchor for family in families}))
     return families
 
@@ -225,18 +226,6 @@ def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
         other = next(record for record in exact if record.weights_sha256 != exact[0].weights_sha256)
         tone = "warn" if differences(exact[0].fingerprint, other.fingerprint) else "bad"
     return SeedVerdict(runs[0].seed, text, tone)
-
-
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names, as `--set` takes them."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        dotted = f"{prefix}{name}".replace(".options.", ".")
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{dotted}.")
-        else:
-            flat[dotted] = value
-    return flat
 
 
 def digest_letters(runs: Iterable[Run]) -> dict[str, str]:

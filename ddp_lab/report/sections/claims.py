@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_core.spec.records import dotted
 from ddp_lab.records import Figure
 from ddp_lab.report import values
 from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.claims import Claim, MeasuredClaim, Picture
-from ddp_lab.report.reading.families import flatten
 from ddp_lab.report.values import TIMES, TONES, Column, Table, number, plain, slug, text
 
 
@@ -32,7 +32,7 @@ class ClaimSection:
 def claim_section(measured: MeasuredClaim) -> ClaimSection:
     """Return the section of one claim."""
     claim = measured.claim
-    facts = [(name, plain(value)) for name, value in flatten(claim.environment).items()]
+    facts = [(name, plain(value)) for name, value in dotted(claim.environment).items()]
     return ClaimSection(claim, claim_plots(claim), measured.pictures, facts)
 
 

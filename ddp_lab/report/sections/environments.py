@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ddp_core.spec.records import dotted
 from ddp_lab.report import values
-from ddp_lab.report.reading.families import flatten
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Column, Table, figure, plain, text
 
@@ -50,7 +50,7 @@ def environments_table(environments: Mapping[str, Sequence[Run]]) -> tuple[Table
 
 def _facts_that_count(run: Run) -> dict[str, Any]:
     facts = {
-        name: value for name, value in flatten(run.record.environment).items() if name not in ("host", "memory_bytes")
+        name: value for name, value in dotted(run.record.environment).items() if name not in ("host", "memory_bytes")
     }
     commit = facts.get("code.commit")
     facts |= {"code.commit": commit[:12]} if isinstance(commit, str) else {}

@@ -10,8 +10,8 @@ from typing import Any
 
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
+from ddp_core.spec.records import dotted
 from ddp_lab.report import values
-from ddp_lab.report.reading.families import flatten
 from ddp_lab.report.reading.runs import BrokenRun, Run
 from ddp_lab.report.values import Column, Table, figure, moment, plain, slug, text
 
@@ -59,7 +59,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         run,
         run_anchor(run),
         facts,
-        [(name, plain(value)) for name, value in flatten(record.experiment).items()],
+        [(name, plain(value)) for name, value in dotted(record.experiment).items()],
         _attempts(run),
         [(name, plain(digest)) for name, digest in digests],
         _log_tail(run.path),

@@ -12,7 +12,7 @@ from ddp_core.distributed.stop import Stopped
 from ddp_core.errors import UserError
 from ddp_core.observe.loggers import background, choosing
 from ddp_core.observe.loggers.background import BackgroundLogger
-from ddp_core.observe.loggers.logger import Ending, Logger, flattened
+from ddp_core.observe.loggers.logger import Ending, Logger, loggable
 from ddp_core.observe.metrics import MetricsWriter, read_metrics
 from tests.support.processes import HANG
 
@@ -117,7 +117,7 @@ def test_a_logger_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 
 def test_settings_are_flat_and_have_no_gaps() -> None:
     nested = {"seed": 3, "model": {"name": "mlp", "options": {"widths": [1, 2], "bias": True}}, "clip": None}
-    assert flattened(nested) == {"seed": 3, "model.name": "mlp", "model.options.bias": True}
+    assert loggable(nested) == {"seed": 3, "model.name": "mlp", "model.bias": True}
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

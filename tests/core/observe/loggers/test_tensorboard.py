@@ -39,7 +39,7 @@ def test_a_runs_scalars_and_hyper_parameters_are_readable(tmp_path: Path) -> Non
     assert shown["layout"].string_value == "single-cpu"
     assert shown["seed"].number_value == 3
     assert shown["optimizer.lr"].number_value == 0.01
-    assert shown["data.options.size"].number_value == 10_000
+    assert shown["data.size"].number_value == 10_000
 
 
 def test_steps_that_a_resume_rolls_back_are_gone(tmp_path: Path) -> None:
