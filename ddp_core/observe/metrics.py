@@ -129,7 +129,7 @@ class Console:
         self._bar: Any = None
         self._spoke = time.monotonic()
         self._began: tuple[int, float] | None = None
-        """The first step of this process, and when it was done."""
+        """The number of the first step that this process made, and the time of its end in seconds (monotonic clock)."""
 
     def log_to(self, path: Path) -> None:
         """Also write the printed lines to this file."""

@@ -15,7 +15,8 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import RunDirectory
 
 _NESTED = ("model", "state_dict")
-"""Under these keys checkpoints keep the weights: ours and torch's examples under the first, Lightning's the second."""
+"""The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
+in Lightning."""
 _WRAPPED = "module."
 """How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
 

@@ -65,7 +65,7 @@ def _claim_plot(claim: Claim, series: Series, index: int) -> Plot | None:
 
 
 def _over_numbers(drawn: Sequence[_Drawn], series: Series, written: Sequence[str]) -> Axes:
-    """Lines over numbers; over `written` ones, if there are any, at equal distances."""
+    """Lines over numbers; where `written` names the values, these stand at equal distances, labelled so."""
     axes = new_axes()
     for order, line in enumerate(drawn):
         _draw_line(axes, *line, wide=max(1.5, 4.2 - 0.9 * order))

@@ -27,7 +27,7 @@ class FamilySection:
     busy_note: str
     """Which runs were timed while other programs kept the machine busy."""
     next_command: str
-    """What makes a run to compare with, for an experiment that was run in one way only; else nothing."""
+    """The command that adds another layout, for an experiment that was run in one way only; else empty."""
 
 
 def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:

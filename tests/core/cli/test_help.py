@@ -56,14 +56,14 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_names_torch_and_the_commit() -> None:
-    """Read without torch, and from anywhere; test_imports.py holds that no command line waits for torch."""
+    """`ddp --version` reads the version of torch from its metadata, without importing torch."""
     code = "import sys; from ddp_core.cli import main; main(['--version']); print('torch' in sys.modules)"
     ended = command(program=("-c", code))
     assert re.fullmatch(r"ddp \S+( \(commit [0-9a-f]{12}.*\))?, torch 2\.\S+, Python 3\.\S+\nFalse\n", ended.output)
 
 
 def test_a_command_of_another_package_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its line is read from its file, which is not run."""
+    """The line of help is the first line of the command's file, which is read but not run."""
     (tmp_path / "theirs.py").write_text("raise SystemExit('run')\ndef main(words):\n    'Do it.\\n\\nMore.'\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert _summary(EntryPoint("theirs", "theirs:main", "ddp.commands")) == "Do it."
