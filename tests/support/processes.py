@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import queue
+import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from ddp_core.distributed.world import free_port
@@ -83,8 +87,16 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
 
 
 def _enter(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, arguments: tuple[Any, ...], results: Any
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    arguments: tuple[Any, ...],
+    results: Any,
+    stack: Path,
 ) -> None:
+    # Also works where the main thread waits in C++ and cannot run Python.
+    faulthandler.register(signal.SIGUSR2, file=stack.open("w"), all_threads=True)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -110,9 +122,17 @@ def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any
     shared memory (return numbers, strings, numpy arrays). Raises AssertionError with the first traceback, or after
     `timeout` seconds.
     """
+    with tempfile.TemporaryDirectory(prefix="stacks-") as folder:
+        return _run_processes(function, world_size, arguments, timeout, Path(folder))
+
+
+def _run_processes(
+    function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], timeout: float, folder: Path
+) -> list[Any]:
     port, results = free_port(), CONTEXT.Queue()
+    stacks = [folder / str(rank) for rank in range(world_size)]
     workers = [
-        CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results))
+        CONTEXT.Process(target=_enter, args=(function, rank, world_size, port, arguments, results, stacks[rank]))
         for rank in range(world_size)
     ]
     for worker in workers:
@@ -127,7 +147,9 @@ def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any
                 missing = [rank for rank in range(world_size) if rank not in collected]
                 dead = [rank for rank in missing if workers[rank].exitcode not in (None, 0)]
                 assert not dead, f"ranks {dead} died with {[workers[rank].exitcode for rank in dead]}"
-                assert time.monotonic() < deadline, f"ranks {missing} did not answer within {timeout} s"
+                if time.monotonic() >= deadline:
+                    at = "".join(_stack(workers[rank], stacks[rank]) for rank in missing)
+                    raise AssertionError(f"ranks {missing} did not answer within {timeout} s:\n{at}") from None
                 continue
             assert succeeded, f"rank {rank} failed:\n{value}"
             collected[rank] = value
@@ -140,3 +162,12 @@ def run_processes(function: Callable[..., Any], world_size: int, *arguments: Any
                 worker.kill()
             worker.join()
     return [collected[rank] for rank in range(world_size)]
+
+
+def _stack(worker: BaseProcess, file: Path) -> str:
+    """Where the worker's threads are, as the worker itself tells."""
+    if worker.pid is None or not file.exists():
+        return f"{worker.name} has not begun\n"
+    os.kill(worker.pid, signal.SIGUSR2)
+    time.sleep(1)
+    return f"{worker.name}:\n{file.read_text()}"
