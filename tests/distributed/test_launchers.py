@@ -53,9 +53,8 @@ def test_torchruns_agent(tmp_path: Path, reference: tuple[str, str], start: Call
     check(tmp_path, reference, "torchrun", ended)
 
 
-@pytest.mark.parametrize(
-    ("start", "count"), [pytest.param(ddp, "1", id="forked"), pytest.param(command, "2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("start", "count"), [pytest.param(ddp, "1", id="forked"), (command, "2")])
 def test_mp_spawn(tmp_path: Path, reference: tuple[str, str], start: Callable[..., Ended], count: str) -> None:
     words = ["--layout", "ddp", "--launcher", "spawn", "--nproc-per-node", count]
     check(tmp_path, reference, "spawn", start("train", *TOY, *words, "--output", tmp_path))

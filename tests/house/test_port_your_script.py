@@ -47,6 +47,7 @@ def _run(rank: int, world_size: int, folder: Path, words: list[str]) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_ported_script_ends_with_one_digest_also_when_resumed_on_other_ranks(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     whole.mkdir(), stopped.mkdir()

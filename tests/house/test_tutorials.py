@@ -35,6 +35,7 @@ def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path:
     follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_file_of_the_first_tutorial_trains_as_it_stands(installed: Path, tmp_path: Path) -> None:
     page = (FOLDER / "train-your-own-model.md").read_text()
     (file,) = [block for block in blocks(page) if block.kind == "python"]

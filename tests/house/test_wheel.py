@@ -43,6 +43,7 @@ def test_the_wheel_takes_no_name_that_could_be_anybodys(wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"ddp_core", "ddp_lab", "ddp_experiments"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mypy") is None, reason="there is no mypy in this environment, as in the image")
 def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
@@ -57,6 +58,7 @@ def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     listed = {line.split()[0] for line in run(tmp_path, installed / "ddp", "list").stdout.splitlines()}
     assert listed == {file.stem for file in (ROOT / "experiments").glob("*.py")}

@@ -96,9 +96,8 @@ LOCALES = {
 """The last forbids Python to use UTF-8 all the same."""
 
 
-@pytest.mark.parametrize(
-    "locale", ["C", pytest.param("UTF-8", marks=pytest.mark.slow), pytest.param("ASCII", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", ["C", "UTF-8", "ASCII"])
 def test_files_folders_and_modules_may_have_any_letter(tmp_path: Path, locale: str) -> None:
     # Python itself finds no module of such a name where it knows ASCII alone.
     text = SPEAKS.replace("20000", "1").replace("größe", "plain" if locale == "ASCII" else "größe")

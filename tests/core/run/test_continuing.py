@@ -222,6 +222,7 @@ def test_an_extended_run_ends_as_one_long_run(output: Path, project: Path, sched
     assert record["attempts"][1]["extended_from"] == {"epochs": 2, "max_steps": None, "step": 4}
 
 
+@pytest.mark.slow
 def test_an_extended_cosine_says_that_it_is_another_result(output: Path, project: Path) -> None:
     words = ("--set", "schedule.name=cosine")
     record, said = extend(output, project, *words)
@@ -252,6 +253,7 @@ def test_a_finished_run_is_extended_by_length_alone_and_from_its_end(output: Pat
     assert len(trained(output)[1]["attempts"]) == 1
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
     first = train(output / "first", project)
     directory, _ = trained(output / "first")
@@ -276,6 +278,7 @@ def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
     assert (gone.code, "model.safetensors is gone" in gone.output) == (1, True)
 
 
+@pytest.mark.slow
 def test_runs_from_other_weights_do_not_continue_each_other(output: Path, project: Path) -> None:
     train(output / "first", project)
     weights = str(trained(output / "first")[0].path / "model.safetensors")

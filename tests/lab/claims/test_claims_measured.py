@@ -85,6 +85,7 @@ def test_c12_gradients_add_up(tmp_path: Path) -> None:
     assert figure(content, "relative difference, BatchNorm") > 1e-3
 
 
+@pytest.mark.slow
 def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
     """Only the agreement of the losses is tested: which way is faster depends on the load of the machine."""
     content = measured("C13", tmp_path)
