@@ -105,29 +105,35 @@ def _users_modules(loaded: LoadedExperiment, folder: Path) -> Iterator[tuple[str
     begun = own not in sys.modules
     for name, module in list(sys.modules.items()):
         begun = begun or name == own
-        file = _file_of(module)
-        if file is None or name in (own, "__main__", "__mp_main__") or _is_installed(name, file):
+        if name in (own, "__main__", "__mp_main__"):
             continue
-        if begun or _below(file, folder) is not None:
-            yield name, file
+        # The file of the outermost package decides, too: torch loads code that it generates as torch's modules, from
+        # /tmp. And to ask it first is quick: of a thousand modules, most belong to a few packages.
+        outermost = _file_of(sys.modules.get(name.partition(".")[0]))
+        if outermost is not None and _is_installed(outermost):
+            continue
+        file = _file_of(module)
+        if file is None or _is_installed(file):
+            continue
+        if begun or _below(Path(file), folder) is not None:
+            yield name, Path(file)
 
 
-def _file_of(module: ModuleType | None) -> Path | None:
+def _file_of(module: ModuleType | None) -> str | None:
     """The module's source file; None for built-in modules, extensions and namespace packages, which have none."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
-    return Path(os.path.abspath(file))  # noqa: PTH100  (resolve() would follow links out of the user's folder)
+    return os.path.abspath(file)  # noqa: PTH100  (resolve() would follow links out of the user's folder)
 
 
-def _is_installed(name: str, file: Path) -> bool:
-    # The file of the outermost package decides: torch loads code that it generates as torch's modules, from /tmp.
-    outermost = _file_of(sys.modules.get(name.partition(".")[0]))
-    return any(
-        not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _installed())
-        for found in (outermost or file, file)
-        for path in (found, found.resolve())
-    )
+@cache
+def _is_installed(file: str) -> bool:
+    return _lies_installed(Path(file)) or _lies_installed(Path(file).resolve())
+
+
+def _lies_installed(path: Path) -> bool:
+    return not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _installed())
 
 
 @cache
