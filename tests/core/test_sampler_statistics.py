@@ -110,7 +110,7 @@ def test_all_short_permutations_come_equally_often(length: int) -> None:
 
 @pytest.mark.parametrize(
     "length",
-    [1437, pytest.param(BLOCK + 1, marks=pytest.mark.slow), pytest.param(10**9, marks=pytest.mark.slow), 10**12],
+    [1437, *(pytest.param(length, marks=pytest.mark.slow) for length in (BLOCK + 1, 10**9, 10**12))],
 )
 def test_one_position_visits_all_classes_over_the_epochs(length: int) -> None:
     epochs, classes = 3000 if length > BLOCK else 600, 12

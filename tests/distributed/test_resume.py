@@ -126,6 +126,7 @@ def test_loader_processes_change_nothing(tmp_path: Path, undisturbed: tuple[tupl
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, "--workers", "2"))
 
 
+@pytest.mark.slow
 def test_a_run_can_be_named_or_left_alone(tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]) -> None:
     kill_at(tmp_path, 13, *WORDS)
     directory, _ = trained(tmp_path)

@@ -28,6 +28,7 @@ def test_every_name_has_a_row_and_an_example() -> None:
     assert {*SIGNATURES, "experiment"} <= defined
 
 
+@pytest.mark.slow
 def test_every_example_trains(tmp_path: Path) -> None:
     results = ask(_train_all, [_file_with(example) for example in ["", *EXAMPLES]], tmp_path)
     assert len(results) == 1 + len(EXAMPLES)

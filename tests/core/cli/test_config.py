@@ -95,6 +95,7 @@ def test_what_is_not_in_the_file_does_not_count_as_given(tmp_path: Path) -> None
     assert understood("digits", "--config", written(tmp_path, "")).model_fields_set == {"experiment", "settings"}
 
 
+@pytest.mark.slow
 def test_the_run_needs_the_file_no_more(tmp_path: Path) -> None:
     file = written(tmp_path, "epochs = 1\nmodel.name = 'mlp'\nmodel.sizes = [10, 7, 1]\n[train]\nlog_every = 1\n")
     words = ["toy_mlp", "--config", file, "--set", "epochs=2", "--output", str(tmp_path), "--device", "cpu"]
