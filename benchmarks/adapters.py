@@ -282,7 +282,7 @@ def main() -> None:
             print(f"{peer}: not installed: pip install {PEERS[peer][0]}")
             continue
         results += [measure(peer, case, ranks, rounds) for ranks in arguments.worlds]
-    if arguments.json or not arguments.quick:
+    if results and (arguments.json or not arguments.quick):
         command = f"python -m benchmarks.adapters --batch {batch} --micro-batch {micro_batch}"
         print(record("adapters", command, results, arguments.json))
 
