@@ -109,19 +109,22 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     """
     _quiet()
     from ddp_core.cli.entry import main
+    from ddp_core.distributed.world import World, node_here
     from ddp_core.launch.launch import Meeting, launch
+    from ddp_core.run.following import follow_launcher
     from ddp_core.run.prepare import prepare
 
     asked, config = asked_in(context), config_of(context)
     # What a file says is written out, so that the run's record and its workers need the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
+    asked, is_host = follow_launcher(asked, World.from_environment(), node_here())
     with config.blamed():
         request = prepare(asked, shlex.join(["ddp", *words]))
     if only_said:
         from ddp_core.commands.dry_run import dry_run
 
         return dry_run(request)
-    meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id)
+    meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
     return launch(request, meeting, words, main)
 
 

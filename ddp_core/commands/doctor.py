@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_core.errors import ExitCode
+from ddp_core.distributed.world import World, node_here
+from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from ddp_core.commands.memory import MemoryEstimate
@@ -47,8 +48,28 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": facts["memory_bytes"],
         "cuda_devices": [torch.cuda.get_device_name(number) for number in range(count)],
         "shared_memory_bytes": shutil.disk_usage(shared).total if shared.exists() else None,
+        "launcher": _launcher(),
         "runs_here": _commands(count),
     }
+
+
+def _launcher() -> str | None:
+    """What a launcher has made of this process, and what `ddp train` would do with that; None without a launcher."""
+    from ddp_core.run.following import follow_launcher
+    from ddp_core.spec.options import Asked
+
+    try:
+        world, node = World.from_environment(), node_here()
+        asked, is_host = follow_launcher(Asked(experiment="digits"), world, node)
+    except UserError as error:
+        return f"`ddp train` would not start: {error}"
+    if world.world_size > 1:
+        return f"this is {world.place} of {world.world_size}; `ddp train` trains as this rank and starts no other"
+    if node is None:
+        return None
+    count = "" if asked.nproc_per_node is None else f"{asked.nproc_per_node} "
+    where = f"{asked.rdzv_endpoint}{' (here)' if is_host else ''}"
+    return f"this is {node.description}; `ddp train` starts the {count}ranks of this node; the nodes meet at {where}"
 
 
 def _describe_machine(found: dict[str, Any]) -> None:
@@ -59,6 +80,8 @@ def _describe_machine(found: dict[str, Any]) -> None:
     print(f"cuda    {len(devices)} devices" + "".join(f"; {name}" for name in devices))
     if (shared := found["shared_memory_bytes"]) is not None:
         print(f"shm     {shared / 2**20:.0f} MiB of shared memory (loader processes want 512)")
+    if found["launcher"] is not None:
+        print(f"launch  {found['launcher']}")
     print("runs here:")
     for line in found["runs_here"]:
         print(f"  {line}")

@@ -10,6 +10,8 @@
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
+
+Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI and others set in their place.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 from ddp_core.errors import UserError
 
 
@@ -56,14 +59,17 @@ class World:
 
     @staticmethod
     def is_set(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether a launcher has already made this process a worker."""
-        return "RANK" in environ and "WORLD_SIZE" in environ
+        """Whether a launcher has already made this process a worker. Raises UserError as `from_environment` does."""
+        return _is_torchruns(environ) or bool(ranks_place(environ))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
         """The place that the launcher gave, checked. Raises UserError naming the variable that is missing or wrong."""
-        if not cls.is_set(environ):
-            return cls()
+        if not _is_torchruns(environ):
+            place = ranks_place(environ)
+            if not place:
+                return cls()
+            environ = {**environ, **place}
 
         def number(name: str, default: int | None = None) -> int:
             text = environ.get(name)
@@ -119,6 +125,18 @@ class World:
             "DDP_REPORT_DIR": self.report_dir,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
+
+
+def _is_torchruns(environ: Mapping[str, str]) -> bool:
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def node_here(environ: Mapping[str, str] = os.environ) -> Node | None:
+    """The place of this process where a launcher has started it once on each of several nodes; else None.
+
+    Raises UserError where the launcher's variables are missing or contradict each other.
+    """
+    return None if _is_torchruns(environ) else nodes_place(environ)
 
 
 def free_port() -> int:

@@ -42,6 +42,8 @@ class Elastic:
     max_restarts: int
     timeout: float
     stop_signal: str | None = None
+    is_host: bool = False
+    """Whether the nodes meet at this process."""
 
 
 def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
@@ -60,7 +62,7 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     early = [signal_named(settings.stop_signal)] if settings.stop_signal else []
     heard = [*asking_signals(), signal.SIGINT, signal.SIGQUIT, *early]
     os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in heard)
-    address = own_address(settings.endpoint)
+    address = own_address(settings.endpoint, settings.is_host)
     if settings.endpoint is None:
         # On one machine, use the loopback interface: the host name may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -93,7 +95,7 @@ def _run(
     # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
     join_seconds = int(max(settings.timeout, 2 * FINISHING_SECONDS))
     nnodes = (settings.min_nodes, settings.max_nodes)
-    handler = join(settings.endpoint, settings.launch_id, nnodes, address, join_seconds)
+    handler = join(settings.endpoint, settings.launch_id, nnodes, address, join_seconds, settings.is_host)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=settings.nproc_per_node,

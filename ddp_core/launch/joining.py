@@ -5,6 +5,8 @@ Keep-alives are short, nodes are known by address and not by host name, and a lo
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
 import time
 
@@ -18,6 +20,8 @@ from torch.distributed.elastic.rendezvous import (
 from ddp_core.errors import ExitCode, UserError
 
 _ANSWER_SECONDS = 10
+_ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737)."""
 
 
 class RendezvousLost(UserError):
@@ -29,13 +33,19 @@ class RendezvousLost(UserError):
 
 
 def join(
-    endpoint: str | None, launch_id: str, nnodes: tuple[int, int], address: str, join_seconds: int
+    endpoint: str | None,
+    launch_id: str,
+    nnodes: tuple[int, int],
+    address: str,
+    join_seconds: int,
+    is_host: bool = False,
 ) -> RendezvousHandler:
-    """Reach the place where the nodes of this launch meet; with no endpoint, this node alone, the place is made here.
+    """Reach the place where the nodes of this launch meet; as the host, or with no endpoint, make that place here.
 
-    `nnodes`: how many may take part, at least and at most. `join_seconds`: how long to wait for the least. Raises
-    RendezvousLost.
+    `nnodes`: how many may take part, at least and at most. `join_seconds`: how long to wait for the least, and for the
+    host. Raises RendezvousLost.
     """
+    is_host = is_host or endpoint is None
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=endpoint or "127.0.0.1:0",
@@ -43,14 +53,14 @@ def join(
         min_nodes=nnodes[0],
         max_nodes=nnodes[1],
         local_addr=address,
-        is_host="false" if endpoint else "true",
+        is_host=str(is_host).lower(),
         join_timeout=join_seconds,
         last_call_timeout=2,
         keep_alive_interval=1,
         keep_alive_max_attempt=3,
         read_timeout=30,
     )
-    if endpoint is not None:
+    if endpoint is not None and not is_host:
         _await_answer(endpoint)
     try:
         return registry.get_rendezvous_handler(parameters)
@@ -58,8 +68,11 @@ def join(
         raise RendezvousLost(endpoint, error) from None
 
 
-def own_address(endpoint: str | None) -> str:
+def own_address(endpoint: str | None, is_host: bool = False) -> str:
     """The address by which peers reach this node: the one that it would use towards the rendezvous.
+
+    The host of the rendezvous may know its own name as a loopback address, as Debian does: it takes the address that it
+    would use towards another network, if there is any.
 
     Raises UserError (2) where the endpoint is not HOST:PORT, and RendezvousLost where its name is not known.
     """
@@ -69,13 +82,22 @@ def own_address(endpoint: str | None) -> str:
     if not host or not port.isdigit():
         raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT", ExitCode.BAD_INPUT)
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        address = _address_towards(host, int(port))
     except OSError as error:
         # A container's name is known only while it runs, and a node that is cut off knows none: both may come back.
         raise RendezvousLost(endpoint, error) from None
+    if is_host and ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
+        with contextlib.suppress(OSError):
+            return _address_towards(_ELSEWHERE, 9)
+    return address
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of the interface that leads there; nothing is sent. Raises OSError."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
 def _await_answer(endpoint: str) -> None:

@@ -43,6 +43,8 @@ class Meeting:
     max_nodes: int = 1
     endpoint: str | None = None
     launch_id: str | None = None
+    is_host: bool = False
+    """Whether the nodes meet at this process, at the endpoint's port."""
 
 
 def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
@@ -75,6 +77,7 @@ def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: 
         request.options.max_restarts,
         request.options.timeout,
         request.options.stop_signal,
+        meeting.is_host,
     )
     try:
         with _nursery(request, entry) as nursery:

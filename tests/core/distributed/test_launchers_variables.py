@@ -1,0 +1,225 @@
+"""The variables of schedulers, MPI and Kubernetes: one table for all, and one training for all processes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from ddp_core.distributed.launchers import Node
+from ddp_core.distributed.world import World, free_port, node_here
+from ddp_core.errors import UserError
+from ddp_core.run.following import follow_launcher
+from ddp_core.spec.options import Asked, NodeRange
+from tests.support.commands import forked, train, trained
+
+BATCH_SHELL = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "6",
+    "SLURM_NNODES": "3",
+    "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+}
+SIX_TASKS = BATCH_SHELL | {
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[03-05]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+A_TASK_PER_NODE = SIX_TASKS | {
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+STORE = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize("environ", [{}, BATCH_SHELL, SIX_TASKS | {"SLURM_STEP_NUM_TASKS": "1"}, {"PET_NNODES": "1"}])
+def test_a_process_alone_is_alone(environ: dict[str, str]) -> None:
+    assert (World.from_environment(environ), World.is_set(environ), node_here(environ)) == (World(), False, None)
+
+
+def test_a_task_of_several_on_a_node_is_a_rank() -> None:
+    world = World.from_environment(SIX_TASKS)
+    assert (world.rank, world.world_size, world.local_rank, world.nproc_per_node) == (3, 6, 1, 2)
+    assert (world.nnodes, world.node_rank, world.store_host, world.launch_id) == (3, 1, "gpu03", "slurm-77.1-0")
+    assert World.is_set(SIX_TASKS)
+    assert node_here(SIX_TASKS) is None
+    again = World.from_environment(SIX_TASKS | {"SLURM_RESTART_COUNT": "2"})
+    assert (again.launch_id, again.store_port) == ("slurm-77.1-2", world.store_port)
+    assert World.from_environment(SIX_TASKS | {"SLURM_STEP_ID": "2"}).store_port != world.store_port
+
+
+def test_a_task_on_each_node_is_a_node() -> None:
+    assert not World.is_set(A_TASK_PER_NODE)
+    node = node_here(A_TASK_PER_NODE | {"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "16"})
+    assert node is not None
+    assert (node.node_rank, node.nnodes, node.launch_id, node.gpus, node.cpus) == (1, 3, "slurm-77.1-0", 4, 16)
+    assert node.endpoint is not None
+    assert node.endpoint.startswith("gpu03:")
+    assert not node.is_first
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("gpu03", "gpu03"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a,b", "a"),
+        ("rack[0-1]n[2,4].example", "rack0n2.example"),
+        ("gpu[7]", "gpu7"),
+    ],
+)
+def test_the_first_node_of_a_list(names: str, first: str) -> None:
+    assert World.from_environment(SIX_TASKS | {"SLURM_STEP_NODELIST": names}).store_host == first
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI | STORE, PMI | STORE, PMI | STORE | {"SLURM_JOB_ID": "1"}])
+def test_a_process_of_mpi_is_a_rank(environ: dict[str, str]) -> None:
+    world = World.from_environment(environ)
+    assert (world.rank, world.world_size, world.local_rank, world.nproc_per_node) == (3, 4, 1, 2)
+    assert (world.node_rank, world.store_host, world.store_port, world.launch_id) == (1, "node-0", 29500, None)
+
+
+def test_the_innermost_launcher_counts() -> None:
+    """mpirun starts its daemons with srun, and torchrun and `ddp train` their workers below either."""
+    assert World.from_environment(A_TASK_PER_NODE | OPEN_MPI | STORE).world_size == 4
+    torchruns = {"RANK": "1", "WORLD_SIZE": "2", **STORE}
+    assert World.from_environment(SIX_TASKS | OPEN_MPI | torchruns).world_size == 2
+    assert node_here(A_TASK_PER_NODE | torchruns) is None
+
+
+def test_kubeflow_tells_the_nodes() -> None:
+    assert node_here(KUBEFLOW) == Node("Kubeflow", 1, 2, "job-node-0-0.job:29400", nproc_per_node=4)
+    assert node_here(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}) == Node("Kubeflow", 1, 2, "job-node-0-0.job:29400")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (SIX_TASKS | {"SLURM_STEP_TASKS_PER_NODE": "3,2,1"}, ["6 tasks on 3 nodes", "3,2,1", "--ntasks-per-node"]),
+        (SIX_TASKS | {"SLURM_PROCID": "x"}, ["SLURM", "SLURM_PROCID='x'"]),
+        (SIX_TASKS | {"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST"]),
+        (SIX_TASKS | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID"]),
+        (OPEN_MPI, ["Open MPI started 4 processes", "MASTER_ADDR"]),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI", "MPI_LOCALRANKID is missing"]),
+        (KUBEFLOW | {"PET_MASTER_ADDR": ""}, ["Kubeflow started 2 nodes", "PET_MASTER_ADDR"]),
+        (KUBEFLOW | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2", "PET_NNODES=2"]),
+        (KUBEFLOW | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4'"]),
+    ],
+)
+def test_what_cannot_be_followed_is_said(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        print(World.from_environment(environ), node_here(environ))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+NODE = Node("SLURM", 0, 3, "gpu03:1234", "slurm-77.1-0", gpus=4, cpus=16)
+POD = Node("a Kubernetes Indexed Job", 1, None)
+
+
+def asked(**given: object) -> Asked:
+    return Asked.model_validate({"experiment": "digits", **given})
+
+
+def test_what_is_left_open_is_taken_from_the_launcher() -> None:
+    followed, is_host = follow_launcher(asked(), World(), NODE)
+    assert (followed.layout, followed.nnodes, followed.nproc_per_node) == ("ddp", NodeRange(3, 3), 4)
+    assert (followed.rdzv_endpoint, followed.rdzv_id, is_host) == ("gpu03:1234", "slurm-77.1-0", True)
+    assert follow_launcher(asked(device="cpu"), World(), NODE)[0].nproc_per_node == 16
+    assert follow_launcher(asked(), World(rank=1, world_size=2, nproc_per_node=2), None)[0].layout == "ddp"
+    assert follow_launcher(asked(), World(), None) == (asked(), False)
+
+
+def test_what_the_user_gives_is_kept() -> None:
+    words = {"nnodes": "2:3", "nproc_per_node": 2, "rdzv_endpoint": "here:1", "rdzv_id": "mine"}
+    followed, is_host = follow_launcher(asked(**words), World(), NODE)
+    assert (followed.nnodes, followed.nproc_per_node) == (NodeRange(2, 3), 2)
+    assert (followed.rdzv_endpoint, followed.rdzv_id, is_host) == ("here:1", "mine", False)
+    assert follow_launcher(asked(nnodes="1"), World(), NODE) == (asked(nnodes="1"), False)
+    pods, is_host = follow_launcher(asked(nnodes="2", rdzv_endpoint="pod-0:1", rdzv_id="uid"), World(), POD)
+    assert (pods.layout, is_host) == ("ddp", False)
+
+
+@pytest.mark.parametrize(
+    ("given", "node", "words"),
+    [
+        ({"layout": "single"}, NODE, ["node 0 of 3, started by SLURM", "--layout ddp", "--nnodes 1"]),
+        ({"layout": "dp"}, NODE, ["layout dp is one process"]),
+        ({"nnodes": "2"}, NODE, ["--nnodes 2", "node 0 of 3"]),
+        ({}, POD, ["node 1, started by a Kubernetes Indexed Job", "--nnodes N", "--rdzv-endpoint", "--rdzv-id"]),
+        ({}, node_here(KUBEFLOW), ["node 1 of 2, started by Kubeflow", "add --rdzv-id ID"]),
+    ],
+)
+def test_a_contradiction_is_said(given: dict[str, str], node: Node, words: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        follow_launcher(asked(**given), World(), node)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+TOY = ("train", "toy_mlp", "--device", "cpu", "--set", "max_steps=6")
+
+
+def digest_of_all(output: Path, environments: list[dict[str, str]], *words: str) -> str:
+    """Start the same command in a process for each environment; they are one training, whose digest is returned."""
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(forked(*TOY, *words, "--output", output, env={"GLOO_SOCKET_IFNAME": "lo", **environ}))
+            for environ in environments
+        ]
+        ended = [command.end() for command in started]
+    assert [end.code for end in ended] == [0] * len(environments), ended
+    return str(trained(output)[1]["weights_sha256"])
+
+
+def as_step(tasks: int, nodes: int) -> list[dict[str, str]]:
+    """The variables of each task of a step on this machine."""
+    common = SIX_TASKS | {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks // nodes}(x{nodes})" if nodes > 1 else str(tasks),
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    places = [divmod(task, tasks // nodes) for task in range(tasks)]
+    return [
+        common | {"SLURM_PROCID": str(task), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        for task, (node, local) in enumerate(places)
+    ]
+
+
+def test_the_tasks_of_a_step_are_one_training(tmp_path: Path) -> None:
+    train(tmp_path / "single", *TOY[1:])
+    expected = trained(tmp_path / "single")[1]["weights_sha256"]
+    assert digest_of_all(tmp_path / "ranks", as_step(3, 1)) == expected
+
+
+@pytest.mark.slow
+def test_a_task_on_each_node_starts_its_ranks(tmp_path: Path) -> None:
+    train(tmp_path / "single", *TOY[1:])
+    expected = trained(tmp_path / "single")[1]["weights_sha256"]
+    assert digest_of_all(tmp_path / "nodes", as_step(2, 2), "--nproc-per-node", "2") == expected
+    assert trained(tmp_path / "nodes")[1]["layout"]["label"] == "ddp-2x2-cpu"
