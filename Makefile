@@ -22,7 +22,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-cluster test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-extras: setup ## The tests that need other people's packages: adapters (pee
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker
+
+test-cluster: setup ## Start a real SLURM of three nodes on this machine and train on it (root; installs Debian's SLURM)
+	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster tests/cluster
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-test; fi
