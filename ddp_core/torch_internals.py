@@ -153,6 +153,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "1.0",
         "https://github.com/pytorch/pytorch/issues/64766",
     ),
+    "_workers": PrivateName(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "kill a process that loads data, ignores SIGTERM and hangs",
+        "as `_shutdown_workers`, which sends SIGTERM and goes on",
+        "1.0",
+    ),
 }
 
 SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -225,5 +231,11 @@ def set_module_versions(state: OrderedDict[str, Any], versions: Any) -> None:
 
 
 def end_loader_workers(batches: Iterator[Any]) -> None:
-    """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them."""
+    """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them.
+
+    torch gives each five seconds and then sends SIGTERM, which may be ignored there; SIGKILL follows here.
+    """
     cast(Any, batches)._shutdown_workers()
+    for worker in cast(Any, batches)._workers:
+        worker.kill()
+        worker.join()

@@ -35,6 +35,7 @@ _PREFETCHED = 2
 _PAGE = 4096
 _SEMAPHORES = 2**18
 """Bytes of shared memory for the workers' queues, generously."""
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Loader:
@@ -169,12 +170,13 @@ def _as_it_is(step: list[Batch] | UserError) -> list[Batch] | UserError:
 
 
 def _begin_worker(_: int) -> None:
-    """Let the training process decide what Ctrl-C and a closed terminal mean, and do not outlive it.
+    """Let the training process decide what a request to stop means, and do not outlive it.
 
-    Both reach every process of a terminal. torch's own worker looks for its parent between two steps only, so a
-    worker that hangs inside a data set would stay for ever.
+    A terminal, a scheduler and torchrun send theirs to every process, but a step that is to be finished needs its data.
+    torch's own worker looks for its parent between two steps only, so a worker that hangs inside a data set would stay
+    for ever.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in _REQUESTS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 

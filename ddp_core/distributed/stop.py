@@ -19,16 +19,21 @@ class StopRequest:
     """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once.
 
     These are SIGTERM, SIGINT, SIGHUP where it is not ignored (`nohup`), and an early signal of a scheduler. They are
-    handled while in a `with` block. `max_seconds` counts from the creation of this object.
+    handled while in a `with` block. `max_seconds` counts from the creation of this object. `launched`: a launcher of
+    ours passes on what it hears, so a second SIGINT may be the first, sent to every process; it kills the impatient
+    user's workers itself.
     """
 
-    def __init__(self, early_signal: str | None = None, max_seconds: float | None = None) -> None:
+    def __init__(
+        self, early_signal: str | None = None, max_seconds: float | None = None, launched: bool = False
+    ) -> None:
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self._signals = [*asking_signals(), signal.SIGINT]
         if early_signal:
             self._signals.append(signal_named(early_signal))
         self._previous: dict[int, Any] = {}
+        self._launched = launched
 
     @property
     def requested(self) -> bool:
@@ -38,7 +43,7 @@ class StopRequest:
         return self.reason is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
+        if number == signal.SIGINT and self.reason == "SIGINT" and not self._launched:
             os._exit(128 + signal.SIGINT)
         self.reason = reason_of(number)
 
@@ -82,6 +87,15 @@ def asking_signals() -> list[signal.Signals]:
     """The signals by which others ask a process to stop: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
     heard = [signal.SIGTERM]
     return heard if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*heard, signal.SIGHUP]
+
+
+def die_when_asked() -> None:
+    """Let a signal that asks to stop end this process at once, until a StopRequest handles it.
+
+    For the workers of a launcher of ours, which knows what such an end means.
+    """
+    for number in (*asking_signals(), signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def reason_of(number: int) -> str:

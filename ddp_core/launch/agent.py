@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
@@ -105,6 +105,11 @@ class Agent(LocalElasticAgent):
         codes = {rank: code for rank, process in workers.items() if (code := process.poll())}
         if not codes:
             return False
+        for number in self._heard:
+            if -number in codes.values():
+                # It was sent to every process of this launch, perhaps, and a worker that had not begun was quicker to
+                # end than this launcher is to hear it.
+                raise SignalException(f"a worker ended on {number.name}", number)
         stopped = [rank for rank, process in workers.items() if is_stopped(process.pid)]
         lost = losses(codes, stopped, f"node {worker_group.group_rank}")
         say(*lost)

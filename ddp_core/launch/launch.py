@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.multiprocessing as mp
 
-from ddp_core.distributed.stop import asking_signals, reason_of, signal_named, stopped_outside
+from ddp_core.distributed.stop import asking_signals, die_when_asked, reason_of, signal_named, stopped_outside
 from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from ddp_core.launch.elastic import Elastic
 
 
-_IMPATIENT = 128 + signal.SIGINT
-"""What workers leave with at a second SIGINT."""
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -150,30 +150,34 @@ def _close_record(request: Request, launch_id: str, code: int) -> None:
 def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     """mp.spawn: this machine alone, no restarts."""
     count = request.layout.nproc_per_node
+    early = request.options.stop_signal
+    heard = [*asking_signals(), signal.SIGINT, *([signal_named(early)] if early else [])]
     with TemporaryDirectory(prefix="ddp-") as scratch:
         write_launcher(Path(scratch))
         logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-        port = free_port()
+        # It unblocks signals when it starts, so it starts before they are blocked.
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
         context = mp.start_processes(
             _spawned,
-            args=(entry, count, port, scratch, list(arguments)),
+            args=(entry, count, free_port(), scratch, list(arguments), mask),
             nprocs=count,
             join=False,
             start_method="spawn",
         )
         assert context is not None
 
-        asked: list[str] = []
+        asked: list[int] = []
 
         def pass_on(number: int, _: object) -> None:
-            asked.append(signal.Signals(number).name)
+            impatient = number == signal.SIGINT in asked
+            asked.append(number)
             for process in context.processes:
                 if process.is_alive() and process.pid is not None:
-                    os.kill(process.pid, number)
+                    os.kill(process.pid, signal.SIGKILL if impatient else number)
 
-        early = request.options.stop_signal
-        heard = [*asking_signals(), signal.SIGINT, *([signal_named(early)] if early else [])]
         before = {number: signal.signal(number, pass_on) for number in heard}
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             while not context.join():
                 pass
@@ -184,10 +188,10 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
             if report is not None:
                 report.tell()
                 return report.exit_code
-            if isinstance(error, mp.ProcessExitedException) and error.exit_code == _IMPATIENT:
-                return _IMPATIENT
             killed = getattr(error, "signal_name", None)
-            if killed in asked:
+            if asked.count(signal.SIGINT) > 1 or killed == signal.SIGINT.name:
+                return _INTERRUPTED
+            if killed in [number.name for number in heard]:
                 # A worker that the signal could kill had not begun: it handles the signal then.
                 raise stopped_outside(reason_of(signal.Signals[killed])) from None
             how = f"was killed ({killed})" if killed else "died"
@@ -200,7 +204,15 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     return ExitCode.DONE
 
 
-def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, arguments: list[str]) -> None:
+def _spawned(
+    rank: int,
+    entry: Entry,
+    count: int,
+    port: int,
+    reports: str,
+    arguments: list[str],
+    mask: set[signal.Signals],
+) -> None:
     world = World(
         rank=rank,
         world_size=count,
@@ -212,6 +224,9 @@ def _spawned(rank: int, entry: Entry, count: int, port: int, reports: str, argum
     )
     # A terminal's signals go to the launcher, which passes them on.
     os.setsid()
+    # A request that came while this interpreter started takes effect now.
+    die_when_asked()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.update(world.to_environment())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(entry(arguments))

@@ -3,7 +3,8 @@
 A fresh interpreter spends seconds of processor time on importing torch and, with its first optimizer, torch._dynamo; on
 a small machine that is most of what a restart after a fault takes. The nursery is forked from the launcher while that
 has a single thread of Python, imports what a worker needs, and forks a worker per request in milliseconds. It never
-touches a device: a CUDA driver that was initialised before a fork is lost to the child.
+touches a device: a CUDA driver that was initialised before a fork is lost to the child. It hears no signal either: a
+scheduler sends its request to stop to every process at once, and workers that are to save need their parent.
 
 torch's agent with a function as its entry point, `start_method="forkserver"` and preloaded modules was tried in the
 place of this module, in twelve turns: two workers took 1.0 times as long to their first step, a killed one 1.1 times as
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
-from ddp_core.distributed.stop import asking_signals
+from ddp_core.distributed.stop import die_when_asked
 from ddp_core.orphans import die_with_parent
 from ddp_core.torch_internals import LOADED_BY_OPTIMIZERS
 
@@ -53,8 +54,14 @@ class Nursery:
 
     def __enter__(self) -> Nursery:
         self._channel, other_end = _FORK.Pipe()
-        self._process = _FORK.Process(target=_nurse, args=(other_end, self._channel, self._entry), daemon=False)
-        self._process.start()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        words = (other_end, self._channel, self._entry, mask)
+        self._process = _FORK.Process(target=_nurse, args=words, daemon=False)
+        try:
+            # The child inherits that all signals are blocked, so that none can reach it before it has begun.
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         other_end.close()
         return self
 
@@ -135,7 +142,7 @@ class Nursling:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def _nurse(channel: Connection, launchers_end: Connection, entry: Entry) -> None:
+def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: set[signal.Signals]) -> None:
     launchers_end.close()
     _begin("ddp-nursery")
     for module in _NEEDED:
@@ -156,7 +163,7 @@ def _nurse(channel: Connection, launchers_end: Connection, entry: Entry) -> None
             except (EOFError, OSError):
                 # The launcher is done or gone; whatever still runs dies with this process.
                 os._exit(0)
-            child = _FORK.Process(target=_work, args=(channel, entry, words, environment))
+            child = _FORK.Process(target=_work, args=(channel, entry, mask, words, environment))
             child.start()
             assert child.pid is not None
             children[child.pid] = child
@@ -168,9 +175,14 @@ def _tell(channel: Connection, pid: int, code: int | None) -> None:
         channel.send((pid, code))
 
 
-def _work(channel: Connection, entry: Entry, words: list[str], environment: dict[str, str]) -> None:
+def _work(
+    channel: Connection, entry: Entry, mask: set[signal.Signals], words: list[str], environment: dict[str, str]
+) -> None:
     channel.close()
     _begin(f"ddp-rank-{environment.get('RANK', '?')}")
+    # The launcher's handlers are not for its children. A request that came since the fork takes effect now.
+    die_when_asked()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.clear()
     os.environ.update(environment)
     sys.exit(entry(words))
@@ -180,9 +192,6 @@ def _begin(name: str) -> None:
     """A session and a life of its own: `name` (15 characters at most) is what `ps` and `top` show."""
     # A terminal's signals go to the launcher, which knows what to make of them.
     os.setsid()
-    # The launcher's handlers are not for its children.
-    for number in asking_signals():
-        signal.signal(number, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     die_with_parent()
     if parent is None or os.getppid() != parent.pid:

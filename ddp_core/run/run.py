@@ -46,7 +46,7 @@ def run(request: Request, world: World) -> RunDirectory:
     """
     make_deterministic()
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(request.options.stop_signal, request.options.max_seconds))
+        stop = stack.enter_context(_stop_request(request, world))
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         parts = _build_the_same(request, collectives)
@@ -96,6 +96,11 @@ def run(request: Request, world: World) -> RunDirectory:
                 trainer.train()
             record.finish(trainer, heartbeat.speed())
     return directory
+
+
+def _stop_request(request: Request, world: World) -> StopRequest:
+    options = request.options
+    return StopRequest(options.stop_signal, options.max_seconds, launched=world.report_dir is not None)
 
 
 def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:

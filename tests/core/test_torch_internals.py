@@ -121,9 +121,9 @@ def get_subprocess_handler(_: int, __: int, place: str) -> None:
 
 
 def shutdown_workers(_: int, __: int, ___: str) -> None:
-    batches = iter(DataLoader(range(100), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
+    batches: Any = iter(DataLoader(range(100), num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
     next(batches)
-    assert multiprocessing.active_children()
+    assert batches._workers == multiprocessing.active_children() != []
     torch_internals.end_loader_workers(batches)
     assert not multiprocessing.active_children()
 
@@ -237,7 +237,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_python_dispatch": dispatch_mode,
     "_dynamo": dynamo,
     "_metadata": metadata,
-    "_shutdown_workers": shutdown_workers,
+    **dict.fromkeys(("_shutdown_workers", "_workers"), shutdown_workers),
 }
 
 

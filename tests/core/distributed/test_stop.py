@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ddp_core.checkpoint import newest_valid
@@ -41,6 +42,14 @@ def to_the_command(started: Forked, number: int) -> None:
 def to_its_group(started: Forked, number: int) -> None:
     """Send the signal to the process group, as a terminal does on Ctrl-C."""
     os.killpg(started.pid, number)
+
+
+def to_every_process(started: Forked, number: int) -> None:
+    """Send the signal to the launcher and all that it has started, as a scheduler does; the children first."""
+    launcher = psutil.Process(started.pid)
+    for process in [*reversed(launcher.children(recursive=True)), launcher]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def stop(output: Path, *words: str, number: int, send: Callable[[Forked, int], None]) -> dict[str, Any]:
@@ -91,9 +100,36 @@ def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
     check_the_end(tmp_path, undisturbed, ranks=0 if layout else 2)
 
 
+SPAWN = (*DDP, "--launcher", "spawn")
+EARLY = {number: ("--stop-signal", number.name) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param(DDP, signal.SIGTERM, id="torchrun-SIGTERM"),
+        *(
+            pytest.param(layout, number, id=f"{name}-{number.name}", marks=pytest.mark.slow)
+            for name, layout, numbers in (
+                ("torchrun", DDP, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)),
+                ("spawn", SPAWN, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+                ("single", (), (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)),
+                ("dp", ("--layout", "dp"), (signal.SIGTERM, signal.SIGINT)),
+            )
+            for number in numbers
+        ),
+    ],
+)
+def test_a_signal_to_every_process_at_once_asks_once(
+    tmp_path: Path, layout: tuple[str, ...], number: signal.Signals
+) -> None:
+    """A scheduler sends it to the launcher, the parent of its workers, the workers, and those that load their data."""
+    stop(tmp_path, *layout, "--workers", "1", *EARLY.get(number, ()), number=number, send=to_every_process)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("layout", [("--layout", "dp"), (*DDP, "--launcher", "spawn")], ids=["dp", "spawn"])
+@pytest.mark.parametrize("layout", [("--layout", "dp"), SPAWN], ids=["dp", "spawn"])
 def test_the_other_layouts_stop_alike(
     tmp_path: Path, undisturbed: tuple[str, str], layout: tuple[str, ...], number: int
 ) -> None:
@@ -129,7 +165,7 @@ experiment = Experiment(name="slow", model=Component(name="model"), data=Compone
 '''
 
 
-@pytest.mark.parametrize("layout", [(), DDP, pytest.param((*DDP, "--launcher", "spawn"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [(), DDP, pytest.param(SPAWN, marks=pytest.mark.slow)])
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path, layout: tuple[str, ...]) -> None:
     (tmp_path / "slow.py").write_text(SLOW_MODEL)
     output = tmp_path / "out"
@@ -173,7 +209,7 @@ experiment = Experiment(name="waiting", model=Component(name="two_layer"), data=
     [
         pytest.param("alone", (), id="single"),
         pytest.param("workers", DDP, id="torchrun"),
-        pytest.param("workers", (*DDP, "--launcher", "spawn"), id="spawn", marks=pytest.mark.slow),
+        pytest.param("workers", SPAWN, id="spawn", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_before_the_first_step_ends_at_once(
@@ -205,7 +241,7 @@ def test_what_is_ignored_at_the_start_stays_ignored() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [(), DDP, (*DDP, "--launcher", "spawn")], ids=["single", "torchrun", "spawn"])
+@pytest.mark.parametrize("layout", [(), DDP, SPAWN], ids=["single", "torchrun", "spawn"])
 def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:
     words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
     with running(*words, program=("-c", NOHUP)) as process:
