@@ -83,7 +83,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     ),
     "TORCHELASTIC_SIGNALS_TO_HANDLE": PrivateName(
         "torch.distributed.elastic.multiprocessing.api",
-        "hear the signal by which a scheduler warns before it ends a job",
+        "handle signals in our own way: torch's handlers raise at each, also while the workers save",
         "torchrun has an option for it, the agent this variable only",
         "2.9",
         "https://github.com/pytorch/pytorch/pull/160690",
@@ -164,7 +164,7 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
 SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable: "1" gives each round of workers a store of its own."""
 HANDLED_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Environment variable: the names of the signals, with commas between, that the agent passes on."""
+"""Environment variable: the names of the signals, with commas between, that torch handles when it starts workers."""
 
 LOADED_BY_OPTIMIZERS = "torch._dynamo"
 """The module that takes the time when a process makes its first optimizer."""

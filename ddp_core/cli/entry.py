@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from ddp_core.cli.completion import VARIABLE, answer
 from ddp_core.cli.config import DEFAULT_MAP, config_of
 from ddp_core.cli.options import meant_by
 from ddp_core.cli.streams import make_patient
-from ddp_core.distributed.stop import AskedToStop, stopped_outside, stops_at_once
+from ddp_core.distributed.stop import asking_signals, die_when_asked, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
 from ddp_core.errors import UserError, near_names, said_by
 
@@ -24,13 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; any error is printed in one line."""
     make_patient()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A worker that is asked to stop before it trains just dies; its launcher knows what that means.
-    starts = words[:1] == ["train"] and not World.is_set()
+    # Who calls this function with words may go on afterwards, unless that is a launcher.
+    goes_on = arguments is not None and not World.is_set()
+    heard: list[signal.Signals] = []
+    if words[:1] == ["train"] and World.is_launched():
+        # Its launcher knows what that means, and says it once.
+        die_when_asked()
+    elif words[:1] == ["train"]:
+        heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])]
     try:
-        with stops_at_once() if starts else nullcontext():
+        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
             return _call(words)
-    except AskedToStop as asked:
-        raise stopped_outside(asked.reason) from None
     except UserError as error:
         if not World.is_set():
             raise

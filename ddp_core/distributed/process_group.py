@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
+
+_HEARING_SECONDS = 1.0
 
 
 class Collectives:
@@ -165,7 +168,7 @@ def _meet(world: World, timeout: float) -> dist.Store:
         )
     names = [f"present/{rank}" for rank in range(world.world_size)]
     try:
-        store.wait(names, limit)
+        _await(store, names, timeout)
     except dist.DistError:
         raise UserError(
             f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
@@ -173,6 +176,18 @@ def _meet(world: World, timeout: float) -> dist.Store:
             ExitCode.PEERS_LOST,
         ) from None
     return store
+
+
+def _await(store: dist.Store, names: list[str], timeout: float) -> None:
+    """Wait until the store has all names, in short waits: a signal's handler runs between them, not while one lasts."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return store.wait(names, timedelta(seconds=min(max(left, 0.001), _HEARING_SECONDS)))
+        except dist.DistStoreError:
+            if left <= _HEARING_SECONDS:
+                raise
 
 
 def _absent(store: dist.Store, names: list[str]) -> str:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.errors import ExitCode, UserError, in_words
 
 ASKED_ELSEWHERE = "another rank was asked to"
 
 
 class StopRequest:
-    """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once.
+    """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once, unless all is `saved`.
 
     These are SIGTERM, SIGINT, SIGHUP where it is not ignored (`nohup`), and an early signal of a scheduler. They are
     handled while in a `with` block. `max_seconds` counts from the creation of this object. `launched`: a launcher of
     ours passes on what it hears, so a second SIGINT may be the first, sent to every process; it kills the impatient
-    user's workers itself.
+    user's workers itself. `last`: after the block this process only leaves, and ignores what still comes.
     """
 
     def __init__(
-        self, early_signal: str | None = None, max_seconds: float | None = None, launched: bool = False
+        self,
+        early_signal: str | None = None,
+        max_seconds: float | None = None,
+        launched: bool = False,
+        last: bool = False,
     ) -> None:
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
-        self._signals = [*asking_signals(), signal.SIGINT]
-        if early_signal:
-            self._signals.append(signal_named(early_signal))
+        self._signals = [*asking_signals(early_signal), signal.SIGINT]
         self._previous: dict[int, Any] = {}
-        self._launched = launched
+        self._may_hurry, self._last = not launched, last
 
     @property
     def requested(self) -> bool:
@@ -42,8 +45,12 @@ class StopRequest:
             self.reason = "time limit"
         return self.reason is not None
 
+    def saved(self) -> None:
+        """What was asked for is done: nothing would be won by leaving at once."""
+        self._may_hurry = False
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT" and not self._launched:
+        if number == signal.SIGINT and self.reason == "SIGINT" and self._may_hurry:
             os._exit(128 + signal.SIGINT)
         self.reason = reason_of(number)
 
@@ -54,38 +61,70 @@ class StopRequest:
 
     def __exit__(self, *details: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-class AskedToStop(KeyboardInterrupt):
-    """A signal asks to stop while nothing is trained. A KeyboardInterrupt, because no library keeps that to itself."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+            # Ctrl-C stays a way out of a process that nobody has asked yet.
+            deaf = self._last and (number != signal.SIGINT or self.reason is not None)
+            signal.signal(number, signal.SIG_IGN if deaf else handler)
 
 
 @contextlib.contextmanager
-def stops_at_once() -> Iterator[None]:
-    """While in the block, SIGTERM and SIGHUP raise AskedToStop: from the start of the command until it trains.
+def stops_at_once(*numbers: signal.Signals, silent: bool = False) -> Iterator[None]:
+    """While in the block, each of these signals ends this process: until it trains, there is nothing to save.
 
-    A StopRequest or a launcher that handles the signals goes before, as long as it does.
+    It ends with 75 and one line, unless `silent`; with 130 after SIGINT. A StopRequest or a launcher that handles the
+    signals goes before, as long as it does, and what it leaves ignored stays so.
     """
 
-    def stop(number: int, _: FrameType | None) -> None:
-        raise AskedToStop(reason_of(number))
+    def leave(number: int, _: FrameType | None) -> None:
+        # An exception would be lost: modules that are imported in C++ drop it, and so does Python while it clears an
+        # object away. Nothing is to be cleaned up, and children die with this process.
+        interrupted, error = number == signal.SIGINT, stopped_outside(reason_of(number))
+        said = "interrupted" if interrupted else in_words(error.exit_code, str(error))
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, b"" if silent else f"ddp: {said}\n".encode())
+        os._exit(128 + number if interrupted else error.exit_code)
 
-    before = {number: signal.signal(number, stop) for number in asking_signals()}
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is leave:
+                signal.signal(number, handler)
 
 
-def asking_signals() -> list[signal.Signals]:
-    """The signals by which others ask a process to stop: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
-    heard = [signal.SIGTERM]
+@contextlib.contextmanager
+def ignores_afterwards(*numbers: signal.Signals) -> Iterator[None]:
+    """After the block these signals are ignored: the process leaves, and its exit code says how that went.
+
+    A handler in Python would not do: the interpreter puts the default in its place before it ends.
+    """
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def signals_as_before() -> Iterator[None]:
+    """After the block every signal is handled as before it."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def asking_signals(early: str | None = None) -> list[signal.Signals]:
+    """The signals by which others ask a process to stop: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`.
+
+    Also `early`, the name of a scheduler's early signal. Raises UserError for an unknown name.
+    """
+    heard = [signal.SIGTERM, *([signal_named(early)] if early else [])]
     return heard if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*heard, signal.SIGHUP]
 
 

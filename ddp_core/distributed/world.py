@@ -62,6 +62,16 @@ class World:
         """Whether a launcher has already made this process a worker. Raises UserError as `from_environment` does."""
         return _is_torchruns(environ) or bool(ranks_place(environ))
 
+    @staticmethod
+    def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether that launcher is `ddp train`."""
+        return "DDP_REPORT_DIR" in environ and World.is_set(environ)
+
+    @staticmethod
+    def is_heard(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether this process prints for the user: it is rank 0, or no launcher's worker."""
+        return not World.is_set(environ) or environ["RANK"] == "0"
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
         """The place that the launcher gave, checked. Raises UserError naming the variable that is missing or wrong."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -31,7 +32,7 @@ from ddp_core.launch.decision import (
 from ddp_core.launch.nursery import Nursery
 from ddp_core.launch.starting import started_by
 from ddp_core.launch.worker import Report, clear_reports, first_telling, read_reports
-from ddp_core.torch_internals import workers_of
+from ddp_core.torch_internals import HANDLED_SIGNALS, workers_of
 
 _REPORT_SECONDS = 1.0
 # torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).
@@ -49,8 +50,8 @@ class WouldRepeat(Exception):
 class Agent(LocalElasticAgent):
     """Starts, watches and ends this node's workers. torch calls every method here but `kill_workers`.
 
-    The workers come from the nursery, and leave their reports in the directory `reports`. `heard`: the signals that
-    torch handles here while workers run.
+    The workers come from the nursery, and leave their reports in the directory `reports`. While the agent runs, the
+    first of the signals `heard` ends it with SignalException, once the workers have ended; a later SIGINT kills them.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs)
         self._reports, self._nursery, self._heard = reports, nursery, heard
+        self._asked: signal.Signals | None = None
+        self._is_ending_workers = False
 
     def kill_workers(self) -> None:
         """SIGKILL to all of this node's workers, from any thread."""
@@ -70,6 +73,11 @@ class Agent(LocalElasticAgent):
             process.kill()
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        # torch's own handlers raise at every signal, also while the workers save; where a scheduler sends two signals
+        # at once, the launcher would leave, and kill them.
+        os.environ[HANDLED_SIGNALS] = ""
+        for number in self._heard:
+            signal.signal(number, self._on_signal)
         try:
             result: RunResult = super()._invoke_run(role)
         except (RendezvousConnectionError, DistError):
@@ -109,7 +117,7 @@ class Agent(LocalElasticAgent):
             if -number in codes.values():
                 # It was sent to every process of this launch, perhaps, and a worker that had not begun was quicker to
                 # end than this launcher is to hear it.
-                raise SignalException(f"a worker ended on {number.name}", number)
+                self._leave_on(number)
         stopped = [rank for rank, process in workers.items() if is_stopped(process.pid)]
         lost = losses(codes, stopped, f"node {worker_group.group_rank}")
         say(*lost)
@@ -143,26 +151,33 @@ class Agent(LocalElasticAgent):
                 raise WouldRepeat(report)
         super()._restart_workers(worker_group)
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        super()._stop_workers(worker_group)
+        # The workers would start again, or the agent's result be told.
+        self._is_ending_workers = False
+        if self._asked is not None:
+            self._leave_on(self._asked)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: Any, **named_timeout: Any) -> None:
-        self._only_hasten()
+        self._is_ending_workers = True
         # Workers do not handle SIGQUIT (Ctrl-backslash), which asks for a stop, too.
         asking = signal.SIGTERM if death_sig == signal.SIGQUIT else death_sig
         end_processes(self._processes().values(), asking, FINISHING_SECONDS)
         # The workers have ended. torch 2.11 gives no timeout, and takes none.
         super()._shutdown(death_sig, *timeout, **named_timeout)
 
-    def _only_hasten(self) -> None:
-        """From now on a signal does no more than hasten the end: SIGINT kills the workers at once.
-
-        torch's own handlers would raise once more, wherever the launcher then is.
-        """
-
-        def hasten(number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._asked is not None:
             if number == signal.SIGINT:
                 self.kill_workers()
+        elif self._is_ending_workers:
+            self._asked = signal.Signals(number)
+        else:
+            self._leave_on(signal.Signals(number))
 
-        for number in self._heard:
-            signal.signal(number, hasten)
+    def _leave_on(self, number: signal.Signals) -> NoReturn:
+        self._asked = number
+        raise SignalException(f"asked to stop by {number.name}", number)
 
     @property
     def died_of(self) -> set[int]:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
-from ddp_core.distributed.stop import asking_signals, reason_of, signal_named, stopped_outside
+from ddp_core.distributed.stop import asking_signals, reason_of, stopped_outside
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.agent import Agent, WouldRepeat, say
 from ddp_core.launch.decision import FINISHING_SECONDS
@@ -25,7 +25,7 @@ from ddp_core.launch.joining import RendezvousLost, join, own_address
 from ddp_core.launch.nursery import Nursery
 from ddp_core.launch.watchdog import leaves_when_cut_off
 from ddp_core.launch.worker import first_telling, read_reports, write_launcher
-from ddp_core.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
+from ddp_core.torch_internals import SEPARATE_STORES
 
 _CUT_OFF_SECONDS = 20.0
 
@@ -59,9 +59,7 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     agents = logging.getLogger("torch.distributed.elastic")
     agents.addHandler(logging.NullHandler())
     agents.propagate = False
-    early = [signal_named(settings.stop_signal)] if settings.stop_signal else []
-    heard = [*asking_signals(), signal.SIGINT, signal.SIGQUIT, *early]
-    os.environ[HANDLED_SIGNALS] = ",".join(number.name for number in heard)
+    heard = [*asking_signals(settings.stop_signal), signal.SIGINT, signal.SIGQUIT]
     address = own_address(settings.endpoint, settings.is_host)
     if settings.endpoint is None:
         # On one machine, use the loopback interface: the host name may not resolve.
@@ -75,8 +73,7 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
         try:
             return _run(settings, arguments, address, reports, nursery, heard)
         except RendezvousLost:
-            # This process goes on. After any other end it leaves, and the agent's handlers make it deaf to what is
-            # repeated meanwhile.
+            # This process goes on. After any other end it leaves.
             for number, handler in before.items():
                 signal.signal(number, handler)
             raise
@@ -150,16 +147,19 @@ def _code_of(result: RunResult, directory: Path) -> int:
 
 
 def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
-    """The code after a signal to the launcher: 75 where the workers have saved.
+    """The code after a signal to the launcher, or to a worker that had not begun: 75 where the workers have saved.
 
     `died_of`: the signals that killed workers. Raises UserError (75) where these had not begun: the signal itself,
     which they handle while they train, has killed them, or they were not there yet.
     """
     report = first_telling(read_reports(directory))
-    if report is not None:
+    # One worker may have lost another that had not begun, and that the signal has killed.
+    if report is not None and not (report.exit_code == ExitCode.PEERS_LOST and number in died_of):
         report.tell()
         return report.exit_code
-    if number != signal.SIGINT:
+    if number == signal.SIGINT:
+        say("interrupted")
+    else:
         if signal.SIGKILL not in died_of:
             raise stopped_outside(reason_of(number))
         say(f"{reason_of(number)}; the workers were killed before they had saved; continue with --resume auto")

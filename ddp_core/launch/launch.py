@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.multiprocessing as mp
 
-from ddp_core.distributed.stop import asking_signals, die_when_asked, reason_of, signal_named, stopped_outside
+from ddp_core.distributed.stop import (
+    asking_signals,
+    die_when_asked,
+    ignores_afterwards,
+    reason_of,
+    signal_named,
+    stopped_outside,
+    stops_at_once,
+)
 from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
@@ -56,15 +64,24 @@ def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: 
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    world = World.from_environment()
-    if World.is_set():
-        _check_world(request, world)
-        return run_worker(request, world)
-    check_request(request)
-    if request.layout.kind != "ddp":
-        return run_worker(request, world)
-    if request.options.launcher == "spawn":
-        return _spawn(request, arguments, entry)
+    world, early = World.from_environment(), request.options.stop_signal
+    hears = [signal_named(early)] if early and not World.is_launched() else []
+    with stops_at_once(*hears, silent=not world.is_first):
+        if World.is_set():
+            _check_world(request, world)
+            return run_worker(request, world)
+        check_request(request)
+        if request.layout.kind != "ddp":
+            return run_worker(request, world)
+        # The workers' launcher only leaves afterwards.
+        with ignores_afterwards(*asking_signals(early), signal.SIGINT):
+            if request.options.launcher == "spawn":
+                return _spawn(request, arguments, entry)
+            return _run_elastic(request, meeting, arguments, entry)
+
+
+def _run_elastic(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
+    """torchrun's agent: any number of nodes, and restarts."""
     from ddp_core.launch.elastic import Elastic
 
     launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
@@ -83,6 +100,8 @@ def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: 
         with _nursery(request, entry) as nursery:
             code = _supervise(request, settings, arguments, nursery)
     except UserError as error:
+        if error.exit_code == ExitCode.STOPPED and _is_completed(request, launch_id):
+            return ExitCode.DONE
         _close_record(request, launch_id, error.exit_code)
         raise
     if code:
@@ -144,14 +163,14 @@ def _close_record(request: Request, launch_id: str, code: int) -> None:
         with contextlib.suppress(UserError):
             lost = code == ExitCode.PEERS_LOST
             message = "the workers were lost" if lost else f"the launch ended with exit code {int(code)}"
-            directory.update(status="failed", exit_code=int(code), message=message)
+            status = "stopped" if code == ExitCode.STOPPED else "failed"
+            directory.update(status=status, exit_code=int(code), message=message)
 
 
 def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
     """mp.spawn: this machine alone, no restarts."""
     count = request.layout.nproc_per_node
-    early = request.options.stop_signal
-    heard = [*asking_signals(), signal.SIGINT, *([signal_named(early)] if early else [])]
+    heard = [*asking_signals(request.options.stop_signal), signal.SIGINT]
     with TemporaryDirectory(prefix="ddp-") as scratch:
         write_launcher(Path(scratch))
         logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
@@ -176,7 +195,8 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
                 if process.is_alive() and process.pid is not None:
                     os.kill(process.pid, signal.SIGKILL if impatient else number)
 
-        before = {number: signal.signal(number, pass_on) for number in heard}
+        for number in heard:
+            signal.signal(number, pass_on)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             while not context.join():
@@ -190,6 +210,7 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
                 return report.exit_code
             killed = getattr(error, "signal_name", None)
             if asked.count(signal.SIGINT) > 1 or killed == signal.SIGINT.name:
+                print("ddp: interrupted", file=sys.stderr, flush=True)
                 return _INTERRUPTED
             if killed in [number.name for number in heard]:
                 # A worker that the signal could kill had not begun: it handles the signal then.
@@ -197,10 +218,6 @@ def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
             how = f"was killed ({killed})" if killed else "died"
             print(f"ddp: error: rank {error.error_index} {how}; continue with --resume auto", file=sys.stderr)
             return ExitCode.PEERS_LOST
-        finally:
-            # A process that was asked to stop leaves now; it is deaf to what is repeated meanwhile.
-            for number, handler in before.items() if not asked else ():
-                signal.signal(number, handler)
     return ExitCode.DONE
 
 

@@ -46,11 +46,13 @@ def run(request: Request, world: World) -> RunDirectory:
     """
     make_deterministic()
     with ExitStack() as stack:
-        stop = stack.enter_context(_stop_request(request, world))
+        stop = _stop_request(request, world)
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         parts = _build_the_same(request, collectives)
         source, data = _digest_the_same(request, parts, collectives, console)
+        # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
+        stack.enter_context(stop)
         directory = choose_directory(request, source, len(parts.splits.train), collectives)
         origin = Origin(source, data, choose_weights(request, directory, collectives))
         record = stack.enter_context(_open_record(request, parts, origin, directory, collectives, console))
@@ -100,7 +102,8 @@ def run(request: Request, world: World) -> RunDirectory:
 
 def _stop_request(request: Request, world: World) -> StopRequest:
     options = request.options
-    return StopRequest(options.stop_signal, options.max_seconds, launched=world.report_dir is not None)
+    launched = world.report_dir is not None
+    return StopRequest(options.stop_signal, options.max_seconds, launched=launched, last=True)
 
 
 def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:

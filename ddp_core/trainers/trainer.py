@@ -214,4 +214,5 @@ class Trainer(ABC):
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""
         self.saving.save(wait=True)
+        self.job.stop.saved()
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)

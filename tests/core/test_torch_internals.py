@@ -208,6 +208,11 @@ def metadata(_: int, __: int, ___: str) -> None:
 
 
 def signals(_: int, __: int, place: str) -> None:
+    os.environ[torch_internals.HANDLED_SIGNALS] = ""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with agent(Path(place), "/bin/true") as ours:
+        ours.run()
+    assert before == {number: signal.getsignal(number) for number in signal.valid_signals()}
     os.environ[torch_internals.HANDLED_SIGNALS] = "SIGUSR1"
     with agent(Path(place), "/bin/true") as ours:
         ours.run()

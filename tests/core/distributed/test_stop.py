@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ import pytest
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, reason_of, signal_named
+from ddp_core.distributed.world import free_port
 from ddp_core.errors import UserError
 from ddp_core.run.directory import find_runs
 from tests.support.commands import Forked, ddp, forked, running, train, trained, wait_until
@@ -44,12 +47,13 @@ def to_its_group(started: Forked, number: int) -> None:
     os.killpg(started.pid, number)
 
 
-def to_every_process(started: Forked, number: int) -> None:
+def to_every_process(started: Forked | Popen[str], number: int) -> None:
     """Send the signal to the launcher and all that it has started, as a scheduler does; the children first."""
-    launcher = psutil.Process(started.pid)
-    for process in [*reversed(launcher.children(recursive=True)), launcher]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(started.pid)
+        for process in [*reversed(launcher.children(recursive=True)), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 def stop(output: Path, *words: str, number: int, send: Callable[[Forked, int], None]) -> dict[str, Any]:
@@ -225,6 +229,45 @@ def test_a_request_before_the_first_step_ends_at_once(
     assert (
         ended.errors == f"ddp: stopped: while nothing was trained ({reason_of(number)}); continue with --resume auto\n"
     )
+
+
+def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
+    port, output = free_port(), tmp_path / "out"
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with forked("train", *WORDS, "--layout", "ddp", "--device", "cpu", "--output", output, env=place) as started:
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, HANG, "rank 0 waits")
+        to_the_command(started, signal.SIGTERM)
+        ended = started.end(HANG / 8)
+    assert ended.code == 75, ended.errors
+    assert ended.errors == "ddp: stopped: while nothing was trained (SIGTERM); continue with --resume auto\n"
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param((), id="single"),
+        pytest.param(DDP, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(SPAWN, id="spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_it_changes_nothing_to_ask_again_and_again(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    """Whether two signals come at once, or one comes after the save, or while the interpreter ends."""
+    words = ["train", str(WORDS[0]), *WORDS[1:], *layout, "--device", "cpu", "--fault", "slow@1", "--output", tmp_path]
+    with running(*words) as process:
+        wait_until(lambda: has_begun(tmp_path), HANG, "the first step")
+
+        def has_left() -> bool:
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                to_every_process(process, number)
+            return process.poll() is not None
+
+        wait_until(has_left, HANG, "it leaves")
+        _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    (line,) = errors.splitlines()
+    assert line.startswith("ddp: stopped: at step ")
+    assert trained(tmp_path)[1]["status"] == "stopped"
 
 
 def test_what_is_ignored_at_the_start_stays_ignored() -> None:
