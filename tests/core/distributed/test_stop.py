@@ -6,12 +6,9 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
-import psutil
 import pytest
 
 from ddp_core.checkpoint import newest_valid
@@ -19,7 +16,8 @@ from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, reas
 from ddp_core.distributed.world import free_port
 from ddp_core.errors import UserError
 from ddp_core.run.directory import find_runs
-from tests.support.commands import Forked, ddp, forked, running, train, trained, wait_until
+from tests.support.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
+from tests.support.commands import ddp, forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
 
@@ -33,30 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
-def has_begun(output: Path) -> bool:
-    """Whether a run below `output` has recorded a step."""
-    return any('"kind": "step"' in file.read_text() for file in output.glob("*/*/metrics.jsonl"))
-
-
-def to_the_command(started: Forked, number: int) -> None:
-    os.kill(started.pid, number)
-
-
-def to_its_group(started: Forked, number: int) -> None:
-    """Send the signal to the process group, as a terminal does on Ctrl-C."""
-    os.killpg(started.pid, number)
-
-
-def to_every_process(started: Forked | Popen[str], number: int) -> None:
-    """Send the signal to the launcher and all that it has started, as a scheduler does; the children first."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(started.pid)
-        for process in [*reversed(launcher.children(recursive=True)), launcher]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-
-def stop(output: Path, *words: str, number: int, send: Callable[[Forked, int], None]) -> dict[str, Any]:
+def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     """Start a run, stop it after some steps, check what it leaves behind; return its record."""
     full = ["train", *WORDS, *words, "--device", "cpu", "--fault", "slow@1", "--output", output]
     with forked(*full) as started:
@@ -98,7 +73,7 @@ def test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened(
     undisturbed: tuple[str, str],
     layout: tuple[str, ...],
     number: int,
-    send: Callable[[Forked, int], None],
+    send: Send,
 ) -> None:
     stop(tmp_path, *layout, number=number, send=send)
     check_the_end(tmp_path, undisturbed, ranks=0 if layout else 2)
