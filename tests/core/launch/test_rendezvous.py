@@ -1,0 +1,56 @@
+"""The rendezvous where no name server answers: torch asks for the name of every address, and waits ten seconds."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_core.distributed.world import free_port
+from tests.support.commands import ROOT, command, running
+from tests.support.processes import HANG
+
+SILENT = "127.0.0.9"
+INSIDE = """
+import os, subprocess, sys
+folder, *words = sys.argv[1:]
+for name in ("resolv.conf", "hosts"):
+    subprocess.run(["mount", "--bind", f"{folder}/{name}", f"/etc/{name}"], check=True)
+os.execv(sys.executable, [sys.executable, "-m", "ddp_core", *words])
+"""
+
+
+def own_mounts() -> bool:
+    found = shutil.which("unshare")
+    return found is not None and subprocess.run([found, "-m", "true"], capture_output=True).returncode == 0
+
+
+def other_address() -> str | None:
+    """An address of this machine whose name no file knows."""
+    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == 2]
+    return next((address for address in found if not address.startswith("127.")), None)
+
+
+@pytest.mark.slow
+def test_it_serves_and_answers_where_no_name_server_does(tmp_path: Path) -> None:
+    address, port = other_address(), free_port()
+    if address is None or not own_mounts():
+        pytest.skip("needs a network interface and the right to mount (root)")
+    (tmp_path / "resolv.conf").write_text(f"nameserver {SILENT}\n")
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    (tmp_path / "enter.py").write_text(
+        "import os, sys\nos.execvp('unshare', ['unshare', '-m', sys.executable, *sys.argv[1:]])\n"
+    )
+    (tmp_path / "inside.py").write_text(INSIDE)
+    program = [str(tmp_path / "enter.py"), str(tmp_path / "inside.py"), str(tmp_path)]
+    with socket.socket(type=socket.SOCK_DGRAM) as silent:
+        silent.bind((SILENT, 53))
+        with running("rendezvous", "--port", str(port), program=program, cwd=ROOT) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == f"rendezvous: listening on port {port}\n"
+            ended = command("rendezvous", "--check", f"{address}:{port}", program=program, timeout=HANG)
+            assert (ended.code, ended.errors) == (0, "")
