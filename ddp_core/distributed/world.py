@@ -59,8 +59,11 @@ class World:
 
     @staticmethod
     def is_set(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether a launcher has already made this process a worker. Raises UserError as `from_environment` does."""
-        return _is_torchruns(environ) or bool(ranks_place(environ))
+        """Whether a launcher has already made this process a worker."""
+        try:
+            return _is_torchruns(environ) or bool(ranks_place(environ))
+        except UserError:
+            return False  # `from_environment` says what is wrong
 
     @staticmethod
     def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
@@ -70,7 +73,10 @@ class World:
     @staticmethod
     def is_heard(environ: Mapping[str, str] = os.environ) -> bool:
         """Whether this process prints for the user: it is rank 0, or no launcher's worker."""
-        return not World.is_set(environ) or environ["RANK"] == "0"
+        try:
+            return World.from_environment(environ).is_first
+        except UserError:
+            return True
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:

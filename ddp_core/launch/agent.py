@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -32,7 +31,7 @@ from ddp_core.launch.decision import (
 from ddp_core.launch.nursery import Nursery
 from ddp_core.launch.starting import started_by
 from ddp_core.launch.worker import Report, clear_reports, first_telling, read_reports
-from ddp_core.torch_internals import HANDLED_SIGNALS, workers_of
+from ddp_core.torch_internals import workers_of
 
 _REPORT_SECONDS = 1.0
 # torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).
@@ -73,9 +72,6 @@ class Agent(LocalElasticAgent):
             process.kill()
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        # torch's own handlers raise at every signal, also while the workers save; where a scheduler sends two signals
-        # at once, the launcher would leave, and kill them.
-        os.environ[HANDLED_SIGNALS] = ""
         for number in self._heard:
             signal.signal(number, self._on_signal)
         try:

@@ -25,7 +25,7 @@ from ddp_core.launch.joining import RendezvousLost, join, own_address
 from ddp_core.launch.nursery import Nursery
 from ddp_core.launch.watchdog import leaves_when_cut_off
 from ddp_core.launch.worker import first_telling, read_reports, write_launcher
-from ddp_core.torch_internals import SEPARATE_STORES
+from ddp_core.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 
 _CUT_OFF_SECONDS = 20.0
 
@@ -59,6 +59,9 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     agents = logging.getLogger("torch.distributed.elastic")
     agents.addHandler(logging.NullHandler())
     agents.propagate = False
+    # The agent has handlers of its own. torch's would raise at every signal, also while the workers save: where a
+    # scheduler sends two signals at once, the launcher would leave, and kill them.
+    os.environ[HANDLED_SIGNALS] = ""
     heard = [*asking_signals(settings.stop_signal), signal.SIGINT, signal.SIGQUIT]
     address = own_address(settings.endpoint, settings.is_host)
     if settings.endpoint is None:

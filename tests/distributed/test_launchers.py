@@ -132,7 +132,7 @@ def test_dp_inside_a_launcher_keeps_its_replicas(tmp_path: Path, reference: tupl
 
 def test_two_processes_cannot_share_one_process_layout(tmp_path: Path) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = ddp("train", *TOY, "--output", tmp_path, env=world)
+    ended = ddp("train", *TOY, "--layout", "single", "--output", tmp_path, env=world)
     assert ended.code == 2
     assert "--layout ddp" in ended.errors
     assert ended.errors.count("\n") == 1

@@ -121,6 +121,7 @@ def test_few_modules_touch_the_environment() -> None:
         "launch/elastic.py": "tells torchrun's agent and its workers",
         "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
+        "launch/rendezvous.py": "tells the resolver not to wait for long",
         "launch/starting.py": "hands the launcher's environment on to a worker",
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
