@@ -218,13 +218,9 @@ def test_a_rank_that_waits_for_the_others_stops_at_once(tmp_path: Path) -> None:
     assert not output.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param((), id="single"),
-        pytest.param(DDP, id="torchrun", marks=pytest.mark.slow),
-        pytest.param(SPAWN, id="spawn", marks=pytest.mark.slow),
-    ],
+    "layout", [pytest.param((), id="single"), pytest.param(DDP, id="torchrun"), pytest.param(SPAWN, id="spawn")]
 )
 def test_it_changes_nothing_to_ask_again_and_again(tmp_path: Path, layout: tuple[str, ...]) -> None:
     """Whether two signals come at once, or one comes after the save, or while the interpreter ends."""

@@ -131,6 +131,7 @@ def test_a_comment_is_no_changed_code(output: Path, project: Path) -> None:
     assert train(output, project, *AUTO)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_file_edited_while_a_launch_trains_ends_the_launch_at_its_restart(
     output: Path, project: Path, tmp_path: Path
 ) -> None:
