@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, Ended, train, trained
+from tests.support.commands import ROOT, Ended, train, trained, wait_until
 
 SLURM = Path(__file__).with_name("slurm-up")
 TOY = ("toy_mlp", "--device", "cpu")
@@ -91,6 +91,24 @@ def test_what_contradicts_itself_trains_nothing(
     ended = srun(slurm, options, "train", *TOY, *words, "--output", tmp_path)
     assert (ended.code, said in ended.errors) == (2, True), ended.errors
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", ["--nodes 2 --ntasks-per-node 1", "--nodes 2 --ntasks-per-node 2"])
+def test_scancel_saves_and_another_step_continues(slurm: dict[str, str], tmp_path: Path, options: str) -> None:
+    words = ["train", "digits", "--device", "cpu", "--set", "epochs=4", "--output"]
+    train(tmp_path / "single", *words[1:-1])
+    expected = trained(tmp_path / "single")[1]["weights_sha256"]
+    output = tmp_path / "stopped"
+    command = ["srun", *options.split(), sys.executable, "-m", "ddp_core", *words, str(output)]
+    with subprocess.Popen(command, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
+        wait_until(lambda: list(output.glob("*/*/heartbeats/rank-3.json")), SECONDS, "all ranks train")
+        job = subprocess.run(["squeue", "-h", "-o", "%A"], env=slurm, capture_output=True, text=True, check=True)
+        subprocess.run(["scancel", "--signal=TERM", *job.stdout.split()], env=slurm, check=True)
+        said, _ = started.communicate(timeout=SECONDS)
+    assert (started.returncode, trained(output)[1]["status"]) == (75, "stopped"), said
+    ended = srun(slurm, "--nodes 3 --ntasks-per-node 1 --cpus-per-task 1", *words, output, "--resume", "auto")
+    assert ended.code == 0, ended.output + ended.errors
+    assert trained(output)[1]["weights_sha256"] == expected
 
 
 def test_doctor_says_what_would_start(slurm: dict[str, str]) -> None:
