@@ -89,6 +89,7 @@ def test_a_lost_worker_is_replaced_within_the_launch(
     assert len(record["attempts"]) == 2
 
 
+@pytest.mark.slow
 def test_without_restarts_the_launch_ends_with_6_and_can_be_resumed(
     tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]
 ) -> None:

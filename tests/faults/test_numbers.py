@@ -50,6 +50,7 @@ def test_a_nan_is_skipped_on_all_ranks_when_told_to(tmp_path: Path) -> None:
     record_row(14, "--on-nan skip: the step is skipped on all ranks, and said")
 
 
+@pytest.mark.slow
 def test_uneven_shares_end_together_with_the_same_weights(tmp_path: Path) -> None:
     # 100 samples in batches of 12: the last batch has 4 samples, which are two micro-batches for three ranks.
     case = {"uneven": [DOTS, "--set", "data.size=100", "--set", "last_batch=keep", "--set", "epochs=3"]}
