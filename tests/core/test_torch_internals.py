@@ -57,14 +57,14 @@ def agent(directory: Path, entrypoint: str = "/bin/true", *words: str) -> Iterat
         handler.shutdown()
 
 
-@contextlib.contextmanager
-def replicated(**settings: Any) -> Iterator[DistributedDataParallel]:
-    """A DDP module on one rank."""
+def replicated(**settings: Any) -> DistributedDataParallel:
+    """A DDP module on one rank, for a process that ends after it.
+
+    The process group is not destroyed: the module would be the last to hold it, and torch would then wait for gloo's
+    thread while it holds the lock of Python, for which that thread may wait.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    try:
-        yield DistributedDataParallel(nn.Linear(2, 1), **settings)
-    finally:
-        dist.destroy_process_group()
+    return DistributedDataParallel(nn.Linear(2, 1), **settings)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -129,43 +129,43 @@ def shutdown_workers(_: int, __: int, ___: str) -> None:
 
 
 def rebuild_buckets(_: int, __: int, ___: str) -> None:
-    with replicated() as ddp:
-        ddp(torch.ones(1, 2)).sum().backward()
-        assert "rebuilt_bucket_sizes" not in torch_internals.ddp_facts(ddp)
-        torch_internals.rebuild_buckets(ddp)
-        ddp(torch.ones(1, 2)).sum().backward()
-        assert torch_internals.ddp_facts(ddp)["rebuilt_bucket_sizes"]
+    ddp = replicated()
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert "rebuilt_bucket_sizes" not in torch_internals.ddp_facts(ddp)
+    torch_internals.rebuild_buckets(ddp)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert torch_internals.ddp_facts(ddp)["rebuilt_bucket_sizes"]
 
 
 def logging_data(_: int, __: int, ___: str) -> None:
-    with replicated() as ddp:
-        assert str(torch_internals.ddp_facts(ddp)["bucket_sizes"]) == "12"  # three numbers of four bytes
+    ddp = replicated()
+    assert str(torch_internals.ddp_facts(ddp)["bucket_sizes"]) == "12"  # three numbers of four bytes
 
 
 def static_graph(_: int, __: int, ___: str) -> None:
-    with replicated(static_graph=True) as ddp:
-        assert vars(ddp)["_static_graph_delay_allreduce_enqueued"] is False
-        reduced = []
+    ddp = replicated(static_graph=True)
+    assert vars(ddp)["_static_graph_delay_allreduce_enqueued"] is False
+    reduced = []
 
-        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            reduced.append(bucket.index())
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
-        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        ddp.register_comm_hook(None, hook)
-        torch_internals.keep_static_graph_from_reducing(ddp)
-        with ddp.no_sync():
-            ddp(torch.ones(1, 2)).sum().backward()
-        assert reduced == []
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    ddp.register_comm_hook(None, hook)
+    torch_internals.keep_static_graph_from_reducing(ddp)
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert reduced == []
 
 
 def timeout(_: int, __: int, ___: str) -> None:
-    with replicated():
-        group = dist.group.WORLD
-        assert group is not None
-        assert torch_internals.timeout_of(group, torch.device("cpu")) == TIMEOUT
+    replicated()
+    group = dist.group.WORLD
+    assert group is not None
+    assert torch_internals.timeout_of(group, torch.device("cpu")) == TIMEOUT
 
 
 def foreach(_: int, __: int, ___: str) -> None:
