@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; any error is printed in one line."""
     make_patient()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Who calls this function with words may go on afterwards, unless that is a launcher.
+    # A program that calls this function with words may go on afterwards; a worker's process ends with the command.
     goes_on = arguments is not None and not World.is_set()
     heard: list[signal.Signals] = []
     if words[:1] == ["train"] and World.is_launched():
-        # Its launcher knows what that means, and says it once.
+        # The launcher of this worker sees from which signal the worker has died, and tells the user once.
         die_when_asked()
     elif words[:1] == ["train"]:
         heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])]

@@ -55,7 +55,7 @@ class Node:
 
     @property
     def description(self) -> str:
-        """'node 1 of 2, started by SLURM', for messages."""
+        """This place in words, for messages: `node 1 of 2, started by SLURM`."""
         count = "" if self.nnodes is None else f" of {self.nnodes}"
         return f"node {self.node_rank}{count}, started by {self.launcher}"
 
@@ -108,7 +108,7 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
 
 
 def _count(environ: Mapping[str, str], name: str) -> int:
-    """The number in a variable; 0 where there is none, or another text."""
+    """The number that a variable holds; 0 where the variable is not set, or holds something else."""
     text = environ.get(name, "")
     return int(text) if text.isdigit() else 0
 
@@ -150,7 +150,7 @@ def _slurm_nodes(environ: Mapping[str, str]) -> int:
 def _slurm_rank(environ: Mapping[str, str], tasks: int) -> dict[str, str]:
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     nodes = _slurm_nodes(environ)
-    # Such as "2(x3)"; "2(x2),1" where the nodes have unlike numbers of tasks.
+    # SLURM writes "2(x3)" for two tasks on each of three nodes, and "2(x2),1" for unlike numbers of tasks.
     if per_node not in (f"{tasks // nodes}(x{nodes})", str(tasks)) or tasks % nodes:
         raise UserError(
             f"SLURM started {tasks} tasks on {nodes} nodes, {per_node or 'unknown numbers'} on each: "

@@ -24,8 +24,8 @@ def serve(port: int) -> int:
         signal.signal(number, lambda *_: stop.set())
     _hurry_look_ups()
     try:
-        # The address is where this process itself reaches the store. torch looks up its name, for messages; every
-        # machine knows the name of this one without asking a name server.
+        # By this address the process reaches its own store. torch looks up the name of the address, for messages; every
+        # machine knows the name of 127.0.0.1 without asking a name server.
         store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_SECONDS)
         )

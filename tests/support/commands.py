@@ -197,7 +197,7 @@ def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str
     # ignores SIGHUP. A command that a user types into a terminal ignores neither.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Without words of its own, the command knows that the process ends with it.
+    # Called without an argument, `main` reads sys.argv, and takes it that this process ends with the command.
     sys.argv = [module, *words]
     main = importlib.import_module(module).main
     code = main() if module == "ddp_core.cli" else main(words)
