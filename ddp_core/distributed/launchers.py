@@ -8,12 +8,12 @@ A launcher starts either one process for each rank, or one for each node, which 
 | SLURM, several tasks on a node | SLURM_STEP_ID | a rank | SLURM_PROCID, _LOCALID, _NODEID | SLURM_STEP_NODELIST |
 | SLURM, a task on each node | SLURM_STEP_ID | a node | SLURM_NODEID | SLURM_STEP_NODELIST |
 | MPICH, Intel MPI | PMI_SIZE | a rank | PMI_RANK, MPI_LOCALRANKID, MPI_LOCALNRANKS | MASTER_ADDR, MASTER_PORT |
-| Kubeflow | PET_NNODES | a node | PET_NODE_RANK, PET_NPROC_PER_NODE | PET_MASTER_ADDR, PET_MASTER_PORT |
+| Pods, also Kubeflow's | PET_NNODES | a node | PET_NODE_RANK, PET_NPROC_PER_NODE | PET_MASTER_ADDR, PET_MASTER_PORT |
 | Kubernetes' Indexed Job | JOB_COMPLETION_INDEX | a node | the index | only the user's options say |
 
-The first launcher in this order counts, because it is the innermost: mpirun itself starts its daemons with srun. An
-sbatch script has SLURM's variables for a job, too, but no step's: it is no task of a launch. torchrun's own variables
-(RANK and WORLD_SIZE, see world.py) go before all of these.
+The first launcher in this order counts, because it is the innermost: mpirun itself starts its daemons with srun, and
+Kubeflow starts its pods as an Indexed Job. An sbatch script has SLURM's variables for a job, too, but no step's: it is
+no task of a launch. torchrun's own variables (RANK and WORLD_SIZE, see world.py) go before all of these.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def nodes_place(environ: Mapping[str, str]) -> Node | None:
             gpus=_count(environ, "SLURM_GPUS_ON_NODE") or None,
             cpus=_count(environ, "SLURM_CPUS_PER_TASK") or None,
         )
-    if environ.get("PET_NNODES", "1") != "1":
-        return _kubeflow(environ)
+    if "PET_NNODES" in environ:
+        return _under_kubernetes(environ) if environ["PET_NNODES"] != "1" else None
     if "JOB_COMPLETION_INDEX" in environ:
         index = _number(environ, "JOB_COMPLETION_INDEX", "a Kubernetes Indexed Job")
         return Node("a Kubernetes Indexed Job", index, None)
@@ -187,14 +187,14 @@ def _slurm_id(environ: Mapping[str, str]) -> str:
     return f"slurm-{step}-{_count(environ, 'SLURM_RESTART_COUNT')}"
 
 
-def _kubeflow(environ: Mapping[str, str]) -> Node:
-    launcher = "Kubeflow"
+def _under_kubernetes(environ: Mapping[str, str]) -> Node:
+    launcher = "Kubernetes (PET_*)"
     nnodes, node_rank = (_number(environ, name, launcher) for name in ("PET_NNODES", "PET_NODE_RANK"))
     if node_rank >= nnodes:
         raise UserError(f"PET_NODE_RANK={node_rank} is outside of PET_NNODES={nnodes}")
     missing = [name for name in ("PET_MASTER_ADDR", "PET_MASTER_PORT") if not environ.get(name)]
     if missing:
-        raise UserError(f"Kubeflow started {nnodes} nodes, but {missing[0]}, where they meet, is missing")
+        raise UserError(f"{launcher} started {nnodes} nodes, but {missing[0]}, where they meet, is missing")
     host, port = environ["PET_MASTER_ADDR"], _number(environ, "PET_MASTER_PORT", launcher)
     return Node(
         launcher,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,10 @@ KUBEFLOW = {
 }
 
 
-@pytest.mark.parametrize("environ", [{}, BATCH_SHELL, SIX_TASKS | {"SLURM_STEP_NUM_TASKS": "1"}, {"PET_NNODES": "1"}])
+ONE_POD = {"PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"}
+
+
+@pytest.mark.parametrize("environ", [{}, BATCH_SHELL, SIX_TASKS | {"SLURM_STEP_NUM_TASKS": "1"}, ONE_POD])
 def test_a_process_alone_is_alone(environ: dict[str, str]) -> None:
     assert (World.from_environment(environ), World.is_set(environ), node_here(environ)) == (World(), False, None)
 
@@ -110,9 +114,10 @@ def test_the_innermost_launcher_counts() -> None:
     assert node_here(A_TASK_PER_NODE | torchruns) is None
 
 
-def test_kubeflow_tells_the_nodes() -> None:
-    assert node_here(KUBEFLOW) == Node("Kubeflow", 1, 2, "job-node-0-0.job:29400", nproc_per_node=4)
-    assert node_here(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}) == Node("Kubeflow", 1, 2, "job-node-0-0.job:29400")
+def test_the_variables_of_torchruns_options_tell_the_nodes() -> None:
+    told = Node("Kubernetes (PET_*)", 1, 2, "job-node-0-0.job:29400", nproc_per_node=4)
+    assert node_here(KUBEFLOW) == told
+    assert node_here(KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}) == replace(told, nproc_per_node=None)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_kubeflow_tells_the_nodes() -> None:
         (SIX_TASKS | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID"]),
         (OPEN_MPI, ["Open MPI started 4 processes", "MASTER_ADDR"]),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI", "MPI_LOCALRANKID is missing"]),
-        (KUBEFLOW | {"PET_MASTER_ADDR": ""}, ["Kubeflow started 2 nodes", "PET_MASTER_ADDR"]),
+        (KUBEFLOW | {"PET_MASTER_ADDR": ""}, ["Kubernetes (PET_*) started 2 nodes", "PET_MASTER_ADDR"]),
         (KUBEFLOW | {"PET_NODE_RANK": "2"}, ["PET_NODE_RANK=2", "PET_NNODES=2"]),
         (KUBEFLOW | {"PET_NNODES": "1:4"}, ["PET_NNODES='1:4'"]),
     ],
@@ -170,7 +175,7 @@ def test_what_the_user_gives_is_kept() -> None:
         ({"layout": "dp"}, NODE, ["layout dp is one process"]),
         ({"nnodes": "2"}, NODE, ["--nnodes 2", "node 0 of 3"]),
         ({}, POD, ["node 1, started by a Kubernetes Indexed Job", "--nnodes N", "--rdzv-endpoint", "--rdzv-id"]),
-        ({}, node_here(KUBEFLOW), ["node 1 of 2, started by Kubeflow", "add --rdzv-id ID"]),
+        ({}, node_here(KUBEFLOW), ["node 1 of 2, started by Kubernetes (PET_*)", "add --rdzv-id ID"]),
     ],
 )
 def test_a_contradiction_is_said(given: dict[str, str], node: Node, words: list[str]) -> None:
