@@ -63,8 +63,8 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
 	touch $@
 
-test-extras: setup ## The tests that need other people's packages: adapters (peers) and loggers, installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers]'
+test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
 	$(BIN)/python -m pytest -m extras
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers

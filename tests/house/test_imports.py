@@ -36,7 +36,7 @@ FLOORS = [
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
     ["ddp_lab.records"],
-    ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.report.values"],
+    ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.kubernetes", "ddp_lab.report.values"],
     ["ddp_lab.claims.measuring", "ddp_lab.report.reading"],
     ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts"],
     ["ddp_lab.report"],

@@ -1,0 +1,138 @@
+"""The pods of the files for Kubernetes, run as containers: one training, the same weights, stopped with 75, resumed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+import yaml
+from docker.models.containers import Container
+
+from ddp_core.run.directory import find_runs
+from tests.docker.pods import Pods
+from tests.docker.test_confinement import eventually
+from tests.support.commands import command
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+
+USER = 10001
+WORDS = ["digits", "--set", "epochs=2", "--set", "model.width=8"]
+Start = Callable[..., Pods]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """The claim's directory, which the cluster makes writable for fsGroup."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return folder
+
+
+@pytest.fixture
+def prepare(image: str, engine: docker.DockerClient, output: Path) -> Iterator[Start]:
+    """A function that makes the pods of what the generator prints for these words."""
+    made: list[Pods] = []
+
+    def make(*words: str) -> Pods:
+        printed = command("--image", image, *words, *WORDS, program=["-m", "ddp_lab.kubernetes"])
+        assert printed.code == 0, printed.errors
+        made.append(Pods(engine, list(yaml.safe_load_all(printed.output)), secrets.token_hex(8), output))
+        return made[-1]
+
+    yield make
+    for pods in made:
+        pods.remove()
+
+
+@pytest.fixture(scope="session")
+def single(image: str, engine: docker.DockerClient) -> str:
+    """The digest of the weights after the same training in one process."""
+    words = ["ddp", "train", *WORDS, "--device", "cpu", "--output", "/tmp"]
+    script = ["sh", "-c", '"$@" >/dev/null && cat /tmp/*/*/run.json', *words[:1], *words]
+    record = engine.containers.run(image, script, remove=True, network_mode="none")
+    return str(json.loads(record)["weights_sha256"])
+
+
+def ends(*containers: Container) -> list[int]:
+    return [container.wait(timeout=200)["StatusCode"] for container in containers]
+
+
+def said(*containers: Container) -> str:
+    return "\n".join(container.logs().decode() for container in containers)
+
+
+def record_in(output: Path) -> dict[str, Any]:
+    ((_, record),) = find_runs(output)
+    return record
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_the_pods_are_one_training_with_the_weights_of_one_process(
+    prepare: Start, output: Path, single: str, kind: str
+) -> None:
+    pods = prepare("--kind", kind)
+    # The first pod may begin last.
+    nodes = [pods.start(index) for index in reversed(range(pods.count))]
+    assert ends(*nodes) == [0, 0], said(*nodes)
+    record = record_in(output)
+    assert (record["layout"]["label"], record["weights_sha256"]) == ("ddp-2x2-cpu", single)
+
+
+# Each step of rank 0 takes 0.2 s longer, so that there is time to break something.
+SLOWLY = ["--kind", "job", "--nproc-per-node", "1", "--fault", "slow@1"]
+
+
+def begin(pods: Pods, output: Path) -> list[Container]:
+    """Start all pods, and wait for the first checkpoint."""
+    nodes = [pods.start(index) for index in range(pods.count)]
+    eventually(lambda: any(output.glob("*/*/checkpoints/latest.json")))
+    return nodes
+
+
+def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_goes_on(
+    prepare: Start, output: Path, single: str
+) -> None:
+    pods = prepare(*SLOWLY)
+    nodes = begin(pods, output)
+    pods.stop(nodes[1])
+    assert ends(*nodes) == [75, 75], said(*nodes)
+    assert record_in(output)["status"] == "stopped"
+    # The replacement of the second pod looks for the first one before that is there again.
+    again = [pods.start(index) for index in reversed(range(pods.count))]
+    assert ends(*again) == [0, 0], said(*again)
+    record = record_in(output)
+    assert (record["status"], record["weights_sha256"]) == ("completed", single)
+
+
+def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: Path, single: str) -> None:
+    pods = prepare(*SLOWLY)
+    nodes = begin(pods, output)
+    nodes[1].kill()
+    replacement = pods.start(1)
+    assert ends(nodes[0], replacement) == [0, 0], said(*nodes, replacement)
+    assert record_in(output)["weights_sha256"] == single
+
+
+def test_the_first_pod_is_killed_and_both_go_on_as_replacements(prepare: Start, output: Path, single: str) -> None:
+    pods = prepare(*SLOWLY)
+    first, second = begin(pods, output)
+    first.kill()
+    replacement = pods.start(0)
+    # The second pod finds the first one's replacement, or ends with 6 and is replaced, too.
+    (code,) = ends(second)
+    assert code in (0, 6), said(second)
+    rest = [replacement, *([pods.start(1)] if code == 6 else [])]
+    assert ends(*rest) == [0] * len(rest), said(second, *rest)
+    assert record_in(output)["weights_sha256"] == single
+
+
+def test_a_mistake_ends_with_2_which_fails_the_job(prepare: Start) -> None:
+    node = prepare("--kind", "job", "--set", "nonsense=1").start(0)
+    assert ends(node) == [2]
+    assert "nonsense" in said(node)

@@ -1,0 +1,84 @@
+"""Kubernetes' own strict schemas, of every version at hand, and Kubeflow's models take the files as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.lab.kubernetes.files import JOBS, VARIANTS, documents, job_spec
+
+each_variant = pytest.mark.parametrize("words", VARIANTS.values(), ids=VARIANTS.keys())
+OLDEST = (1, 27)
+
+
+def validate(document: dict[str, Any]) -> int:
+    """Validate against every version from OLDEST on; the number of versions. Raises ValidationError."""
+    from kubernetes_validate import validate
+    from kubernetes_validate.utils import all_versions
+
+    versions = {version for version in all_versions() if tuple(map(int, version.split(".")[:2])) >= OLDEST}
+    for version in versions:
+        validate(document, version, strict=True)
+    return len(versions)
+
+
+def models() -> dict[str, Any]:
+    """Kubeflow's models, by the kind that they are of."""
+    from kubeflow_trainer_api import models
+
+    return {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    }
+
+
+@pytest.mark.extras("kubernetes_validate")
+@each_variant
+def test_kubernetes_schemas_take_every_part(words: list[str]) -> None:
+    found = documents(*words)
+    parts = [document for document in found if not document["apiVersion"].startswith(("jobset", "trainer"))]
+    if "reader" not in words:
+        # The job that JobSet or Kubeflow makes is one of Kubernetes' own.
+        parts.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_spec(found)})
+    assert parts
+    assert all(validate(part) >= 11 for part in parts)
+
+
+@pytest.mark.extras("kubernetes_validate")
+def test_kubernetes_schemas_find_a_misspelt_key() -> None:
+    from kubernetes_validate import ValidationError
+
+    spec = job_spec(documents("digits"))
+    pod = spec["template"]["spec"]
+    pod["terminationGracePeriodSecond"] = pod.pop("terminationGracePeriodSeconds")
+    with pytest.raises(ValidationError, match="terminationGracePeriodSecond"):
+        validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec})
+
+
+def lost(document: dict[str, Any]) -> bool:
+    """Whether something of the document is lost on the way through Kubeflow's model of its kind."""
+    model = models()[document["kind"]]
+    return bool(model.from_dict(copy.deepcopy(document)).to_dict() != document)
+
+
+@pytest.mark.extras("kubeflow_trainer_api")
+@each_variant
+def test_nothing_is_lost_in_kubeflows_models(words: list[str]) -> None:
+    mine = [document for document in documents(*words) if document["kind"] in models()]
+    assert len(mine) == {"jobset": 1, "trainjob": 2}.get(words[1], 0)
+    assert not any(lost(document) for document in mine)
+
+
+@pytest.mark.extras("kubeflow_trainer_api")
+@pytest.mark.parametrize("kind", [kind for kind in JOBS if kind != "job"])
+def test_kubeflows_models_lose_a_misspelt_key_and_refuse_a_wrong_type(kind: str) -> None:
+    (document, *_) = documents("--kind", kind, "digits")
+    spec = job_spec([document])
+    spec["podFailurePolicy"]["rules"][0]["actoin"] = "FailJob"
+    assert lost(document)
+    spec["completions"] = "two"
+    with pytest.raises(ValueError, match="completions"):
+        lost(document)
