@@ -228,3 +228,13 @@ def test_a_task_on_each_node_starts_its_ranks(tmp_path: Path) -> None:
     expected = trained(tmp_path / "single")[1]["weights_sha256"]
     assert digest_of_all(tmp_path / "nodes", as_step(2, 2), "--nproc-per-node", "2") == expected
     assert trained(tmp_path / "nodes")[1]["layout"]["label"] == "ddp-2x2-cpu"
+
+
+@pytest.mark.slow
+def test_pods_start_their_ranks_and_the_first_one_serves_the_rendezvous(tmp_path: Path) -> None:
+    train(tmp_path / "single", *TOY[1:])
+    expected = trained(tmp_path / "single")[1]["weights_sha256"]
+    common = KUBEFLOW | {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(free_port())}
+    pods = [common | {"PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": rank, "JOB_COMPLETION_INDEX": rank} for rank in "01"]
+    assert digest_of_all(tmp_path / "pods", pods, "--rdzv-id", tmp_path.name) == expected
+    assert trained(tmp_path / "pods")[1]["layout"]["label"] == "ddp-2x2-cpu"
