@@ -19,9 +19,10 @@ FAIL_AT_ONCE = (ExitCode.BAD_INPUT, ExitCode.NO_CHECKPOINT, ExitCode.NUMERICS, E
 NO_FAILURE = (ExitCode.PEERS_LOST, ExitCode.STOPPED)
 """Exit codes after which the pod is replaced as often as needed, and continues."""
 
-_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME = 40
-"""Host names have 63 letters at most, and JobSet adds `-node-0-` and a pod's number."""
+_NAME = re.compile(r"(?=.{1,40}$)[a-z]([-a-z0-9]*[a-z0-9])?")
+"""The name of a service and part of host names: these have 63 letters at most, and JobSet adds `-node-0-NUMBER`."""
+_OTHERS_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?([KMGTPE]i|[kMGTPE])?")
 _PLAIN = re.compile(r"(?:[A-Za-z/$]|--)[\w./$()=-]*")
 _WORDS_OF_YAML = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
@@ -49,17 +50,26 @@ class Wanted:
     printed_by: str = ""
 
     def __post_init__(self) -> None:
-        names = {"--name": self.name, "--claim": self.claim, "--data-claim": self.data_claim}
-        for option, name in names.items():
-            if name is not None and not (_DNS_LABEL.fullmatch(name) and len(name) <= _LONGEST_NAME):
-                raise UserError(
-                    f"{option} {name}: Kubernetes wants small letters, digits and '-', a letter first, and here at "
-                    f"most {_LONGEST_NAME} of them"
-                )
+        texts = {
+            "--name": (self.name, _NAME, "small letters, digits and '-', a letter first, at most 40"),
+            "--claim": (self.claim, _OTHERS_NAME, "the name of a claim"),
+            "--data-claim": (self.data_claim, _OTHERS_NAME, "the name of a claim"),
+            "--storage-class": (self.storage_class, _OTHERS_NAME, "the name of a storage class"),
+            "--memory": (self.memory, _QUANTITY, "a quantity such as 16Gi"),
+            "--storage": (self.storage, _QUANTITY, "a quantity such as 50Gi"),
+        }
+        for option, (text, pattern, expected) in texts.items():
+            if text is not None and not pattern.fullmatch(text):
+                raise UserError(f"{option} {text}: expected {expected}")
         if self.user < 1:
             raise UserError(f"--user {self.user}: the pods run without root's rights; give another user's id")
-        for option, number in {"--nproc-per-node": self.nproc_per_node, "--grace-seconds": self.grace_seconds}.items():
-            if number < 1:
+        numbers = {
+            "--nproc-per-node": self.nproc_per_node,
+            "--cores": self.cores,
+            "--grace-seconds": self.grace_seconds,
+        }
+        for option, number in numbers.items():
+            if number is not None and number < 1:
                 raise UserError(f"{option} {number}: expected 1 or more")
 
     @property

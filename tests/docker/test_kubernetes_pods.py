@@ -20,7 +20,6 @@ from tests.support.commands import command
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
-USER = 10001
 WORDS = ["digits", "--set", "epochs=2", "--set", "model.width=8"]
 Start = Callable[..., Pods]
 
@@ -53,8 +52,8 @@ def prepare(image: str, engine: docker.DockerClient, output: Path) -> Iterator[S
 @pytest.fixture(scope="session")
 def single(image: str, engine: docker.DockerClient) -> str:
     """The digest of the weights after the same training in one process."""
-    words = ["ddp", "train", *WORDS, "--device", "cpu", "--output", "/tmp"]
-    script = ["sh", "-c", '"$@" >/dev/null && cat /tmp/*/*/run.json', *words[:1], *words]
+    words = ["train", *WORDS, "--device", "cpu", "--output", "/tmp"]
+    script = ["sh", "-c", '"$0" "$@" >/dev/null && cat /tmp/*/*/run.json', "ddp", *words]
     record = engine.containers.run(image, script, remove=True, network_mode="none")
     return str(json.loads(record)["weights_sha256"])
 

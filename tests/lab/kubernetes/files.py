@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ VARIANTS: dict[str, list[str]] = {
 """The words of the generator in all their variety."""
 
 
+@cache
 def run(*words: str) -> Ended:
     """The generator, in this process."""
     output, errors = io.StringIO(), io.StringIO()

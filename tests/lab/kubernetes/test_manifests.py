@@ -150,7 +150,7 @@ def test_gpus_are_asked_for_by_their_number() -> None:
 
 
 def test_options_of_ddp_train_reach_it_as_they_are() -> None:
-    words = ["--set", "model.name=a 'b' \"c\"", "--fault", "kill@3:1", "--checkpoint-every", "5"]
+    words = ["--set", "model.name=a 'b' \"c\"\n- d", "--fault", "kill@3:1", "--checkpoint-every", "5"]
     found = documents("--nnodes", "1:4", "my_experiment.v2.py", *words)
     (container,) = pod_spec(found)["containers"]
     assert container["args"][-len(words) - 3 :] == ["--nnodes", "1:4", "my_experiment.v2.py", *words]
@@ -177,6 +177,10 @@ def test_several_pods_need_a_claim_that_all_machines_can_write_to() -> None:
         (["--name", "Mine!", "digits"], "--name Mine!"),
         (["--name", "a" * 41, "digits"], "at most 40"),
         (["--claim", "a_b", "digits"], "--claim a_b"),
+        (["--storage-class", "my class", "digits"], "--storage-class my class"),
+        (["--memory", "16 GB", "digits"], "--memory 16 GB"),
+        (["--storage", "0", "digits"], "--storage 0"),
+        (["--cores", "0", "digits"], "--cores 0"),
         (["--user", "0", "digits"], "--user 0"),
     ],
 )
