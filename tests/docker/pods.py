@@ -51,28 +51,8 @@ class Pods:
     def start(self, index: int) -> Container:
         """Start the pod of this index, or its replacement after the pod has ended."""
         (of_pod,) = self._spec["containers"]
-        environment = self._environment(of_pod["env"], index)
-        confined, pod = of_pod["securityContext"], self._spec["securityContext"]
-        assert not confined["allowPrivilegeEscalation"]
-        mounts, volumes = self._mounts(of_pod["volumeMounts"])
         host = f"{self._host}-{index}"
-        container = self._engine.containers.create(
-            of_pod["image"],
-            entrypoint=of_pod["command"],
-            command=[_expanded(word, environment) for word in of_pod["args"]],
-            environment=environment,
-            hostname=host,
-            user=f"{pod['runAsUser']}:{pod['runAsGroup']}",
-            group_add=[str(pod["fsGroup"])],
-            read_only=confined["readOnlyRootFilesystem"],
-            cap_drop=confined["capabilities"]["drop"],
-            security_opt=["no-new-privileges:true"],
-            shm_size=_size(volumes["shm"]["emptyDir"]["sizeLimit"]),
-            mem_limit=_size(of_pod["resources"]["limits"]["memory"]),
-            tmpfs={mounts["tmp"]: ""},
-            volumes=[f"{self._output}:{mounts['outputs']}"],
-            network="none",
-        )
+        container = create(self._engine, self._spec, self._output, host, self._environment(of_pod["env"], index))
         self._containers.append(container)
         self._engine.networks.get("none").disconnect(container)
         self._network.connect(container, aliases=[f"{host}.{self._name}"])
@@ -105,12 +85,34 @@ class Pods:
             }
         return environment
 
-    def _mounts(self, mounts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, Any]]:
-        volumes = {volume["name"]: volume for volume in self._spec["volumes"]}
-        places = {mount["name"]: mount["mountPath"] for mount in mounts}
-        assert places.keys() == volumes.keys()
-        assert places["shm"] == "/dev/shm"
-        return places, volumes
+
+def create(
+    engine: docker.DockerClient, spec: Mapping[str, Any], output: Path, host: str, environment: Mapping[str, str]
+) -> Container:
+    """A container as the pod of this specification, not started, in no network, with `output` in the pod's claim."""
+    (of_pod,) = spec["containers"]
+    confined, pod = of_pod["securityContext"], spec["securityContext"]
+    assert not confined["allowPrivilegeEscalation"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounts = {mount["name"]: mount for mount in of_pod["volumeMounts"]}
+    assert mounts.keys() == volumes.keys() <= {"outputs", "tmp", "shm"}
+    return engine.containers.create(
+        of_pod["image"],
+        entrypoint=of_pod["command"],
+        command=[_expanded(word, environment) for word in of_pod["args"]],
+        environment=dict(environment),
+        hostname=host,
+        user=f"{pod['runAsUser']}:{pod['runAsGroup']}",
+        group_add=[str(pod["fsGroup"])],
+        read_only=confined["readOnlyRootFilesystem"],
+        cap_drop=confined["capabilities"]["drop"],
+        security_opt=["no-new-privileges:true"],
+        shm_size=_size(volumes["shm"]["emptyDir"]["sizeLimit"]) if "shm" in volumes else None,
+        mem_limit=_size(of_pod["resources"]["limits"]["memory"]),
+        tmpfs={mounts["tmp"]["mountPath"]: ""},
+        volumes=[f"{output}:{mounts['outputs']['mountPath']}:{'ro' if mounts['outputs'].get('readOnly') else 'rw'}"],
+        network="none",
+    )
 
 
 def _expanded(word: str, environment: Mapping[str, str]) -> str:

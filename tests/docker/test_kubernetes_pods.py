@@ -14,11 +14,12 @@ import yaml
 from docker.models.containers import Container
 
 from ddp_core.run.directory import find_runs
-from tests.docker.pods import Pods
+from tests.docker.pods import Pods, create
 from tests.docker.test_confinement import eventually
-from tests.support.commands import command
+from tests.support.commands import command, train
+from tests.support.processes import HANG
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 WORDS = ["digits", "--set", "epochs=2", "--set", "model.width=8"]
 Start = Callable[..., Pods]
@@ -33,15 +34,21 @@ def output(tmp_path: Path) -> Path:
     return folder
 
 
+def printed(*words: str) -> str:
+    """What the generator prints."""
+    ended = command(*words, program=["-m", "ddp_lab.kubernetes"])
+    assert ended.code == 0, ended.errors
+    return ended.output
+
+
 @pytest.fixture
 def prepare(image: str, engine: docker.DockerClient, output: Path) -> Iterator[Start]:
     """A function that makes the pods of what the generator prints for these words."""
     made: list[Pods] = []
 
     def make(*words: str) -> Pods:
-        printed = command("--image", image, *words, *WORDS, program=["-m", "ddp_lab.kubernetes"])
-        assert printed.code == 0, printed.errors
-        made.append(Pods(engine, list(yaml.safe_load_all(printed.output)), secrets.token_hex(8), output))
+        documents = list(yaml.safe_load_all(printed("--image", image, *words, *WORDS)))
+        made.append(Pods(engine, documents, secrets.token_hex(8), output))
         return made[-1]
 
     yield make
@@ -59,7 +66,7 @@ def single(image: str, engine: docker.DockerClient) -> str:
 
 
 def ends(*containers: Container) -> list[int]:
-    return [container.wait(timeout=200)["StatusCode"] for container in containers]
+    return [container.wait(timeout=HANG)["StatusCode"] for container in containers]
 
 
 def said(*containers: Container) -> str:
@@ -90,7 +97,7 @@ SLOWLY = ["--kind", "job", "--nproc-per-node", "1", "--fault", "slow@1"]
 def begin(pods: Pods, output: Path) -> list[Container]:
     """Start all pods, and wait for the first checkpoint."""
     nodes = [pods.start(index) for index in range(pods.count)]
-    eventually(lambda: any(output.glob("*/*/checkpoints/latest.json")))
+    eventually(lambda: any(output.glob("*/*/checkpoints/latest.json")), HANG)
     return nodes
 
 
@@ -135,3 +142,19 @@ def test_a_mistake_ends_with_2_which_fails_the_job(prepare: Start) -> None:
     node = prepare("--kind", "job", "--set", "nonsense=1").start(0)
     assert ends(node) == [2]
     assert "nonsense" in said(node)
+
+
+def test_the_reader_serves_the_report_on_what_is_in_the_claim(
+    image: str, engine: docker.DockerClient, output: Path
+) -> None:
+    train(output, "toy_mlp", "--device", "cpu")
+    (pod,) = yaml.safe_load_all(printed("--kind", "reader", "--image", image, "toy_mlp"))
+    container = create(engine, pod["spec"], output, pod["metadata"]["name"], {})
+    try:
+        container.start()
+        eventually(lambda: "serving" in said(container), HANG)
+        script = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:8000').read().decode())"
+        assert "toy_mlp" in container.exec_run(["python", "-c", script]).output.decode()
+        assert "toy_mlp" in container.exec_run(["tar", "-cf", "-", "/outputs"]).output.decode(errors="ignore")
+    finally:
+        container.remove(force=True)
