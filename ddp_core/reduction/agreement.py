@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,17 @@ from ddp_core.determinism.digests import weights_digest
 
 from .flat import Gradients
 
+T = TypeVar("T")
 
-def require_agreement(group: dist.ProcessGroup, micro_batches: int, shares: str, gradients: Gradients) -> None:
-    """Compare with the other ranks of `group` what the bits of a sum depend on; a collective.
 
-    Raises ValueError on all ranks, naming the first rank that differs from rank 0 and in what. Without this, ranks that
-    do not fit together wait for each other, or end with bits that no other layout has.
+def require_agreement(
+    group: dist.ProcessGroup, micro_batches: int, shares: str, gradients: Gradients, node: str | int
+) -> list[list[int]]:
+    """Compare with the other ranks of `group` what the bits of a sum depend on; return its ranks, node by node.
+
+    A collective. `node` is what only the ranks on this rank's node call it. Raises ValueError on all ranks, naming the
+    first rank that differs from rank 0 and in what. Without this, ranks that do not fit together wait for each other,
+    or end with bits that no other layout has.
     """
     facts: dict[str, object] = {
         "torch": torch.__version__,
@@ -31,10 +37,15 @@ def require_agreement(group: dist.ProcessGroup, micro_batches: int, shares: str,
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
-    for fact, rank, first, other in _differences(group, facts):
+    gathered = _gathered(group, (node, facts))
+    for fact, rank, first, other in _differences([facts for _, facts in gathered]):
         raise ValueError(
             f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
         )
+    nodes: dict[str | int, list[int]] = {}
+    for rank, (theirs, _) in enumerate(gathered):
+        nodes.setdefault(theirs, []).append(rank)
+    return list(nodes.values())
 
 
 def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
@@ -45,19 +56,23 @@ def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}
-    for name, rank, _, _ in _differences(group, digests):
+    for name, rank, _, _ in _differences(_gathered(group, digests)):
         raise ValueError(
             f"{name} is another on rank {rank} than on rank 0: seed all ranks alike before the model is made, or load "
             "the same weights on all of them"
         )
 
 
-def _differences(group: dist.ProcessGroup, facts: Mapping[str, object]) -> Iterator[tuple[str, int, object, object]]:
-    """Where a rank differs from rank 0: the fact, the rank, what rank 0 has, what this rank has."""
-    gathered: list[Mapping[str, object]] = [{}] * group.size()
-    dist.all_gather_object(gathered, facts, group=group)
-    for rank, theirs in enumerate(gathered):
-        for fact, first in gathered[0].items():
+def _gathered(group: dist.ProcessGroup, own: T) -> list[T]:
+    everyones = [own] * group.size()
+    dist.all_gather_object(everyones, own, group=group)
+    return everyones
+
+
+def _differences(everyones: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, int, object, object]]:
+    """Where a rank's facts differ from rank 0's: the fact, the rank, what rank 0 has, what that rank has."""
+    for rank, theirs in enumerate(everyones):
+        for fact, first in everyones[0].items():
             if theirs.get(fact) != first:
                 yield fact, rank, first, theirs.get(fact)
 

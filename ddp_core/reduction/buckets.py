@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.torch_internals import keep_static_graph_from_reducing
 
-from .communication import Channel
+from .communication import Channel, Job
 from .flat import fill_, views_of
 from .tree import GradientTree, Subtree, add_, are_siblings
 
@@ -43,12 +43,12 @@ class BucketHook:
         positions = [self._position[parameter] for parameter in parameters]
         self.reduced.update(positions)
 
-        def job() -> Tensor:
+        def job() -> Job:
             own = _fold_into_bucket(buffer, parameters, positions, tree)
-            self._channel.ordered_sum(own, buffer, tree.leaves)
+            yield from self._channel.ordered_sum.phases(own, buffer, tree.leaves)
             return buffer
 
-        return self._channel.submit(job, buffer)
+        return self._channel.submit(job(), buffer)
 
 
 def _hook(state: BucketHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -60,7 +61,8 @@ class ExactReduction:
 
     With `shares="contiguous"` a rank computes neighbouring micro-batches. With `shares="strided"` rank r of W computes
     r, r + W, r + 2W, …, as the loaders of other libraries deal them; ranks then exchange gradients after every
-    backward, in the background. Both have the same bits.
+    backward, in the background. Both have the same bits. With contiguous shares, ranks of one node add up among
+    themselves before nodes exchange; `node` names this rank's node (None: by the name of its host).
 
     A micro-batch in which a parameter gets no gradient adds nothing to it; without one in any it keeps `grad=None`
     (DDP needs `find_unused_parameters=True` for both, unless shares are strided). Batch-norm statistics: see
@@ -89,6 +91,7 @@ class ExactReduction:
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] = "contiguous",
+        node: str | int | None = None,
     ) -> None:
         if shares not in ("contiguous", "strided"):
             raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
@@ -103,8 +106,10 @@ class ExactReduction:
         self._gradients = Gradients(module)
         if rank == 0:
             warn_of_threads()
+        nodes = None
         if group is not None and world_size > 1:
-            require_agreement(group, micro_batches, shares, self._gradients)
+            here = socket.gethostname() if node is None else node
+            nodes = require_agreement(group, micro_batches, shares, self._gradients, here)
         share(micro_batches, rank, world_size)
         # Compared in the first step, when a checkpoint has been loaded.
         self._to_compare = group if ddp is None and world_size > 1 else None
@@ -116,8 +121,8 @@ class ExactReduction:
         self._run = 0
 
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
-        self._channel = Channel(group, device, timeout)
         self._shares: Shares
+        self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
         if shares == "strided" and world_size > 1:
             self._shares = StridedShares(ddp, self._gradients, self._channel)
         else:

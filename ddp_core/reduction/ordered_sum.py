@@ -5,30 +5,39 @@
 3. Rank c adds the subtrees of chunk c in tree order.
 4. Every rank sends its finished chunk to all others: (W-1)/W * N elements.
 
-Each element sees the same additions wherever chunk and bucket borders lie, and whichever backend carries it.
+On several nodes, whose ranks share a link, and between many ranks the same in two levels (`levels`). Each element sees
+the same additions wherever chunk, bucket and node borders lie, and whichever backend carries it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, exchange_on
+from .backends import exchange_on
+from .exchange import WholeExchange
+from .levels import TwoLevels, groups_of
+from .one_level import sum_in_one_level
 from .plan import plan_for
 
 
 class OrderedSum:
-    """The ordered sum on one process group: chooses the exchange by backend.
+    """The ordered sum on one process group: chooses the exchange by backend, and one level or two by `nodes`.
 
-    Collective: every rank of `group` calls it in the same order with tensors of the same size and dtype. One thread
-    only.
+    `nodes` are the group's ranks, node by node; None: in one level. Collective: every rank of `group` calls it in the
+    same order with tensors of the same size and dtype. One thread only, but for `phases`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    PHASES = 3
+    """The most phases that a sum has."""
+
+    def __init__(self, group: dist.ProcessGroup | None, nodes: Sequence[Sequence[int]] | None = None) -> None:
         self._group = group
-        self._exchanges: dict[str, Exchange] = {}
+        self.groups = groups_of(nodes or ())
+        """The ranks that add up among themselves first, where that is done in two levels."""
+        self._exchanges: dict[str, tuple[WholeExchange, TwoLevels | None]] = {}
 
     @property
     def rank(self) -> int:
@@ -45,6 +54,14 @@ class OrderedSum:
 
         `own` holds one flat tensor per span of `canonical_subtrees(share)`; they are overwritten, and `out` may be one.
         """
+        for _ in self.phases(own, out, micro_batches):
+            pass
+
+    def phases(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> Iterator[None]:
+        """The sum, in phases that may run at the same time as other phases of the next sums.
+
+        Every rank must run each phase of one sum before the same phase of the next.
+        """
         plan = plan_for(micro_batches, self.world_size)
         if len(own) != len(plan.spans[self.rank]):
             raise ValueError(f"rank {self.rank} owns the subtrees {plan.spans[self.rank]}, got {len(own)} tensors")
@@ -53,5 +70,14 @@ class OrderedSum:
         elif out.numel():
             device = out.device
             if device.type not in self._exchanges:
-                self._exchanges[device.type] = exchange_on(self._group, device)
-            self._exchanges[device.type].sum_(own, out, plan)
+                flat, levels = exchange_on(self._group, device), None
+                if self.groups:
+                    # NCCL connects ranks in the first collective of all; after that some may send to each other.
+                    flat.gather(out.new_zeros(1))
+                    levels = TwoLevels(self._group, self.groups, device)
+                self._exchanges[device.type] = flat, levels
+            flat, levels = self._exchanges[device.type]
+            if levels is None or levels.cost_of_one_round(out) <= flat.one_round_bytes:
+                sum_in_one_level(flat, own, out, plan)
+            else:
+                yield from levels.phases(own, out, micro_batches)

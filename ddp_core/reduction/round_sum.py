@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .exchange import Exchange
+from .exchange import WholeExchange
 from .tree import GradientTree
 
 
@@ -24,7 +24,7 @@ class RoundSum:
     costs no more, every rank sums all parts by itself: the same additions, and step 4 is saved.
     """
 
-    def __init__(self, exchange: Exchange, elements: int, like: Tensor, leaves: int) -> None:
+    def __init__(self, exchange: WholeExchange, elements: int, like: Tensor, leaves: int) -> None:
         self._exchange, self._elements, self._like = exchange, elements, like
         world_size = exchange.world_size
         rounds = -(-leaves // world_size)

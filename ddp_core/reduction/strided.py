@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
-from .communication import Channel
-from .exchange import exchange_on
+from .backends import exchange_on
+from .communication import Channel, in_one_phase
 from .flat import Gradients, fill_, flat_groups, views_of
 from .round_sum import RoundSum
 
@@ -72,7 +72,7 @@ class StridedShares:
         self._prepare(statistics)
         while self._rounds * self._exchange.world_size < self._leaves:
             self._start_round(None)
-        totals = [self._channel.submit(group.sum.total, group.like[0]) for group in self._groups]
+        totals = [self._channel.submit(in_one_phase(group.sum.total), group.like[0]) for group in self._groups]
         self._wait()
         sums: dict[int, Tensor] = {}
         for group, total in zip(self._groups, totals, strict=True):
@@ -106,7 +106,8 @@ class StridedShares:
         self._rounds += 1
         for group in self._groups:
             tensors = None if leaf is None else [leaf[position] for position in group.positions]
-            self._under_way.append(self._channel.submit(functools.partial(group.push, tensors), group.like[0]))
+            push = in_one_phase(functools.partial(group.push, tensors))
+            self._under_way.append(self._channel.submit(push, group.like[0]))
 
     def _wait(self) -> None:
         for future in self._under_way:

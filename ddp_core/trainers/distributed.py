@@ -38,7 +38,7 @@ class DistributedTrainer(Trainer):
         )
         self.reduction: ExactReduction | PlainReduction
         if self.exact:
-            self.reduction = ExactReduction(self.module, self.cut.micro_batches)
+            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=job.collectives.world.node_rank)
         else:
             self.reduction = PlainReduction(self.module, self.cut.micro_batches)
             self._register_hook()

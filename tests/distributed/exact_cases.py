@@ -23,7 +23,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
-from ddp_core.reduction.exchange import Collectives, Exchange, PointToPoint
+from ddp_core.reduction.collectives import Collectives
+from ddp_core.reduction.exchange import WholeExchange
+from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.one_level import sum_in_one_level
 from ddp_core.reduction.plan import plan_for
 from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.shares import share_of
@@ -142,17 +145,17 @@ def process_group() -> Iterator[None]:
 WAYS = ("contiguous", "strided", "strided in parts")
 
 
-def train(case: Case, world_size: int, way: str = "contiguous") -> str:
-    """Train as one of `world_size` ranks (0: without a process group); return the digest.
+def train(case: Case, world_size: int, way: str = "contiguous", node: int = 0) -> str:
+    """Train as one of `world_size` ranks (0: without a process group) on node `node`; return the digest.
 
     "in parts" cuts even those tensors that are so small that every rank would sum them whole.
     """
-    one_round_bytes = -1 if way == "strided in parts" else PointToPoint.one_round_bytes
+    one_round_bytes = -1 if way.endswith("in parts") else PointToPoint.one_round_bytes
     with mock.patch.object(PointToPoint, "one_round_bytes", one_round_bytes):
-        return _train(case, world_size, "contiguous" if way == "contiguous" else "strided")
+        return _train(case, world_size, "contiguous" if way.startswith("contiguous") else "strided", node)
 
 
-def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]) -> str:
+def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"], node: int) -> str:
     torch.manual_seed(0)
     net = case.net()
     if case.channels_last:
@@ -165,7 +168,7 @@ def _train(case: Case, world_size: int, shares: Literal["contiguous", "strided"]
     wrapped = case.wrapped and world_size > 0
     group = dist.group.WORLD if world_size > 0 and not case.wrapped else None
     module = wrap(net, **case.ddp) if wrapped else net
-    with ExactReduction(module, case.micro_batches, process_group=group, shares=shares) as exact:
+    with ExactReduction(module, case.micro_batches, process_group=group, shares=shares, node=node) as exact:
         for step, micro_batches in enumerate(case.steps):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
@@ -262,7 +265,7 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
         if isinstance(exchange, OrderedSum):
             exchange(own, out, micro_batches)
         elif world_size > 1 and elements:
-            exchange.sum_(own, out, plan_for(micro_batches, world_size))
+            sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
         else:
             continue
         if not torch.equal(out, expected):
@@ -275,7 +278,7 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def sum_in_rounds(exchange: Exchange, leaves: Sequence[Tensor]) -> Tensor:
+def sum_in_rounds(exchange: WholeExchange, leaves: Sequence[Tensor]) -> Tensor:
     """Sum the leaves as ranks with strided shares do."""
     total = RoundSum(exchange, leaves[0].numel(), leaves[0], len(leaves))
     for first in range(0, len(leaves), exchange.world_size):
@@ -385,7 +388,7 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Literal["co
                     if failing and where == "between backwards":
                         loss.register_hook(_fail)
                     if failing and where == "exchange":
-                        exact._channel.ordered_sum = _fail  # type: ignore[assignment]
+                        exact._channel.ordered_sum.phases = _fail  # type: ignore[method-assign]
                         getattr(exact._shares, "_exchange", exact).scatter = _fail
                     loss.backward()
             exact.finish()

@@ -1,0 +1,141 @@
+"""An exchange by sends and receives of single tensors, each under way by itself: what gloo does best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .exchange import Collected
+from .plan import Arrival
+
+
+class _Scratch:
+    """Flat tensors whose memory is used again; as many as are in use at once, of the largest size so far."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, elements: int, like: Tensor) -> Tensor:
+        free = self._free.setdefault((like.dtype, like.device), [])
+        scratch = free.pop() if free else like.new_empty(0)
+        return scratch if scratch.numel() >= elements else like.new_empty(elements)
+
+    def give_back(self, scratch: Tensor) -> None:
+        self._free[scratch.dtype, scratch.device].append(scratch)
+
+
+class PointToPoint:
+    """Sends and receives between all pairs of members (gloo, and any backend that has them).
+
+    Messages of one pair arrive in the sequence in which they were sent, apart for each tag. So two exchanges of one
+    group may be under way at once, on threads of their own, if their tags differ by two or more.
+    """
+
+    one_round_bytes = 256 * 1024  # About what a connection carries in the time of a round.
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int] | None = None, tag: int = 0) -> None:
+        self._group, self._tag = group, tag
+        self._members = range(group.size()) if members is None else members
+        self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
+        # Everyone starts with another peer, so that no one is everyone's first.
+        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self.scratch = _Scratch()
+
+    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+        """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
+        return _Messages(self, own, out, counts, cuts)
+
+    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+        """See `Exchange.scatter`."""
+        arrivals = {peer: torch.empty_like(part) for peer in self.peers if peer < senders}
+        receiving = [self.receive(arrival, peer) for peer, arrival in arrivals.items()]
+        parts = [] if flat is None else torch.split(flat, part.numel())
+        sending = [self.send(parts[peer % len(parts)], peer) for peer in self.peers if parts]
+        if parts:
+            # A view would keep the whole of `flat` alive.
+            arrivals[self.rank] = parts[self.rank].clone() if len(parts) > 1 else parts[0]
+        _wait(sending + receiving)
+        yield from (arrivals.pop(sender) for sender in range(senders))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Exchange.gather`."""
+        whole = part.new_empty(self.world_size * part.numel())
+        parts = whole.view(self.world_size, -1)
+        receiving = [self.receive(parts[peer], peer) for peer in self.peers]
+        sending = [self.send(part, peer) for peer in self.peers]
+        parts[self.rank].copy_(part)
+        _wait(sending + receiving)
+        return whole
+
+    def send(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
+        """Start to send; `channel` is 0 or 1."""
+        # The group's own methods: dist.isend and dist.irecv cost as much again in checks.
+        return self._group.send([tensor], self._members[peer], self._tag + channel)
+
+    def receive(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
+        """Start to receive; `channel` is 0 or 1."""
+        return self._group.recv([tensor], self._members[peer], self._tag + channel)
+
+
+class _Messages:
+    """`Collected` by messages: the members' tensors on channel 0, the sums on channel 1; empty parts are not sent."""
+
+    def __init__(
+        self,
+        exchange: PointToPoint,
+        own: Sequence[Tensor],
+        out: Tensor,
+        counts: Sequence[int],
+        cuts: Sequence[slice],
+    ) -> None:
+        self._exchange, self._out, self._cuts = exchange, out, cuts
+        cut = cuts[exchange.rank]
+        size = cut.stop - cut.start
+        self.mine = out[cut]
+        foreign = (sum(counts) - counts[exchange.rank]) * size
+        self._inbox = exchange.scratch.take(foreign, out)
+        inbox = iter(torch.split(self._inbox[:foreign], size) if size else [])
+        self.arrivals: list[Arrival] = []
+        for peer, count in enumerate(counts):
+            if peer == exchange.rank:
+                self.arrivals += [(flat[cut], None) for flat in own]
+            elif size:
+                parts = [next(inbox) for _ in range(count)]
+                self.arrivals += [(part, exchange.receive(part, peer)) for part in parts]
+            else:
+                self.arrivals += [(self.mine, None)] * count
+        self._sending = {
+            peer: [exchange.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
+            for peer in exchange.peers
+        }
+        self._answers: list[dist.Work] = []
+
+    def sent(self) -> None:
+        """See `Collected.sent`."""
+        _wait(work for works in self._sending.values() for work in works)
+
+    def expect(self) -> None:
+        """See `Collected.expect`."""
+        for peer, works in self._sending.items():
+            # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
+            _wait(works)
+            if (part := self._out[self._cuts[peer]]).numel():
+                self._answers.append(self._exchange.receive(part, peer, 1))
+
+    def spread(self) -> None:
+        """See `Collected.spread`."""
+        peers = self._exchange.peers if self.mine.numel() else []
+        self._answers += [self._exchange.send(self.mine, peer, 1) for peer in peers]
+
+    def end(self) -> None:
+        """See `Collected.end`."""
+        _wait(self._answers)
+        self._exchange.scratch.give_back(self._inbox)
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,40 @@
+"""The ordered sum between members that are all alike: each adds up one chunk, and sends it to the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .exchange import Exchange
+from .plan import Plan
+
+
+def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan) -> None:
+    """Sum the members' flat subtrees `own` into `out`, which may be one of them; `own` is overwritten.
+
+    Small tensors, and all of them between two members with one subtree each (where it is no more to send), take one
+    round: every member sends its subtrees to all others and adds up everything itself. Raises RuntimeError when a peer
+    is gone or silent for the group's timeout.
+    """
+    members, elements = exchange.world_size, out.numel()
+    counts = [len(spans) for spans in plan.spans]
+    # A member with c subtrees sends c * (W-1) * N elements in one round, (c + 1) * (W-1)/W * N in two.
+    more = (members - 1) * (max(counts) - (max(counts) + 1) / members) * elements * out.element_size()
+    if more <= exchange.one_round_bytes:
+        collected = exchange.collect(own, out, counts, [slice(0, elements)] * members)
+        collected.sent()
+        plan.add_(collected.arrivals, out)
+    else:
+        collected = exchange.collect(own, out, counts, cut(elements, members))
+        collected.expect()
+        plan.add_(collected.arrivals, collected.mine)
+        collected.spread()
+    collected.end()
+
+
+def cut(elements: int, parts: int) -> list[slice]:
+    """Cut a flat tensor into neighbouring parts whose sizes differ by one at most."""
+    borders = [elements * part // parts for part in range(parts + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(borders)]

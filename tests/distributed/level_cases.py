@@ -1,0 +1,123 @@
+"""What the worker processes of test_two_levels.py run: sums and trainings on ranks that are dealt to nodes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.collectives import Batches
+from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.tree import GradientTree
+from ddp_core.shares import share_of
+from tests.distributed import exact_cases as cases
+
+Nodes = Sequence[Sequence[int]]
+
+# Each a world and its ranks, node by node: alike, unlike, out of turn, each on its own, all on one.
+WORLDS: dict[str, Nodes] = {
+    "2 x 2": [[0, 1], [2, 3]],
+    "3 x 2": [[0, 1], [2, 3], [4, 5]],
+    "2 x 3": [[0, 1, 2], [3, 4, 5]],
+    "1 + 2": [[0], [1, 2]],
+    "3 + 1 + 2": [[0, 1, 2], [3], [4, 5]],
+    "in turns": [[0, 2, 4], [1, 3, 5]],
+    "1 + 5": [[0], [1, 2, 3, 4, 5]],
+    "one each": [[0], [1], [2]],
+    "one node": [[0, 1, 2, 3]],
+}
+TRAINED = ("3 + 1 + 2", "3 x 2", "2 x 3", "in turns")
+FEW = ("adamw", "incomplete batches")
+
+
+def leaves_of(seed: int, micro_batches: int, elements: int, dtype: torch.dtype) -> Tensor:
+    """Random gradients whose sum shows every change of the order."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-3, 4, (micro_batches, 1), generator=generator)
+    return (torch.randn(micro_batches, elements, generator=generator) * scale).to(dtype)
+
+
+def subtrees(leaves: Tensor, first: int, stop: int) -> list[Tensor]:
+    """The sums of the maximal nodes of the tree that make up these leaves."""
+    tree = GradientTree(len(leaves), first, stop)
+    for leaf in leaves[first:stop]:
+        tree.push([leaf.clone()])
+    return [tensor for subtree in tree.subtrees for tensor in subtree.tensors if tensor is not None]
+
+
+def wrong_sums(group: dist.ProcessGroup, nodes: Nodes, counts: Sequence[int], name: str) -> Iterator[str]:
+    """The sums on this group, in one level and in two, that differ from the tree's in one process."""
+    generator = random.Random(name)
+    rank, world_size = group.rank(), group.size()
+    ordered = OrderedSum(group, nodes)
+    for micro_batches in counts:
+        elements = generator.choice([1, 2, 7, 100, 1023])
+        dtype = generator.choice([torch.float32, torch.float64, torch.bfloat16])
+        leaves = leaves_of(micro_batches, micro_batches, elements, dtype)
+        (expected,) = subtrees(leaves, 0, micro_batches)
+        share = share_of(micro_batches, rank, world_size)
+        for turn in range(2):
+            own = subtrees(leaves, share.start, share.stop)
+            out = own[-1] if own and turn else torch.full_like(expected, float("nan"))
+            ordered(own, out, micro_batches)
+            if not torch.equal(out, expected):
+                yield f"{name}: M={micro_batches}, {elements} elements, {dtype}, out {'own' if turn else 'new'}"
+
+
+def in_batches(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Batches:
+    """The exchange that NCCL gets, on this backend."""
+    return Batches(group, members)
+
+
+def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
+    """All sums and trainings of this rank, or some: what was wrong, and the digests by world and case."""
+    wrong: list[str] = []
+    digests: dict[tuple[str, str], str] = {}
+    with cases.process_group():
+        for name, nodes in WORLDS.items():
+            size = sum(map(len, nodes))
+            group = dist.new_group(range(size))
+            if rank >= size:
+                continue
+            counts = range(1, 3 * size + 2) if thorough else (1, size - 1, size, 2 * size + 1)
+            if thorough:
+                wrong += wrong_sums(group, nodes, counts, f"{name}, as chosen")
+            with mock.patch.object(PointToPoint, "one_round_bytes", -1):
+                wrong += wrong_sums(group, nodes, counts, f"{name}, in chunks")
+                with mock.patch("ddp_core.reduction.levels.exchange_among", in_batches):
+                    wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
+        for name in TRAINED if thorough else TRAINED[:1]:
+            node = next(node for node, members in enumerate(WORLDS[name]) if rank in members)
+            for case in cases.TRAININGS if thorough else FEW:
+                training = cases.TRAININGS[case]
+                digests[name, case] = cases.train(training, world_size, "contiguous in parts", node)
+    left = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
+    return {"wrong": wrong, "digests": digests, "threads": left}
+
+
+def bytes_sent(rank: int, world_size: int, nodes: Nodes, elements: int) -> dict[str, int]:
+    """Bytes that this rank sends in one sum of float32 to its own node and to others, and its messages."""
+    sent = {"inside": 0, "outside": 0, "messages": 0}
+    here = next(members for members in nodes if rank in members)
+    send = PointToPoint.send
+
+    def counted(exchange: PointToPoint, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
+        where = "inside" if exchange._members[peer] in here else "outside"
+        sent[where] += tensor.numel() * tensor.element_size()
+        sent["messages"] += 1
+        return send(exchange, tensor, peer, channel)
+
+    with cases.process_group():
+        ordered, leaf = OrderedSum(dist.group.WORLD, nodes), torch.ones(elements)
+        ordered([leaf], leaf, world_size)  # the first sum also connects all ranks
+        with mock.patch.object(PointToPoint, "send", counted):
+            ordered([leaf], leaf, world_size)
+    assert leaf[0] == world_size**2
+    return sent
