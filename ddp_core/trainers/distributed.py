@@ -76,7 +76,7 @@ class DistributedTrainer(Trainer):
                 dist.broadcast(buffer, src=0)
 
     def close(self) -> None:
-        """End the communication thread, then drop DDP: its reducer must be gone before the process group is."""
+        """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
         self.reduction.close()
         del self.reduction, self.module
         gc.collect()

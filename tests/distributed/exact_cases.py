@@ -370,11 +370,15 @@ def train_inexactly(case: Case, world_size: int, way: str) -> str:
     return digest_of(net, optimizer)
 
 
-def fail_on_one_rank(rank: int, world_size: int, where: str, shares: Literal["contiguous", "strided"]) -> str:
+def fail_on_one_rank(
+    rank: int, world_size: int, where: str, shares: Literal["contiguous", "strided"], nodes: int
+) -> str:
     """Train until rank 1 fails in its third step; return the error that this rank saw."""
     dist.init_process_group("gloo")
     module = wrap(ConvolutionalNet(), bucket_cap_mb=0.0005)
-    exact = ExactReduction(module, 6, shares=shares)
+    if nodes > 1:
+        PointToPoint.one_round_bytes = -1
+    exact = ExactReduction(module, 6, shares=shares, node=rank * nodes // world_size)
     message = ""
     try:
         for step in range(5):
@@ -501,8 +505,8 @@ def keyed_loss(module: nn.Module, index: int) -> Tensor:
     return module(torch.randn(2, 1, 6, 6)).square().mean()
 
 
-def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
-    """Train a deep network for a few steps, with one bucket per parameter."""
+def many_small_buckets(rank: int, world_size: int, nodes: int) -> tuple[str, list[str]]:
+    """Train a deep network for a few steps, with one bucket per parameter, each summed in two levels on two nodes."""
 
     def deep() -> nn.Module:
         return nn.Sequential(
@@ -511,7 +515,9 @@ def many_small_buckets(rank: int, world_size: int) -> tuple[str, list[str]]:
 
     case = Case(net=deep, sample_shape=(8,), steps=(8,) * 5, ddp={"bucket_cap_mb": 0.00001})
     with process_group():
-        digest = train(case, world_size)
+        digest = train(
+            case, world_size, "contiguous in parts" if nodes > 1 else "contiguous", rank * nodes // world_size
+        )
     return digest, [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
 
 

@@ -73,10 +73,10 @@ def test_negative_controls_end_with_other_digests() -> None:
     assert len({exact, *others}) == 1 + len(others), "a control that agrees proves nothing"
 
 
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+@pytest.mark.parametrize(("shares", "nodes"), [("contiguous", 1), ("contiguous", 2), ("strided", 1)])
 @pytest.mark.parametrize("where", ["forward", "between backwards", "exchange"])
-def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str) -> None:
-    messages = run_processes(cases.fail_on_one_rank, 3, where, shares)
+def test_an_error_on_one_rank_ends_every_rank(where: str, shares: str, nodes: int) -> None:
+    messages = run_processes(cases.fail_on_one_rank, 3, where, shares, nodes)
     assert all(messages), messages
     assert "on purpose" in messages[1]
 
@@ -125,11 +125,11 @@ def test_the_documents_loop_prints_one_digest_alone_and_on_three_ranks() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_fifty_runs_with_many_small_buckets_neither_hang_nor_leak() -> None:
     digests = set()
-    for _ in range(50):
-        for digest, threads in run_processes(cases.many_small_buckets, 4):
+    for run in range(50):
+        for digest, threads in run_processes(cases.many_small_buckets, 4, 1 + run % 2):
             digests.add(digest)
             assert threads == []
     assert len(digests) == 1
