@@ -2,8 +2,9 @@
 
 Sums of floating-point numbers depend on the order of the additions. Here that order is one binary tree over the
 micro-batches of a step (`tree`), whichever ranks compute them. Ranks that compute neighbouring micro-batches exchange
-partial sums (`contiguous`, `ordered_sum`), first within nodes and then across (`levels`); ranks that take them in turns exchange after each (`strided`, `round_sum`),
-both in the background (`communication`). Batch-norm statistics are exchanged in the same way (`batch_statistics`).
+partial sums (`contiguous`, `ordered_sum`), within nodes first, then across (`levels`). Ranks that take them in turns
+exchange after each (`strided`, `round_sum`). Both do so in the background (`communication`). Batch-norm statistics are
+exchanged in the same way (`batch_statistics`).
 `ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 

@@ -67,7 +67,7 @@ class ExactReduction:
     A micro-batch in which a parameter gets no gradient adds nothing to it; without one in any it keeps `grad=None`
     (DDP needs `find_unused_parameters=True` for both, unless shares are strided). Batch-norm statistics: see
     BatchStatistics. `begin` starts a step with another number of micro-batches. `close` (or `with ExactReduction(...)
-    as exact`) ends the thread and its process group; call it before the DDP module is dropped, and drop that
+    as exact`) ends the threads and their process group; call it before the DDP module is dropped, and drop that
     (`gc.collect()`) before `destroy_process_group()`.
 
     In a loop that is not your own: call `begin()` before the first forward of a step, put each backward into
@@ -203,7 +203,7 @@ class ExactReduction:
         self._refuse_foreign_buffers()
 
     def close(self) -> None:
-        """End the communication thread and its process group, and give the batch-norm layers their momenta back."""
+        """End the communication threads and their process group, and give the batch-norm layers their momenta back."""
         self._statistics.restore()
         self._leaves, self._run = None, 0
         self._shares.close()
