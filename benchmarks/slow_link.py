@@ -1,9 +1,9 @@
 """What helps on a slow link: two containers, their links shaped with a token bucket (tbf), ways to send less.
 
-    python -m benchmarks.slow_link [--rates 0,1000,100,20] [--steps 20]
+    python -m benchmarks.slow_link [--rates 0,1000,100,20] [--steps 20] [--nproc-per-node 1] [--ways WAY …]
 
-Two nodes of one process train an MLP of 1.1 M parameters (4.6 MB of gradients) on digits, in containers of this
-project's image. Each way is one launch. While it trains, both nodes' interfaces are set to each rate in turn
+Two nodes of one process or more train an MLP of 1.1 M parameters (4.6 MB of gradients) on digits, in containers of
+this project's image. Each way is one launch. While it trains, both nodes' interfaces are set to each rate in turn
 (`ddp_lab.chaos.shape`, which does what `tc qdisc … tbf` does). The seconds per step are read from the run's metrics:
 the median of the steps after the change. Accumulation takes four micro-batches per step with no_sync; so that it can be
 compared, all figures are per 64 samples. There is no bf16 hook: it needs NCCL, and it sends what the fp16 hook sends.
@@ -53,27 +53,31 @@ class Way:
     gradient_bytes: float
 
 
-def _ways() -> dict[str, Way]:
+def _ways(ranks: int = 2) -> dict[str, Way]:
     whole = 4.0 * (WEIGHTS + BIASES)
-    plain = ("--reduction", "plain")
+    plain, share = ("--reduction", "plain"), SAMPLES // ranks
     # A matrix of a x b is sent as P (a x rank) and Q (b x rank), biases as they are.
     factors = 4.0 * (RANK * sum(a + b for a, b in LAYERS) + BIASES)
     return {
         "DDP": Way(_settings(*plain), SAMPLES, whole),
-        "no_sync, 4 micro-batches": Way(_settings(*plain, accumulate=4), 4 * SAMPLES, whole),
+        "no_sync, 4 micro-batches": Way(
+            _settings(*plain, micro_batch=SAMPLES // ranks, accumulate=4), 4 * SAMPLES, whole
+        ),
         "fp16 hook": Way(_settings(*plain, hook="fp16"), SAMPLES, whole / 2),
         f"PowerSGD, rank {RANK}": Way(_settings(*plain, hook="powersgd"), SAMPLES, factors),
-        "exact": Way(_settings("--reduction", "exact", accumulate=1), SAMPLES, whole),
+        "exact": Way(_settings("--reduction", "exact", micro_batch=share), SAMPLES, whole),
     }
 
 
-def _settings(*words: str, accumulate: int | None = None, hook: str | None = None) -> tuple[str, ...]:
-    samples = SAMPLES * (accumulate or 1)
+def _settings(
+    *words: str, micro_batch: int | None = None, accumulate: int = 1, hook: str | None = None
+) -> tuple[str, ...]:
+    samples = SAMPLES * accumulate
     values = {
         "model.name": "mlp",
         "model.sizes": str(list(SIZES)),
         "global_batch_size": str(samples),
-        "micro_batch": str(SAMPLES // 2) if accumulate else "null",
+        "micro_batch": str(micro_batch or "null"),
         "epochs": "100000",
         "evaluation.every_epochs": "100000",
         "optimizer.lr": "0.001",
@@ -84,7 +88,7 @@ def _settings(*words: str, accumulate: int | None = None, hook: str | None = Non
     return (*words, *settings, "--log-every", "1", "--checkpoint-every", "1000000", "--timeout", "120")
 
 
-def measure(way: Way, rates: list[int], steps: int, say: bool) -> dict[int, dict[str, float]]:
+def measure(way: Way, rates: list[int], steps: int, nproc: int, say: bool) -> dict[int, dict[str, float]]:
     """Seconds per 64 samples at each rate (in Mbit/s; 0 is unshaped): median and quartiles of `steps` steps."""
     found: dict[int, dict[str, float]] = {}
     place = Path(tempfile.mkdtemp(prefix="ddp-slow-"))
@@ -93,7 +97,7 @@ def measure(way: Way, rates: list[int], steps: int, say: bool) -> dict[int, dict
     try:
         (place / "outputs").mkdir()
         (place / "data").mkdir()
-        spec = Spec("digits", "ddp", 2, 1, way.options, place / "outputs", place / "data")
+        spec = Spec("digits", "ddp", 2, nproc, way.options, place / "outputs", place / "data")
         words = Words()
         cluster.start(spec)
         cluster.follow(words.hear)
@@ -136,15 +140,15 @@ def _await_step(cluster: BreakableContainers, progress: Progress, words: Words, 
         time.sleep(0.05)
 
 
-def modelled(way: Way, unshaped: float, rate: int) -> float:
+def modelled(way: Way, unshaped: float, rate: int, nproc: int) -> float:
     """Seconds per 64 samples by the model of `ddp project`, from the step on the unshaped link."""
     link = Link("shaped", 0.0, rate * 1e6 / 8 * PAYLOAD)
     parts = way.samples / SAMPLES
 
     def all_reduce(size: float) -> float:
-        return all_reduce_seconds("ring", size, 2, 1, link, link)
+        return all_reduce_seconds("ring", size, 2 * nproc, nproc, link, link)
 
-    return step(unshaped * parts, way.gradient_bytes, all_reduce, 2).seconds / parts
+    return step(unshaped * parts, way.gradient_bytes, all_reduce, 2 * nproc).seconds / parts
 
 
 def _named(rate: int) -> str:
@@ -156,16 +160,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rates", default="0,1000,100,20", help="Mbit/s; 0 is the link as it is")
     parser.add_argument("--steps", type=int, default=20, help="per rate and way")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on each of the two nodes")
+    parser.add_argument("--ways", nargs="+", choices=list(_ways()), help="some of the ways only")
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     options = parser.parse_args()
     rates = [int(rate) for rate in options.rates.split(",")]
     results: dict[str, Any] = {}
-    for name, way in _ways().items():
+    nproc = options.nproc_per_node
+    for name, way in _ways(2 * nproc).items():
+        if options.ways and name not in options.ways:
+            continue
         print(name, flush=True)
-        found = measure(way, rates, options.steps, say=True)
+        found = measure(way, rates, options.steps, nproc, say=True)
         results[name] = {
             _named(rate): entry
-            | ({"modelled": modelled(way, found[0]["seconds"], rate)} if rate and 0 in found else {})
+            | ({"modelled": modelled(way, found[0]["seconds"], rate, nproc)} if rate and 0 in found else {})
             for rate, entry in found.items()
         }
     print(f"\nms per {SAMPLES} samples, measured (the model's)")
@@ -176,7 +185,7 @@ def main() -> int:
             for entry in row.values()
         ]
         print(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells))
-    command = f"python -m benchmarks.slow_link --rates {options.rates} --steps {options.steps}"
+    command = f"python -m benchmarks.slow_link --rates {options.rates} --steps {options.steps} --nproc-per-node {nproc}"
     print(f"recorded in {record('slow_link', command, results, options.json)}")
     return 0
 
