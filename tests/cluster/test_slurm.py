@@ -1,26 +1,29 @@
-"""A real SLURM on this machine, three nodes with addresses of their own: one training, whatever srun starts."""
+"""A real SLURM on this machine, five nodes with addresses of their own: one training, whatever SLURM starts and ends.
+
+Whatever happens to a job, it ends with the digest of the single process.
+"""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, Ended, train, trained, wait_until
+from tests.cluster.slurm import EXPERIMENT, SECONDS, TINY, Job, Slurm, started
+from tests.support.commands import train, trained
 
-SLURM = Path(__file__).with_name("slurm-up")
-TOY = ("toy_mlp", "--device", "cpu")
-SECONDS = 180
+FILES = "launch/slurm"
+BOTH = [f"sbatch {FILES}/task-per-node.sbatch digits", f"sbatch {FILES}/task-per-rank.sbatch digits"]
+PER_NODE, PER_RANK = BOTH
+AT_WORK = r"epoch +2 "
+"""Said by a job that has saved a checkpoint, and has a minute of slow steps before it."""
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(2 * SECONDS),
+    pytest.mark.timeout(3 * SECONDS),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces"),
     pytest.mark.skipif(
         not shutil.which("slurmctld") and "DDP_INSTALL_SLURM" not in os.environ,
@@ -29,49 +32,51 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_child() -> None:
+    """Jobs are SLURM's and may outlive their test; `leaves_no_stray` looks once the cluster has ended."""
+
+
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment in which srun finds the cluster, which is started here and ended afterwards."""
-    home = {"SLURM_UP_DIR": str(tmp_path_factory.mktemp("slurm") / "home")}
-    started = subprocess.run(
-        [SLURM, "--env"], env=os.environ | home, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    try:
-        assert started.returncode == 0, started.stderr
-        exports = dict(re.findall(r"^export (\w+)=(.*)$", started.stdout, re.MULTILINE))
-        yield {**os.environ, **exports, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    finally:
-        subprocess.run([SLURM, "--stop"], env=os.environ | home, capture_output=True, timeout=SECONDS, check=False)
-
-
-def srun(slurm: dict[str, str], options: str, *words: object) -> Ended:
-    """Run `ddp WORDS` under srun. Raises subprocess.TimeoutExpired after SECONDS."""
-    command = ["srun", *options.split(), sys.executable, "-m", "ddp_core", *map(str, words)]
-    done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=SECONDS, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """The cluster, which is started here and ended afterwards."""
+    with started(tmp_path_factory.mktemp("cluster"), nodes=5) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the single process."""
     output = tmp_path_factory.mktemp("single")
-    train(output, *TOY)
+    train(output, EXPERIMENT)
     return str(trained(output)[1]["weights_sha256"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on a node of its own that may run for a minute, SLURM's shortest limit; it runs beside all other tests."""
+    folder = tmp_path_factory.mktemp("short")
+    return slurm.submit(PER_NODE, folder, "--time 1 --signal TERM@10 --nodes 1 --nodelist node5")
+
+
+def assert_finished(job: Job, expected: str, restarts: int, label: str = "ddp-2x2-cpu") -> None:
+    """The job comes to its end after so many restarts, with the expected weights, trained last on this layout."""
+    facts, said = job.end(), job.said
+    assert (facts["JobState"], facts["ExitCode"], int(facts["Restarts"])) == ("COMPLETED", "0:0", restarts), said
+    record = job.record
+    assert (record["status"], record["weights_sha256"]) == ("completed", expected), said
+    assert record["layout"]["label"] == label
+
+
 @pytest.mark.parametrize(
-    ("options", "words", "label"),
+    ("line", "label"),
     [
-        ("--nodes 2 --ntasks-per-node 1", ["--nproc-per-node", "2"], "ddp-2x2-cpu"),
-        ("--nodes 3 --ntasks-per-node 1 --cpus-per-task 1", [], "ddp-3x1-cpu"),
-        ("--nodes 2 --ntasks-per-node 2", [], "ddp-2x2-cpu"),
-        ("--nodes 1 --ntasks 2", [], "ddp-1x2-cpu"),
+        ("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp train digits", "ddp-2x2-cpu"),
+        ("srun --ntasks 6 ddp train digits", "ddp-3x2-cpu"),
     ],
 )
-def test_what_srun_starts_is_one_training(
-    slurm: dict[str, str], expected: str, tmp_path: Path, options: str, words: list[str], label: str
-) -> None:
-    ended = srun(slurm, options, "train", *TOY, *words, "--output", tmp_path)
+def test_what_srun_starts_is_one_training(slurm: Slurm, expected: str, tmp_path: Path, line: str, label: str) -> None:
+    ended = slurm.call(line, more=f"--output {tmp_path}")
     assert ended.code == 0, ended.output + ended.errors
     _, record = trained(tmp_path)
     assert (record["weights_sha256"], record["layout"]["label"]) == (expected, label)
@@ -80,38 +85,119 @@ def test_what_srun_starts_is_one_training(
 @pytest.mark.parametrize(
     ("options", "words", "said"),
     [
-        ("--nodes 2 --ntasks 3", [], "3 tasks on 2 nodes"),
-        ("--nodes 2 --ntasks-per-node 1", ["--layout", "single"], "layout single is one process"),
-        ("--nodes 2 --ntasks-per-node 1", ["--nnodes", "3"], "--nnodes 3, but this is node"),
+        ("--nodes 2 --ntasks 3", "", "3 tasks on 2 nodes"),
+        ("--nodes 2 --ntasks-per-node 1", "--layout single", "layout single is one process"),
+        ("--nodes 2 --ntasks-per-node 1", "--nnodes 3", "--nnodes 3, but this is node"),
     ],
 )
 def test_what_contradicts_itself_trains_nothing(
-    slurm: dict[str, str], tmp_path: Path, options: str, words: list[str], said: str
+    slurm: Slurm, tmp_path: Path, options: str, words: str, said: str
 ) -> None:
-    ended = srun(slurm, options, "train", *TOY, *words, "--output", tmp_path)
+    ended = slurm.shell(f"srun {options} ddp train {TINY} {words} --output {tmp_path}")
     assert (ended.code, said in ended.errors) == (2, True), ended.errors
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", ["--nodes 2 --ntasks-per-node 1", "--nodes 2 --ntasks-per-node 2"])
-def test_scancel_saves_and_another_step_continues(slurm: dict[str, str], tmp_path: Path, options: str) -> None:
-    words = ["train", "digits", "--device", "cpu", "--set", "epochs=4", "--output"]
-    train(tmp_path / "single", *words[1:-1])
-    expected = trained(tmp_path / "single")[1]["weights_sha256"]
-    output = tmp_path / "stopped"
-    command = ["srun", *options.split(), sys.executable, "-m", "ddp_core", *words, str(output)]
-    with subprocess.Popen(command, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started:
-        wait_until(lambda: list(output.glob("*/*/heartbeats/rank-3.json")), SECONDS, "all ranks train")
-        job = subprocess.run(["squeue", "-h", "-o", "%A"], env=slurm, capture_output=True, text=True, check=True)
-        subprocess.run(["scancel", "--signal=TERM", *job.stdout.split()], env=slurm, check=True)
-        said, _ = started.communicate(timeout=SECONDS)
-    assert (started.returncode, trained(output)[1]["status"]) == (75, "stopped"), said
-    ended = srun(slurm, "--nodes 3 --ntasks-per-node 1 --cpus-per-task 1", *words, output, "--resume", "auto")
-    assert ended.code == 0, ended.output + ended.errors
-    assert trained(output)[1]["weights_sha256"] == expected
-
-
-def test_doctor_says_what_would_start(slurm: dict[str, str]) -> None:
-    ended = srun(slurm, "--nodes 2 --ntasks-per-node 1 --cpus-per-task 2", "doctor")
+def test_doctor_says_what_would_start(slurm: Slurm) -> None:
+    ended = slurm.call("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp doctor")
     assert "this is node 1 of 2, started by SLURM; `ddp train` starts the 2 ranks of this node" in ended.output
     assert "the nodes meet at node1:" in ended.output
+
+
+@pytest.mark.parametrize("line", BOTH)
+def test_a_job_trains(slurm: Slurm, expected: str, tmp_path: Path, line: str) -> None:
+    job = slurm.submit(line, tmp_path)
+    job.hurry()
+    assert_finished(job, expected, restarts=0)
+
+
+def test_a_cancelled_job_stays_so_until_it_is_requeued(slurm: Slurm, expected: str, tmp_path: Path) -> None:
+    job = slurm.submit(PER_NODE, tmp_path)
+    job.wait_for(AT_WORK)
+    assert slurm.call("scancel JOB", job.id).code == 0
+    assert job.end()["JobState"] == "CANCELLED"
+    job.wait_for("Exited with exit code 75")
+    assert (job.record["status"], job.record["exit_code"]) == ("stopped", 75)
+    assert slurm.call("scontrol requeue JOB", job.id).code == 0
+    job.start_again()
+    assert_finished(job, expected, restarts=1)
+    assert "resumed at step" in job.said
+
+
+def test_a_requeued_job_continues(slurm: Slurm, expected: str, tmp_path: Path) -> None:
+    job = slurm.submit(PER_RANK, tmp_path, "--nodes 1")
+    job.wait_for(AT_WORK)
+    assert slurm.call("scontrol requeue JOB", job.id).code == 0
+    job.start_again()
+    assert_finished(job, expected, restarts=1, label="ddp-1x2-cpu")
+    assert "resumed at step" in job.said
+
+
+def test_a_preempted_job_saves_and_continues(slurm: Slurm, expected: str, tmp_path: Path) -> None:
+    job = slurm.submit(PER_RANK, tmp_path, "--nodes 1 --nodelist node1")
+    job.wait_for(AT_WORK)
+    urgent = slurm.shell("srun --partition urgent --nodelist node1 --exclusive true")
+    assert urgent.code == 0, urgent.errors
+    job.start_again()
+    assert_finished(job, expected, restarts=1, label="ddp-1x2-cpu")
+    assert "resumed at step" in job.said
+
+
+def test_a_mistake_on_one_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(PER_NODE, tmp_path, more="--nproc-per-node 1 --fault raise@3:1")
+    facts = job.end()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "2:0", "0"), job.said
+
+
+@pytest.fixture
+def without_power(slurm: Slurm) -> Iterator[str]:
+    """A node whose plug the test pulls; it gets its power back afterwards."""
+    yield "node3"
+    slurm.power("--on", "node3")
+
+
+def test_a_job_that_has_lost_a_node_starts_again(
+    slurm: Slurm, expected: str, tmp_path: Path, without_power: str
+) -> None:
+    job = slurm.submit(PER_NODE, tmp_path, "--nodelist node[2-3]")
+    job.wait_for(AT_WORK)
+    slurm.power("--off", without_power)
+    job.start_again()
+    slurm.power("--on", without_power)
+    assert_finished(job, expected, restarts=1)
+    assert "resumed at step" in job.said
+
+
+def test_a_job_with_no_kill_goes_on_without_a_lost_node(
+    slurm: Slurm, expected: str, tmp_path: Path, without_power: str
+) -> None:
+    line = f"sbatch --nodes 3 --no-kill {FILES}/task-per-node.sbatch digits --nnodes 2:3"
+    job = slurm.submit(line, tmp_path, "--nodelist node[1-3]", "--nproc-per-node 1 --timeout 10")
+    job.wait_for(AT_WORK)
+    slurm.power("--off", without_power)
+    job.wait_for("resumed at step")
+    job.wait_for(f"Node failure on {without_power}")
+    job.hurry()
+    assert_finished(job, expected, restarts=0, label="ddp-2x1-cpu")
+
+
+def test_each_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, expected: str, tmp_path: Path) -> None:
+    line = f"VARIANTS={FILES}/layouts.txt sbatch --array=1-2 {FILES}/task-per-node.sbatch digits"
+    array = slurm.submit(line, tmp_path)
+    first, second = (Job(slurm, f"{array.id}_{task}", array.outputs, tmp_path / "hurry") for task in (1, 2))
+    first.wait_for(AT_WORK)
+    second.wait_for(AT_WORK)
+    # The last task of an array has the id of the whole array. It starts again alone all the same.
+    assert slurm.call("scancel --signal=TERM JOB", second.id).code == 0
+    second.start_again()
+    first.hurry()
+    assert_finished(first, expected, restarts=0, label="ddp-2x1-cpu")
+    assert_finished(second, expected, restarts=1)
+
+
+def test_a_job_at_its_time_limit_saves_and_continues(short_of_time: Job, expected: str) -> None:
+    """The last test, because the limit of its job passes while the others run."""
+    facts = short_of_time.end()
+    assert (facts["JobState"], int(facts["Restarts"]) >= 1) == ("COMPLETED", True), short_of_time.said
+    assert short_of_time.record["weights_sha256"] == expected
+    assert "resumed at step" in short_of_time.said

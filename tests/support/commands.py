@@ -159,12 +159,12 @@ def train(output: Path, *words: str | Path, ranks: int = 0) -> dict[str, Any]:
     return trained(output)[1]
 
 
-def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    """Poll until the condition holds. Raises AssertionError after `timeout` seconds."""
+def wait_until(condition: Callable[[], bool], timeout: float, what: str, pause: float = 0.01) -> None:
+    """Poll until the condition holds, every `pause` seconds. Raises AssertionError after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 def _work(rank: int, world_size: int, words: list[str]) -> int:
