@@ -8,6 +8,7 @@ methods are used outside: launch/agent.py overrides them.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
     from torch.nn.parallel import DistributedDataParallel
 
 
@@ -80,6 +82,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "made to allow other handlers, but nothing in torch lets a user name one",
         "2.3",
         "https://github.com/pytorch/pytorch/pull/120373",
+    ),
+    "_stop_heartbeats": PrivateName(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler",
+        "end the thread that talks to the rendezvous, without closing that for the other nodes",
+        "shutdown does both",
+        "1.8",
     ),
     "TORCHELASTIC_SIGNALS_TO_HANDLE": PrivateName(
         "torch.distributed.elastic.multiprocessing.api",
@@ -179,6 +187,13 @@ def workers_of(agent: LocalElasticAgent) -> dict[int, Any]:
     """The processes of the agent's workers by local rank; none before their first start."""
     started = cast(Any, agent._pcontext)
     return {} if started is None else {rank: handler.proc for rank, handler in started.subprocess_handlers.items()}
+
+
+def end_keep_alives(handler: RendezvousHandler, patience: float) -> None:
+    """End the thread by which a node tells the rendezvous that it is there, and wait `patience` seconds for its end."""
+    ending = threading.Thread(target=cast(Any, handler)._stop_heartbeats, daemon=True)
+    ending.start()
+    ending.join(patience)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ddp_core.distributed.stop import asking_signals, reason_of, stopped_outside
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.agent import Agent, WouldRepeat, say
 from ddp_core.launch.decision import FINISHING_SECONDS
-from ddp_core.launch.joining import RendezvousLost, join, own_address
+from ddp_core.launch.joining import RendezvousLost, ends_keep_alives, join, own_address
 from ddp_core.launch.nursery import Nursery
 from ddp_core.launch.watchdog import leaves_when_cut_off
 from ddp_core.launch.worker import first_telling, read_reports, write_launcher
@@ -107,7 +107,8 @@ def _run(
     )
     agent = Agent(spec, DefaultLogsSpecs(log_dir=str(reports.parent / "logs")), reports, nursery, heard)
     try:
-        with leaves_when_cut_off(settings.endpoint, max(2 * settings.timeout, _CUT_OFF_SECONDS), agent.kill_workers):
+        patience = max(2 * settings.timeout, _CUT_OFF_SECONDS)
+        with ends_keep_alives(handler), leaves_when_cut_off(settings.endpoint, patience, agent.kill_workers):
             result = agent.run()
     except SignalException as stopped:
         # The rendezvous is not shut down here: that would close it for the nodes that go on.

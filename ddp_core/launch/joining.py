@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import socket
 import time
+from collections.abc import Iterator
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -18,8 +19,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.torch_internals import end_keep_alives
 
 _ANSWER_SECONDS = 10
+_ENDING_SECONDS = 2.0
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 
@@ -66,6 +69,18 @@ def join(
         return registry.get_rendezvous_handler(parameters)
     except RendezvousError as error:
         raise RendezvousLost(endpoint, error) from None
+
+
+@contextlib.contextmanager
+def ends_keep_alives(handler: RendezvousHandler) -> Iterator[None]:
+    """After the block, no thread of this process talks to the rendezvous any more, which stays open for other nodes.
+
+    A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit code is lost.
+    """
+    try:
+        yield
+    finally:
+        end_keep_alives(handler, _ENDING_SECONDS)
 
 
 def own_address(endpoint: str | None, is_host: bool = False) -> str:

@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -118,6 +119,17 @@ def get_subprocess_handler(_: int, __: int, place: str) -> None:
     assert env["RANK"] == "0"
     assert {"entrypoint", "stdout", "stderr"} <= others
     assert api.get_subprocess_handler is usual
+
+
+def stop_heartbeats(_: int, __: int, ___: str) -> None:
+    alone = set(threading.enumerate())
+    handler = join(None, "contract", (1, 1), "127.0.0.1", 60)
+    handler.next_rendezvous()
+    assert set(threading.enumerate()) > alone
+    torch_internals.end_keep_alives(handler, 60)
+    assert set(threading.enumerate()) == alone
+    assert not handler.is_closed()
+    torch_internals.end_keep_alives(handler, 60)
 
 
 def shutdown_workers(_: int, __: int, ___: str) -> None:
@@ -231,6 +243,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_remaining_restarts": remaining_restarts,
     "_pcontext": pcontext,
     "get_subprocess_handler": get_subprocess_handler,
+    "_stop_heartbeats": stop_heartbeats,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": separate_stores,
     "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
     "_rebuild_buckets": rebuild_buckets,
