@@ -105,9 +105,10 @@ class Job:
         self._wait_until(lambda: re.search(pattern, self.said) is not None, f"says {pattern!r}")
 
     def start_again(self) -> None:
-        """Wait until the job is back in SLURM's queue, and let it start now and not after the usual two minutes."""
+        """Wait until the job is back in SLURM's queue, and let it start at once, and not after two minutes."""
         self._wait_for_state("PENDING")
-        ended = self.slurm.shell(f"scontrol update jobid={self.id} starttime=now")
+        # In the second in which a node has ended a job, it refuses to start it.
+        ended = self.slurm.shell(f"scontrol update jobid={self.id} starttime=now+2")
         assert ended.code == 0, ended.errors
 
     def hurry(self) -> None:
