@@ -294,13 +294,18 @@ def doctor(
     show_default=True,
     help="Listen on this port; 0: on a free one.",
 )
+@click.option(
+    "--bind",
+    metavar="ADDRESS",
+    help="Listen at this address of this machine alone, or at that of this name of it. [default: at every address]",
+)
 @click.option("--check", metavar="HOST:PORT", help="Serve nothing; only say whether a rendezvous answers there.")
-def rendezvous(port: int, check: str | None) -> int:
+def rendezvous(port: int, bind: str | None, check: str | None) -> int:
     """Serve the place where the nodes of a launch meet."""
     _quiet()
     from ddp_core.launch import rendezvous
 
-    return rendezvous.check(check) if check else rendezvous.serve(port)
+    return rendezvous.check(check) if check else rendezvous.serve(port, bind)
 
 
 @ddp.command("completion")

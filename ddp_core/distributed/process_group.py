@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 
@@ -91,27 +90,28 @@ def process_group(
     if world.world_size == 1 and not even_alone:
         yield Collectives(world, device)
         return
-    _check_interface()
-    try:
-        store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
-        dist.init_process_group(
-            backend=backend_for(world, device, backend),
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except dist.DistError as error:
-        raise UserError(
-            f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
-        ) from None
-    try:
-        yield Collectives(world, device)
-    finally:
-        # DDP's reducer holds the GIL while it waits for gloo's threads to end. So everything that refers to the reducer
-        # must be gone before the group is.
-        gc.collect()
-        dist.destroy_process_group()
+    # gloo asks for the interface whenever a group is made, also for the groups that are made in this block.
+    with gloo_towards(world.store_host, world.nnodes > 1):
+        try:
+            store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
+            dist.init_process_group(
+                backend=backend_for(world, device, backend),
+                store=store,
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        except dist.DistError as error:
+            raise UserError(
+                f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
+            ) from None
+        try:
+            yield Collectives(world, device)
+        finally:
+            # DDP's reducer holds the GIL while it waits for gloo's threads to end. So everything that refers to the
+            # reducer must be gone before the group is.
+            gc.collect()
+            dist.destroy_process_group()
 
 
 def backend_for(world: World, device: torch.device, backend: str = "auto") -> str:
@@ -139,21 +139,13 @@ def _meet(world: World, timeout: float) -> dist.Store:
     assert port is not None
     serves = world.is_first and not world.agent_serves_store
     try:
-        # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
-        store = dist.TCPStore(
-            address,
-            port,
-            world.world_size,
-            is_master=serves,
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        if serves:
+            name = f"{world.place}: MASTER_PORT={{port}}"
+            store = store_at(address_served(address), port, timeout, name, "give the ranks another one")
+        else:
+            # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
+            store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise UserError(
-                f"{world.place}: MASTER_PORT={port} is in use; give the ranks another one", ExitCode.RESOURCES
-            ) from None
         why = "cannot be served" if serves else "is unreachable"
         raise UserError(
             f"{world.place}: no process group at {address}:{port} within {timeout:.0f} s, "
@@ -196,13 +188,6 @@ def _absent(store: dist.Store, names: list[str]) -> str:
     except dist.DistError:
         return "some ranks"  # rank 0 has already ended, and so has its store
     return f"rank {', '.join(missing)}"
-
-
-def _check_interface() -> None:
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    known = psutil.net_if_addrs()
-    if name and name not in known:
-        raise UserError(f"GLOO_SOCKET_IFNAME={name}: no such network interface; there are: {', '.join(sorted(known))}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -64,9 +64,6 @@ def run_elastic(settings: Elastic, arguments: Sequence[str], nursery: Nursery | 
     os.environ[HANDLED_SIGNALS] = ""
     heard = [*asking_signals(settings.stop_signal), signal.SIGINT, signal.SIGQUIT]
     address = own_address(settings.endpoint, settings.is_host)
-    if settings.endpoint is None:
-        # On one machine, use the loopback interface: the host name may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with TemporaryDirectory(prefix="ddp-") as scratch:
         reports = Path(scratch) / "reports"
         reports.mkdir()

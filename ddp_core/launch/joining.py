@@ -6,23 +6,24 @@ Keep-alives are short, nodes are known by address and not by host name, and a lo
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    registry,
-)
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from ddp_core.distributed.addresses import address_served, address_towards, is_loopback, store_at
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.torch_internals import end_keep_alives
 
 _ANSWER_SECONDS = 10
 _ENDING_SECONDS = 2.0
+_READ_SECONDS = 30
+_LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 
@@ -48,26 +49,22 @@ def join(
     `nnodes`: how many may take part, at least and at most. `join_seconds`: how long to wait for the least, and for the
     host. Raises RendezvousLost.
     """
-    is_host = is_host or endpoint is None
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=endpoint or "127.0.0.1:0",
+        endpoint=endpoint or "",
         run_id=launch_id,
         min_nodes=nnodes[0],
         max_nodes=nnodes[1],
         local_addr=address,
-        is_host=str(is_host).lower(),
         join_timeout=join_seconds,
         last_call_timeout=2,
         keep_alive_interval=1,
         keep_alive_max_attempt=3,
-        read_timeout=30,
     )
-    if endpoint is not None and not is_host:
-        _await_answer(endpoint)
     try:
-        return registry.get_rendezvous_handler(parameters)
-    except RendezvousError as error:
+        store = _store(endpoint, is_host)
+        return create_handler(store, C10dRendezvousBackend(store, launch_id), parameters)
+    except (RendezvousError, DistError) as error:
         raise RendezvousLost(endpoint, error) from None
 
 
@@ -83,6 +80,17 @@ def ends_keep_alives(handler: RendezvousHandler) -> Iterator[None]:
         end_keep_alives(handler, _ENDING_SECONDS)
 
 
+def _store(endpoint: str | None, is_host: bool) -> TCPStore:
+    """The store that the nodes meet at: served here, or reached. Raises UserError (4) where the port is in use."""
+    if endpoint is None:
+        return store_at(_LOOPBACK, 0, _READ_SECONDS)
+    host, _, port = endpoint.rpartition(":")
+    if is_host:
+        return store_at(address_served(host), int(port), _READ_SECONDS, remedy="give another with --rdzv-endpoint")
+    _await_answer(endpoint)
+    return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
+
+
 def own_address(endpoint: str | None, is_host: bool = False) -> str:
     """The address by which peers reach this node: the one that it would use towards the rendezvous.
 
@@ -92,27 +100,19 @@ def own_address(endpoint: str | None, is_host: bool = False) -> str:
     Raises UserError (2) where the endpoint is not HOST:PORT, and RendezvousLost where its name is not known.
     """
     if endpoint is None:
-        return "127.0.0.1"
+        return _LOOPBACK
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT", ExitCode.BAD_INPUT)
     try:
-        address = _address_towards(host, int(port))
+        address = address_towards(host, int(port))
     except OSError as error:
         # A container's name is known only while it runs, and a node that is cut off knows none: both may come back.
         raise RendezvousLost(endpoint, error) from None
-    if is_host and ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
+    if is_host and is_loopback(address) and host not in ("localhost", address):
         with contextlib.suppress(OSError):
-            return _address_towards(_ELSEWHERE, 9)
+            return address_towards(_ELSEWHERE)
     return address
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The address of the interface that leads there; nothing is sent. Raises OSError."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def _await_answer(endpoint: str) -> None:

@@ -245,5 +245,4 @@ def _spawned(
     die_when_asked()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.update(world.to_environment())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.exit(entry(arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from datetime import timedelta
 
@@ -12,33 +13,32 @@ from ddp_core.errors import ExitCode, UserError
 _START_SECONDS = 30
 
 
-def serve(port: int) -> int:
-    """Serve the store, on every interface, until SIGTERM or SIGINT. Raises UserError (4) where it cannot be served.
+def serve(port: int, bind: str | None = None) -> int:
+    """Serve the store until SIGTERM or SIGINT, at one address of this machine or, where none is given, at every one.
 
-    Whoever reaches the port can write to the store, and agents unpickle what they find there: private networks only.
+    `bind`: the address, or a name of it. Whoever reaches the port can write to the store, and agents unpickle what they
+    find there: private networks only. Raises UserError (2) where this machine does not have the address, and (4) where
+    the store cannot be served.
     """
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import DistError
+
+    from ddp_core.distributed.addresses import store_at
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     _hurry_look_ups()
+    address = None if bind is None else _address_of(bind)
     try:
-        # By this address the process reaches its own store. torch looks up the name of the address, for messages; every
-        # machine knows the name of 127.0.0.1 without asking a name server.
-        store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_SECONDS)
-        )
+        store = store_at(address, port, _START_SECONDS, remedy="choose another with --port")
     except DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise UserError(f"port {port} is in use; choose another with --port", ExitCode.RESOURCES) from None
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"the store at port {port} did not start within {_START_SECONDS} s ({reason}); look at --port, at this "
             "machine's firewall, and whether its name servers answer",
             ExitCode.RESOURCES,
         ) from None
-    print(f"rendezvous: listening on port {store.port}", flush=True)
+    print(f"rendezvous: listening on port {store.port} of {address or 'every address of this machine'}", flush=True)
     stop.wait()
     return ExitCode.DONE
 
@@ -57,6 +57,15 @@ def check(endpoint: str) -> int:
     except DistError:
         raise UserError(f"no rendezvous answers at {endpoint}", ExitCode.PEERS_LOST) from None
     return ExitCode.DONE
+
+
+def _address_of(name: str) -> str:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise UserError(f"--bind {name}: nobody knows this name; give an address of this machine") from None
+    # A name such as localhost may stand for one address of each kind; nodes try both.
+    return str(min(found)[4][0])
 
 
 def _hurry_look_ups() -> None:

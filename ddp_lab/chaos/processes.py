@@ -39,7 +39,7 @@ class BreakableProcesses(LocalBackend):
             self._commands[name] = self._words(process)
         if self._rendezvous is not None:
             endpoint = self._commands["node-1"][self._commands["node-1"].index("--rdzv-endpoint") + 1]
-            self._commands[RENDEZVOUS] = ["rendezvous", "--port", endpoint.rpartition(":")[2]]
+            self._commands[RENDEZVOUS] = ["rendezvous", "--port", endpoint.rpartition(":")[2], "--bind", "127.0.0.1"]
 
     @staticmethod
     def _words(process: subprocess.Popen[str]) -> list[str]:

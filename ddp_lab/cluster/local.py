@@ -49,7 +49,7 @@ class LocalBackend:
 
     def _start_rendezvous(self) -> int:
         """Start the rendezvous on a free port that it chooses; returns the port."""
-        self._rendezvous = self._run(["rendezvous", "--port", "0"])
+        self._rendezvous = self._run(["rendezvous", "--port", "0", "--bind", "127.0.0.1"])
         assert self._rendezvous.stdout is not None
         guard = threading.Timer(_START_SECONDS, self._rendezvous.kill)
         guard.start()

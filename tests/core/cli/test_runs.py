@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import ROOT, ddp, forked, train, trained, wait_until
@@ -111,11 +112,11 @@ def test_doctor_says_what_would_run() -> None:
 
 @pytest.mark.slow
 def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
-
     port = free_port()
     assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 6
     with forked("rendezvous", "--port", port) as server:
-        wait_until(lambda: server.said()[0] == f"rendezvous: listening on port {port}\n", HANG, "it listens")
+        says = f"rendezvous: listening on port {port} of every address of this machine\n"
+        wait_until(lambda: server.said()[0] == says, HANG, "it listens")
         assert ddp("rendezvous", "--check", f"127.0.0.1:{port}").code == 0
         second = ddp("rendezvous", "--port", port)
         assert second.code == 4
@@ -123,3 +124,18 @@ def test_a_rendezvous_answers_and_a_second_one_on_its_port_is_refused() -> None:
         os.kill(server.pid, signal.SIGTERM)
         assert server.end().code == 0
     assert ddp("rendezvous", "--check", "nowhere").code == 2
+
+
+def test_a_rendezvous_listens_at_one_address_alone() -> None:
+    with forked("rendezvous", "--port", 0, "--bind", "localhost") as server:
+        wait_until(lambda: server.said()[0].endswith("\n"), HANG, "it listens")
+        (found,) = psutil.Process(server.pid).net_connections("tcp")[:1]
+        assert server.said()[0] == f"rendezvous: listening on port {found.laddr.port} of {found.laddr.ip}\n"
+        assert found.laddr.ip in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(("name", "said"), [("192.0.2.77", "has the address 192.0.2.77"), ("nowhere.invalid", "name")])
+def test_a_rendezvous_elsewhere_is_bad_input(name: str, said: str) -> None:
+    ended = ddp("rendezvous", "--bind", name)
+    assert (ended.code, said in ended.errors) == (2, True), ended.errors
+    assert "Traceback" not in ended.errors

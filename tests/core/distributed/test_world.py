@@ -116,7 +116,7 @@ def test_few_modules_touch_the_environment() -> None:
         "cli/entry.py": "hears that a shell asks for completions",
         "determinism/fingerprint.py": "notes what decides which kernels a library picks",
         "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
-        "distributed/process_group.py": "checks gloo's network interface",
+        "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
         "distributed/world.py": "reads the launcher's variables",
         "launch/elastic.py": "tells torchrun's agent and its workers",
         "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",

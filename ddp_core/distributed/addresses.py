@@ -1,0 +1,154 @@
+"""Which address of this machine its peers come by, and stores that listen at that one alone.
+
+Whoever reaches a store can run code on its ranks, and torch's TCPStore listens at every address, whatever host name it
+is given. It also takes a socket that listens already: the socket is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from ddp_core.errors import ExitCode, UserError
+
+_LOOPBACK = "127.0.0.1"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_WAITING = 1024
+"""Ranks that may try to connect at the same moment."""
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of the interface that leads to `host`; nothing is sent. Raises OSError for an unknown name."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def address_served(host: str) -> str | None:
+    """The address of this machine that others reach by the name `host`; None where the name does not tell.
+
+    It does not tell where it stands for several addresses or for another machine's, as in front of address translation,
+    nor where it is this machine's own name and /etc/hosts makes it a loopback address, as Debian does.
+    """
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None
+    if host == "localhost" and _LOOPBACK in found:
+        return _LOOPBACK
+    address = found.pop()
+    if found or not _is_here(address) or (is_loopback(address) and host not in ("localhost", address)):
+        return None
+    return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself can be reached by the address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def store_at(
+    address: str | None, port: int, timeout: float, name: str = "port {port}", remedy: str = "choose another"
+) -> dist.TCPStore:
+    """A new store that listens at this address of this machine (None: at every address), on `port` (0: a free one).
+
+    `timeout`, in seconds, limits every wait for the store. `name` is what the user calls the port, and `remedy` what to
+    do where it is taken.
+
+    Raises UserError (4) where the port cannot be had, UserError (2) where this machine does not have the address, and
+    torch's DistError where the store does not answer.
+    """
+    try:
+        listening = _listen(address, port)
+    except OSError as error:
+        if address is not None and error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"no network interface of this machine has the address {address}; there are: {', '.join(_addresses())}"
+            ) from None
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
+    port = listening.getsockname()[1]
+    # The name of 127.0.0.1, which torch looks up for its messages, is known without a name server.
+    return dist.TCPStore(
+        address or _LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening.detach(),
+    )
+
+
+@contextlib.contextmanager
+def gloo_towards(host: str | None, has_peers_elsewhere: bool) -> Iterator[None]:
+    """While in the block, ranks listen for each other on the interface that leads to `host`, where gloo would choose.
+
+    gloo itself takes the address of the machine's own name, which need not be in the network of the peers. What
+    GLOO_SOCKET_IFNAME says is kept. `has_peers_elsewhere`: whether there are ranks on other machines; then the choice
+    is gloo's where `host` is a name that /etc/hosts makes a loopback address.
+
+    Raises UserError where GLOO_SOCKET_IFNAME names no interface with an IP address.
+    """
+    given = os.environ.get(_INTERFACE)
+    known = sorted({name for name, _ in _interfaces()})
+    if given and given not in known:
+        raise UserError(f"{_INTERFACE}={given}: no such network interface; there are: {', '.join(known)}")
+    chosen = None if given or host is None else _interface_towards(host, has_peers_elsewhere)
+    if chosen is None:
+        yield
+        return
+    os.environ[_INTERFACE] = chosen
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
+
+
+def _interface_towards(host: str, has_peers_elsewhere: bool) -> str | None:
+    try:
+        address = address_towards(host)
+    except OSError:
+        return None
+    if has_peers_elsewhere and is_loopback(address) and host not in ("localhost", address):
+        return None
+    return next((name for name, address_of in _interfaces() if address_of == address), None)
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """The network interfaces that have an IP address, each with each of its addresses."""
+    return [
+        (name, entry.address.partition("%")[0])
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def _addresses() -> list[str]:
+    return [f"{address} ({name})" for name, address in _interfaces()]
+
+
+def _is_here(address: str) -> bool:
+    try:
+        _listen(address, 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
+    if address is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_WAITING)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_WAITING, dualstack_ipv6=both)
