@@ -125,10 +125,13 @@ def _run(
         raise UserError("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST) from None
     except (RendezvousError, DistError) as error:
         raise RendezvousLost(settings.endpoint, error) from None
-    with contextlib.suppress(RendezvousError, DistError):
-        # This node is done: the others need not wait for it.
-        handler.shutdown()
-    return ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
+    code = ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
+    # A launch that was asked to stop may go on: a scheduler starts the stopped nodes again, with the same id.
+    if code != ExitCode.STOPPED:
+        with contextlib.suppress(RendezvousError, DistError):
+            # This node is done: the others need not wait for it.
+            handler.shutdown()
+    return code
 
 
 def _code_of(result: RunResult, directory: Path) -> int:

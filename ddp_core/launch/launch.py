@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -133,7 +134,9 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
             if _is_completed(request, settings.launch_id):
                 return ExitCode.DONE
             print(f"ddp: {lost}; trying again in {pause:.0f} s", file=sys.stderr, flush=True)
-            time.sleep(pause)
+        # What is left of the rendezvous has a thread, which must not be the one to clear it away, and perhaps a port.
+        gc.collect()
+        time.sleep(pause)
     try:
         return run_elastic(settings, arguments, nursery)
     except RendezvousLost as lost:

@@ -168,3 +168,14 @@ def test_a_request_to_one_node_stops_both(tmp_path: Path) -> None:
     assert record["status"] == "stopped"
     assert newest.step == max(committed_steps(directory.path))
     record_row(28, "SIGTERM to one of two nodes: 75 on both, saved")
+
+
+def test_a_launch_that_one_node_has_stopped_goes_on_with_the_same_id(tmp_path: Path, digest: str) -> None:
+    with nodes(2, tmp_path, *LENGTH, pause=PAUSE) as (launches, start, _):
+        Watch(tmp_path).wait_for_step(10)
+        launches[1].signal(signal.SIGTERM)
+        assert [launch.wait().code for launch in launches] == [75, 75]
+        again = [start(), start()]
+        ended = [launch.wait() for launch in again]
+    assert [end.code for end in ended] == [0, 0], [end.errors for end in ended]
+    check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
