@@ -70,7 +70,7 @@ test-extras: setup ## The tests that need other people's packages (peers, logger
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m docker tests/docker
 
-test-cluster: setup ## Train on a real SLURM of five nodes on this machine (root; installs Debian's SLURM), about five minutes
+test-cluster: setup ## Train on a real SLURM and a real Docker Swarm, started on this machine (root; installs Debian's SLURM)
 	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster tests/cluster
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
