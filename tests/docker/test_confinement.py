@@ -113,3 +113,45 @@ def test_missing_output_directory_is_not_made_by_root(project: Project) -> None:
     project.output.rmdir()
     assert project.up("single-cpu").returncode != 0
     assert not project.output.exists()
+
+
+def test_container_outside_reaches_neither_store_nor_ranks(project: Project, engine: docker.DockerClient) -> None:
+    project.variables |= {"NODES": "2", "RDZV_ID": project.name, "DDP_OPTIONS": ENDLESS, "NPROC_PER_NODE": "1"}
+    assert project.compose("up", "--no-build", "--detach", "node").returncode == 0
+    eventually(lambda: list(project.output.glob("*/*/heartbeats/rank-1.json")))
+    label = f"com.docker.compose.project={project.name}"
+    insiders = engine.containers.list(filters={"label": label})
+    assert {"rendezvous", "node"} == {container.labels["com.docker.compose.service"] for container in insiders}
+
+    found = {address for container in insiders for address in sockets(container)}
+    assert len(found) >= 4, "the store, the store of rank 0, and a socket of each rank"
+    (inside, *_) = insiders
+    assert reached(inside.exec_run(["python", "-c", REACH, *found]).output) == found
+    alone = engine.containers.run(inside.image, ["python", "-c", REACH, *found], remove=True)
+    assert reached(alone) == set()
+
+
+REACH = """
+import socket, sys
+for place in sys.argv[1:]:
+    try:
+        socket.create_connection(place.rsplit(":", 1), timeout=2).close()
+        print(place)
+    except OSError:
+        pass
+"""
+"""Prints to which HOST:PORT of its arguments a connection could be made."""
+
+
+def reached(said: bytes) -> set[str]:
+    return set(said.decode().split())
+
+
+def sockets(container: docker.models.containers.Container) -> set[str]:
+    """HOST:PORT of every socket at which a container listens for others."""
+    (network,) = container.attrs["NetworkSettings"]["Networks"].values()
+    listing = "import psutil; print(*[f'{c.laddr.ip} {c.laddr.port}' for c in psutil.net_connections('tcp')"
+    output = container.exec_run(["python", "-c", f"{listing} if c.status == 'LISTEN'], sep='\\n')"]).output.decode()
+    places = [line.split() for line in output.splitlines()]
+    own = network["IPAddress"]
+    return {f"{own}:{port}" for address, port in places if address in (own, "::", "0.0.0.0")}
