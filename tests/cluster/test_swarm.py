@@ -203,6 +203,7 @@ def training(swarm: Swarm, stack_file: Path, output: Path, **variables: str) -> 
 def test_one_training_and_nobody_else_reaches_it(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
     with training(swarm, stack_file, tmp_path / "outputs") as started:
         started.await_steps(1)
+        assert "ddp_node.2" in swarm.sh(command_of_page("docker stack ps"))
         node, container = swarm.containers()[0]
         ask = "python -c 'import socket; print(socket.gethostbyname(\"rendezvous\"))'"
         address = swarm.sh(f"docker exec {container} {ask}", node).strip()
