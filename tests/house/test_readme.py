@@ -28,6 +28,7 @@ def _commands(page: str) -> list[str]:
 
 COMMANDS = _commands(TEXT)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
+SLURM, SWARM = "tests/cluster/test_slurm.py", "tests/cluster/test_swarm.py"
 QUICK = ["--set", "max_steps=12", "--device", "cpu"]
 
 ELSEWHERE = {
@@ -42,6 +43,10 @@ ELSEWHERE = {
     "docker compose -f compose.yaml -f compose.cpu.yaml up ddp-4gpu": "tests/docker/test_layouts.py",
     "EXPERIMENT=linear_regression docker compose up single-cpu": "tests/docker/test_layouts.py",
     "docker compose run --rm test": "tests/docker/test_layouts.py",
+    "sbatch launch/slurm/task-per-node.sbatch digits": SLURM,
+    "srun --ntasks 6 ddp train digits": SLURM,
+    "docker stack deploy --resolve-image never --compose-file launch/swarm/stack.yaml ddp": SWARM,
+    "python -m ddp_lab.kubernetes --nnodes 2 digits": "tests/lab/kubernetes/test_manifests.py",
     "ddp data fetch fashion_mnist": "tests/core/data/test_data_fetch.py",
     "ddp data fetch cifar10": "tests/core/data/test_data_fetch.py",
 }
