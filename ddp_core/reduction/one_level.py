@@ -10,28 +10,34 @@ from torch import Tensor
 from .exchange import Exchange
 from .plan import Plan
 
+_PIECE_ELEMENTS = 1024 * 1024
+"""A piece stays in a core's cache between its arrival and its addition, and is large enough for few messages."""
+
 
 def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan) -> None:
     """Sum the members' flat subtrees `own` into `out`, which may be one of them; `own` is overwritten.
 
     Small tensors, and all of them between two members with one subtree each (where it is no more to send), take one
-    round: every member sends its subtrees to all others and adds up everything itself. Raises RuntimeError when a peer
-    is gone or silent for the group's timeout.
+    round: every member sends its subtrees to all others and adds up everything itself, one piece while the next ones
+    arrive. Raises RuntimeError when a peer is gone or silent for the group's timeout.
     """
     members, elements = exchange.world_size, out.numel()
     counts = [len(spans) for spans in plan.spans]
     # A member with c subtrees sends c * (W-1) * N elements in one round, (c + 1) * (W-1)/W * N in two.
     more = (members - 1) * (max(counts) - (max(counts) + 1) / members) * elements * out.element_size()
     if more <= exchange.one_round_bytes:
-        collected = exchange.collect(own, out, counts, [slice(0, elements)] * members)
-        collected.sent()
-        plan.add_(collected.arrivals, out)
+        pieces = cut(elements, -(-elements // _PIECE_ELEMENTS))
+        on_their_way = [exchange.collect(own, out, counts, [piece] * members) for piece in pieces]
+        for collected in on_their_way:
+            collected.sent()
+            plan.add_(collected.arrivals, collected.mine)
+            collected.end()
     else:
         collected = exchange.collect(own, out, counts, cut(elements, members))
         collected.expect()
         plan.add_(collected.arrivals, collected.mine)
         collected.spread()
-    collected.end()
+        collected.end()
 
 
 def cut(elements: int, parts: int) -> list[slice]:
