@@ -6,36 +6,34 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ddp_core.errors import ExitCode, UserError, said_by
 from ddp_lab.projection.costs import Algorithm, Link, all_reduce_seconds
-from ddp_lab.projection.fit import TARGET, Check, Fitted, check, fit, split
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
 from ddp_lab.projection.published import IN_WORDS, compare
+from ddp_lab.projection.spread import Lateness, measured, normal, steps_of
 from ddp_lab.projection.step import Step, step
 
 FORMAT = "ddp-projection/1"
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-KIB, MIB = 1024, 1024 * 1024
-SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
-HELD_OUT_SIZES = (16 * KIB, 512 * KIB, 2 * MIB, 8 * MIB)
-PROCESSES, HELD_OUT_PROCESSES = (2, 3, 4), 3
+MIB = 1024 * 1024
 _ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
 
 _EPILOG = """what it does:
   1. times all-reduce, broadcast and sends between 2, 3 and 4 processes here, and fits latency and bandwidth to them
   2. checks the fit on what it has not seen: 3 processes, and sizes in between; the target is 15 % in the median
-  3. measures how much of DDP's communication backward hides here
+  3. measures how much of DDP's communication backward hides here, and the wait for the slower of 2 processes
   4. projects step time and efficiency for the GPU and links that you name, for ring and tree
   5. sets the model beside published scaling
 examples:
   ddp project --gpu a100-amp --link nvlink-a100 --network 1600gbit
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
   ddp project --samples-per-second 50 --batch 16 --gradient-mb 4000 --link 300 --network 50
+  ddp project --steps-of RUN --skip-measuring
 """
 
 
@@ -59,12 +57,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--network", default="1600gbit", metavar="NAME|GB/s", help=f"of a node: {', '.join(NETWORKS)}, or GB/s"
     )
     parser.add_argument("--gpus-per-node", type=_count, default=8, metavar="N")
-    parser.add_argument(
+    spread = parser.add_mutually_exclusive_group()
+    spread.add_argument(
         "--jitter",
         type=_not_negative,
         default=0.0,
         metavar="PERCENT",
-        help="deviation of a rank's compute time (default: 0)",
+        help="standard deviation of a rank's compute time, which is normally distributed (default: 0)",
+    )
+    spread.add_argument(
+        "--steps-of",
+        type=Path,
+        metavar="RUN",
+        help="steps scatter as in this run of one rank, trained with --log-every 1",
     )
     parser.add_argument("--ranks", type=_counts, default=RANKS, metavar="N,N,...", help="how many GPUs")
     parser.add_argument("--skip-measuring", action="store_true", help="only project")
@@ -83,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inside = _link(options.link, LINKS, NVLINK_LATENCY, "--link")
     between = _link(options.network, NETWORKS, NETWORK_LATENCY, "--network")
     content: dict[str, Any] = {"format": FORMAT}
+    lateness = normal(options.jitter / 100) if options.steps_of is None else measured(steps_of(options.steps_of))
     if not options.skip_measuring:
-        content["here"] = _here(options.rounds, print)
+        from ddp_lab.projection.here import measure_here
+
+        content["here"] = measure_here(options.rounds, print)
     content |= {
         "gpu": asdict(gpu),
         "link": asdict(inside),
@@ -92,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gpus_per_node": options.gpus_per_node,
         "bucket_mib": options.bucket_mb,
         "jitter_percent": options.jitter,
-        "projection": _project(gpu, inside, between, options),
+        "steps_of": options.steps_of and str(options.steps_of),
+        "projection": _project(gpu, inside, between, options, lateness),
         "published": compare(),
     }
     for line in (*_projection_lines(content, gpu, inside, between), *_published_lines(content["published"])):
@@ -109,92 +118,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def _here(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure and fit on this machine; prints the results with `say` and returns them."""
-    from ddp_lab.claims.framework.setting import usable_cores
-    from ddp_lab.projection.measure import COLLECTIVES, hidden_share, measure_collectives, measure_overlap
-
-    cores, load = usable_cores(), os.getloadavg()[0]
-    points = measure_collectives(PROCESSES, SIZES, rounds, say)
-    content: dict[str, Any] = {
-        "cores": cores,
-        "load": load,
-        "points": [asdict(point) for point in points],
-        "collectives": {},
-    }
-    say(f"\nfitted here, on {cores} cores (gloo over loopback)")
-    say(
-        f"{'':12}{'latency':>12}{'bandwidth':>14}{'beyond':>10}{'':>12}{'error on held-out points':>26}\n"
-        f"{'':12}{'us/message':>12}{'GB/s':>14}{'knee':>10}{'GB/s':>12}{'median':>16}{'largest':>10}"
-    )
-    for name in COLLECTIVES:
-        seen, held = split([point for point in points if point.collective == name], HELD_OUT_PROCESSES, HELD_OUT_SIZES)
-        model = fit(seen, cores)
-        found = check(model, held)
-        say(_fit_line(model, found))
-        content["collectives"][name] = model.to_json() | {
-            "held_out_points": len(held),
-            "median_error": found.median,
-            "largest_error": found.largest,
-            "passed": found.passed,
-        }
-        if not found.passed:
-            say(f"{'':12}{_why_not(found, cores, load)}")
-    steps = measure_overlap(2, rounds)
-    share = hidden_share(steps)
-    said = "no communication beyond noise" if share is None else f"{100 * share:.0f} % of communication hidden"
-    say(
-        f"\noverlap here, 2 processes: {1e3 * steps['alone']:.1f} ms alone, {1e3 * steps['ddp']:.1f} ms with DDP, "
-        f"{1e3 * steps['afterwards']:.1f} ms with the all-reduces after backward: {said}"
-    )
-    return content | {"overlap": steps | {"hidden_share": share}}
-
-
-def _fit_line(model: Fitted, found: Check) -> str:
-    def bandwidth(per_byte: float) -> str:
-        return f"{1e-9 / per_byte:.2f}" if per_byte else "-"
-
-    return (
-        f"{model.collective:12}{1e6 * model.latency:12.0f}{bandwidth(model.per_byte):>14}"
-        f"{_size(model.knee):>10}{bandwidth(model.per_byte_beyond):>12}"
-        f"{100 * found.median:15.1f}%{100 * found.largest:9.0f}%"
-    )
-
-
-def _why_not(found: Check, cores: int, load: float) -> str:
-    """Which number of processes the model misses most, and the likely reason."""
-    by_ranks: dict[int, list[float]] = {}
-    for point, error in found.errors:
-        by_ranks.setdefault(point.ranks, []).append(abs(error))
-    worst = max(by_ranks, key=lambda ranks: sorted(by_ranks[ranks])[len(by_ranks[ranks]) // 2])
-    shared = f", which share {cores} cores" if worst > cores else ""
-    reason = "when the system lets a process run is not in the model"
-    if load > 1:
-        reason = f"other work was running (load {load:.1f}), which is not in the model; measure again when it is not"
-    middle = sorted(by_ranks[worst])[len(by_ranks[worst]) // 2]
-    return (
-        f"over the target of {100 * TARGET:.0f} %, most with {worst} processes{shared} "
-        f"({100 * middle:.0f} % in the median): {reason}"
-    )
-
-
-def _project(gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _project(
+    gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, lateness: Lateness
+) -> list[dict[str, Any]]:
     rows = []
     for ranks in options.ranks:
         row: dict[str, Any] = {"ranks": ranks}
+        late = lateness(ranks)
         for algorithm in _ALGORITHMS:
-            found = _step(gpu, inside, between, options, ranks, algorithm)
+            found = _step(gpu, inside, between, options, ranks, algorithm, late)
             row[algorithm] = asdict(found) | {"seconds": found.seconds, "efficiency": found.efficiency}
         rows.append(row)
     return rows
 
 
-def _step(gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, ranks: int, algorithm: Algorithm) -> Step:
+def _step(
+    gpu: Gpu,
+    inside: Link,
+    between: Link,
+    options: argparse.Namespace,
+    ranks: int,
+    algorithm: Algorithm,
+    lateness: float,
+) -> Step:
     def all_reduce(size: float) -> float:
         return all_reduce_seconds(algorithm, size, ranks, options.gpus_per_node, inside, between)
 
     compute = gpu.batch / gpu.samples_per_second
-    return step(compute, gpu.gradient_bytes, all_reduce, ranks, options.bucket_mb * MIB, options.jitter / 100)
+    return step(compute, gpu.gradient_bytes, all_reduce, ranks, options.bucket_mb * MIB, lateness)
 
 
 def _projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: Link) -> list[str]:
@@ -203,14 +154,15 @@ def _projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: 
         f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
         f"{content['gpus_per_node']} GPUs per node on {inside.bandwidth / 1e9:.0f} GB/s, "
         f"{between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling; an upper bound)",
-        f"{'GPUs':>6}" + "".join(f"{name + ': ms':>12}{'exposed':>10}{'efficiency':>12}" for name in _ALGORITHMS),
+        f"{'GPUs':>6}{'slowest: ms':>13}"
+        + "".join(f"{name + ': ms':>12}{'exposed':>10}{'efficiency':>12}" for name in _ALGORITHMS),
     ]
     for row in content["projection"]:
         parts = [
             f"{1e3 * found['seconds']:12.1f}{1e3 * found['exposed']:10.2f}{100 * found['efficiency']:11.1f}%"
             for found in (row[name] for name in _ALGORITHMS)
         ]
-        lines.append(f"{row['ranks']:6}{''.join(parts)}")
+        lines.append(f"{row['ranks']:6}{1e3 * row['ring']['slowest']:13.2f}{''.join(parts)}")
     return [*lines, f"sources: {gpu.source}", f"         {inside.source}", f"         {between.source}"]
 
 
@@ -244,10 +196,6 @@ def _link(text: str, known: dict[str, Link], latency: float, option: str) -> Lin
     if not 0 < bandwidth < math.inf:
         raise UserError(f"{option} {text}: expected one of {', '.join(known)}, or a number of GB/s")
     return Link(f"{text} GB/s", latency, bandwidth, f"{text} GB/s as given; latency as the other links of its kind")
-
-
-def _size(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 
 def _positive(text: str) -> float:

@@ -29,10 +29,14 @@ def measure_collectives(
     return points
 
 
-def measure_overlap(ranks: int, rounds: int) -> dict[str, float]:
-    """Seconds of a training step without communication, with DDP's, and with communication after backward."""
-    seconds = run_ranks(_time_steps, ranks, rounds, timeout=300)[0]
-    return {name: _quartile(values) for name, values in seconds.items()}
+def measure_steps(ranks: int, rounds: int) -> tuple[dict[str, float], list[list[float]]]:
+    """Seconds of a training step, and each rank's own of every round without communication.
+
+    The step is made without communication (`alone`), with DDP's (`ddp`), and with communication after backward
+    (`afterwards`); the slowest rank counts.
+    """
+    found = run_ranks(_time_steps, ranks, rounds, timeout=300)
+    return {name: _quartile(values) for name, values in found[0][0].items()}, [own for _, own in found]
 
 
 def hidden_share(steps: dict[str, float]) -> float | None:
@@ -66,13 +70,13 @@ def _time_collectives(rank: int, world_size: int, sizes: list[int], rounds: int)
     for turn in range(-2, rounds):
         for size in sizes:
             for name, way in ways.items():
-                taken = _together(lambda way=way, size=size: way(tensors[size]))  # type: ignore[misc]
+                _, taken = _together(lambda way=way, size=size: way(tensors[size]))  # type: ignore[misc]
                 if turn >= 0:
                     seconds[name][str(size)].append(taken)
     return seconds
 
 
-def _time_steps(rank: int, world_size: int, rounds: int) -> dict[str, list[float]]:
+def _time_steps(rank: int, world_size: int, rounds: int) -> tuple[dict[str, list[float]], list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())])
     module = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -96,19 +100,22 @@ def _time_steps(rank: int, world_size: int, rounds: int) -> dict[str, list[float
 
     ways = {"alone": lambda: step(False), "ddp": lambda: step(True), "afterwards": afterwards}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    alone = []
     for turn in range(-2, rounds):
         for name, way in ways.items():
-            taken = _together(way)
+            own, slowest = _together(way)
             if turn >= 0:
-                seconds[name].append(taken)
-    return seconds
+                seconds[name].append(slowest)
+                alone += [own] if name == "alone" else []
+    return seconds, alone
 
 
-def _together(action: Callable[[], Any]) -> float:
-    """Seconds from the common start of all ranks until the slowest is done."""
+def _together(action: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds from the common start of all ranks until this one is done, and until the slowest is."""
     dist.all_reduce(torch.zeros(1))
     began = time.perf_counter()
     action()
-    slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    own = time.perf_counter() - began
+    slowest = torch.tensor([own], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    return own, float(slowest)

@@ -3,14 +3,13 @@
 Forward is a third of the compute time and backward two thirds (a matrix product forward, two backward). Gradients get
 ready evenly over backward. DDP packs them into buckets (the first of 1 MB, the others of 25 MB) and sends each as soon
 as it is full, one after the other (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020, section 3.2.3). When backward ends, the step waits for what is still on its way. The model leaves
-out slow and uneven ranks, data loading, the share of a GPU that NCCL itself takes, and other traffic, so its
+Training", VLDB 2020, section 3.2.3). When backward ends, the step waits for what is still on its way, and for the
+slowest rank. The model leaves out data loading, the share of a GPU that NCCL itself takes, and other traffic, so its
 efficiencies are upper bounds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,17 +19,17 @@ FIRST_BUCKET = 1024 * 1024
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step: compute, all communication, the part of it that is not hidden, and the wait for slow ranks."""
+    """Seconds of a step: compute, all communication, its part that is not hidden, and the wait for the slowest rank."""
 
     compute: float
     communication: float
     exposed: float
-    jitter: float = 0.0
+    slowest: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step."""
-        return self.compute + self.exposed + self.jitter
+        return self.compute + self.exposed + self.slowest
 
     @property
     def efficiency(self) -> float:
@@ -54,12 +53,11 @@ def step(
     all_reduce: Callable[[float], float],
     ranks: int,
     bucket_bytes: float = 25 * 1024 * 1024,
-    jitter: float = 0.0,
+    lateness: float = 0.0,
 ) -> Step:
     """One step; `all_reduce` gives the seconds for a number of bytes.
 
-    `jitter` is the relative standard deviation of a rank's compute time. All wait for the slowest of `ranks`, which is
-    late by about sigma * sqrt(2 ln ranks) where these times are normally distributed.
+    `lateness` is how much longer than the mean the slowest of `ranks` is expected to compute, as a share of the mean.
     """
     if ranks == 1:
         return Step(compute, 0.0, 0.0)
@@ -70,5 +68,4 @@ def step(
         seconds = all_reduce(size)
         free = max(ready, free) + seconds
         total += seconds
-    late = jitter * compute * math.sqrt(2 * math.log(ranks))
-    return Step(compute, total, max(0.0, free - compute), late)
+    return Step(compute, total, max(0.0, free - compute), lateness * compute)

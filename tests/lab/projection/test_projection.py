@@ -12,7 +12,7 @@ from ddp_lab.projection.command import build_parser
 from ddp_lab.projection.costs import Link, all_reduce_seconds, busy_ranks, steps_and_shares
 from ddp_lab.projection.fit import Fitted, Point, check, fit, split
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORKS
-from ddp_lab.projection.measure import hidden_share, measure_collectives
+from ddp_lab.projection.measure import hidden_share, measure_collectives, measure_steps
 from ddp_lab.projection.published import compare
 from ddp_lab.projection.step import FIRST_BUCKET, buckets, step
 
@@ -110,10 +110,10 @@ class TestStep:
         assert found.communication == pytest.approx(1.0)
         assert found.exposed > 0.9
 
-    def test_jitter_grows_with_the_ranks(self) -> None:
-        few, many = (step(0.1, 1e6, lambda size: 0.0, ranks, jitter=0.02) for ranks in (2, 1024))
-        assert 0 < few.jitter < many.jitter < 0.01
-        assert many.efficiency < few.efficiency
+    def test_the_wait_for_the_slowest_rank_is_a_term_of_its_own(self) -> None:
+        found = step(0.1, 1e6, lambda size: 0.0, 8, lateness=0.25)
+        assert (found.slowest, found.exposed) == (pytest.approx(0.025), 0)
+        assert found.efficiency == pytest.approx(0.8)
 
     def test_one_rank_is_the_measure(self) -> None:
         assert step(0.1, 1e8, lambda size: 1.0, 1).efficiency == 1
@@ -200,6 +200,13 @@ class TestOverlap:
         assert hidden_share({"alone": 1.0, "ddp": 1.25, "afterwards": 2.0}) == pytest.approx(0.75)
         assert hidden_share({"alone": 1.0, "ddp": 2.5, "afterwards": 2.0}) == 0
         assert hidden_share({"alone": 1.0, "ddp": 1.0, "afterwards": 1.0}) is None
+
+
+def test_steps_are_really_timed() -> None:
+    steps, own = measure_steps(2, 3)
+    assert set(steps) == {"alone", "ddp", "afterwards"}
+    assert [len(rank) for rank in own] == [3, 3]
+    assert min(steps.values()) > 0
 
 
 def test_collectives_are_really_timed() -> None:
