@@ -14,6 +14,7 @@ from typing import Any
 from ddp_core.errors import ExitCode, UserError, said_by
 from ddp_lab.projection.costs import Algorithm, Link, all_reduce_seconds
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
+from ddp_lab.projection.nodes import check_nodes, node_lines
 from ddp_lab.projection.published import IN_WORDS, compare
 from ddp_lab.projection.spread import Lateness, measured, normal, steps_of
 from ddp_lab.projection.step import Step, step
@@ -21,14 +22,16 @@ from ddp_lab.projection.step import Step, step
 FORMAT = "ddp-projection/1"
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 MIB = 1024 * 1024
-_ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree")
+NODES = Path("benchmarks/results/nodes.json")
+_ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "exact")
 
 _EPILOG = """what it does:
   1. times all-reduce, broadcast and sends between 2, 3 and 4 processes here, and fits latency and bandwidth to them
   2. checks the fit on what it has not seen: 3 processes, and sizes in between; the target is 15 % in the median
   3. measures how much of DDP's communication backward hides here, and the wait for the slower of 2 processes
-  4. projects step time and efficiency for the GPU and links that you name, for ring and tree
-  5. sets the model beside published scaling
+  4. checks the model of nodes on shaped links, measured before: fitted on 2 ranks per node, held out are 4 and 8
+  5. projects step time and efficiency for the GPU and links that you name: ring, tree, and the exact reduction
+  6. sets the model beside published scaling
 examples:
   ddp project --gpu a100-amp --link nvlink-a100 --network 1600gbit
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
@@ -74,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_counts, default=RANKS, metavar="N,N,...", help="how many GPUs")
     parser.add_argument("--skip-measuring", action="store_true", help="only project")
     parser.add_argument("--rounds", type=_count, default=25, metavar="N", help="of each measurement (default: 25)")
+    parser.add_argument("--nodes", type=Path, metavar="FILE", help=f"what benchmarks.nodes wrote (default: {NODES})")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     return parser
 
@@ -93,6 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ddp_lab.projection.here import measure_here
 
         content["here"] = measure_here(options.rounds, print)
+    if options.nodes or NODES.exists():
+        content["nodes"] = check_nodes(options.nodes or NODES)
+        print("\n".join(node_lines(content["nodes"])))
     content |= {
         "gpu": asdict(gpu),
         "link": asdict(inside),

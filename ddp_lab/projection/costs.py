@@ -3,7 +3,7 @@
 Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
 19(1), 2005 (ring all-reduce, binomial broadcast); P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full
 bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009 (double binary tree); NCCL, src/graph/tuning.cc
-(which steps of a ring or tree cross nodes).
+(which steps of a ring or tree cross nodes). What the exact reduction sends: ddp_core/reduction/one_level.py, levels.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "broadcast", "send"]
-Algorithm = Literal["ring", "tree"]
+Algorithm = Literal["ring", "tree", "exact"]
+Way = Literal["all_reduce", "one level", "two levels"]
+"""What benchmarks/nodes.py compares: gloo's ring, and the exact reduction without and with regard to nodes."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,62 @@ def busy_ranks(collective: Collective, ranks: int) -> float:
     return 2.0 * (ranks - 1) / messages if messages else 1.0
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What an all-reduce sends: bytes out of one node and between its ranks, per byte of the tensor, and messages.
+
+    Bytes `across` pass the link that the ranks of a node share. Messages are those that follow one another in a ring,
+    and what each rank sends in the other ways.
+    """
+
+    across: float
+    inside: float
+    messages_across: int
+    messages_inside: int
+
+
+def traffic(way: Way, nodes: int, per_node: int) -> Traffic:
+    """The traffic of nodes of `per_node` ranks.
+
+    A ring crosses a node's link once, whatever the number of ranks. In one level every rank exchanges its part with
+    every other. In two levels the ranks of a node add up first, so that one tensor per node is left to exchange.
+    """
+    ranks = nodes * per_node
+    if way == "all_reduce":
+        share, crossing = 2 * (ranks - 1) / ranks, nodes > 1
+        across = 2 * (nodes - 1)
+        return Traffic(share * crossing, share * (per_node - crossing), across, 2 * (ranks - 1) - across)
+    others, fellows = ranks - per_node, per_node - 1
+    if way == "one level":
+        share = 2 * per_node / ranks
+        return Traffic(share * others, share * fellows, 2 * others, 2 * fellows)
+    # Two members exchange their tensors in one round, more of them in two.
+    rounds = 1 if nodes == 2 else 2
+    return Traffic(2 * (nodes - 1) / nodes, 2.0 * fellows, rounds * (nodes - 1), 2 * fellows)
+
+
 def all_reduce_seconds(
     algorithm: Algorithm, size: float, ranks: int, per_node: int, inside: Link, between: Link
 ) -> float:
     """Seconds of an all-reduce of `size` bytes over `ranks` GPUs in nodes of `per_node`.
 
-    `between` is a node's link to the other nodes, all its adapters together. The bytes go at the pace of the slowest
-    link that they pass. A ring crosses nodes in 2(nodes-1) of its 2(ranks-1) steps; a double tree goes along a chain
-    inside a node, and up and down log2(nodes) levels between nodes.
+    `between` is a node's link to the other nodes, all its adapters together. In a ring or tree the bytes go at the pace
+    of the slowest link that they pass. A ring crosses nodes in 2(nodes-1) of its 2(ranks-1) steps; a double tree goes
+    along a chain inside a node, and up and down log2(nodes) levels between nodes. The exact reduction sends inside the
+    nodes, then across them, then inside again, and each message of a rank takes its latency.
     """
     if ranks == 1:
         return 0.0
-    nodes = math.ceil(ranks / per_node)
+    nodes, local = math.ceil(ranks / per_node), min(ranks, per_node)
+    if algorithm == "exact":
+        sent = traffic("two levels", nodes, local)
+        # The links inside a node are each GPU's own.
+        seconds = sent.inside / local * size / inside.bandwidth + sent.across * size / between.bandwidth
+        return seconds + sent.messages_inside * inside.latency + sent.messages_across * between.latency
     bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, between.bandwidth)
     if algorithm == "ring":
         crossing = 2 * (nodes - 1)
         latency = (2 * (ranks - 1) - crossing) * inside.latency + crossing * between.latency
         return latency + 2 * (ranks - 1) / ranks * size / bandwidth
-    local = min(ranks, per_node)
     latency = 2 * ((local - 1) * inside.latency + math.ceil(math.log2(nodes)) * between.latency)
     return latency + 2 * size / bandwidth

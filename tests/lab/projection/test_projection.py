@@ -54,8 +54,16 @@ class TestCosts:
             "tree", 0, 1024, 8, FAST, SLOW
         )
 
+    def test_the_exact_reduction_sends_inside_nodes_then_across_them(self) -> None:
+        # 4 nodes of 8: two rounds of 7 messages and 7/8 of the bytes inside, two of 3 messages and 3/4 across.
+        inside, across = 14 * 1e-6 + 14 / 8 * 1e9 / 100e9, 6 * 10e-6 + 6 / 4 * 1e9 / 10e9
+        assert all_reduce_seconds("exact", 1e9, 32, 8, FAST, SLOW) == pytest.approx(inside + across)
+        assert all_reduce_seconds("exact", 1e9, 8, 8, FAST, SLOW) == pytest.approx(inside)
+        assert all_reduce_seconds("exact", 1e9, 2, 1, FAST, SLOW) == pytest.approx(10e-6 + 1e9 / 10e9)
+
     def test_one_rank_has_nothing_to_say(self) -> None:
         assert all_reduce_seconds("ring", 1e9, 1, 8, FAST, SLOW) == 0
+        assert all_reduce_seconds("exact", 1e9, 1, 8, FAST, SLOW) == 0
         assert steps_and_shares("send", 1) == (0, 0)
 
 

@@ -84,7 +84,7 @@ class TestStepsOf:
         assert (one["ring"]["slowest"], one["ring"]["efficiency"]) == (0, 1)
         # The slowest of many ranks takes 0.3 s where the mean is about 0.2 s.
         assert 0.4 < many["ring"]["slowest"] / many["ring"]["compute"] < 0.6
-        assert many["ring"]["slowest"] == many["tree"]["slowest"]
+        assert many["ring"]["slowest"] == many["exact"]["slowest"]
 
     @pytest.mark.slow
     def test_a_real_run_is_read(self, tmp_path: Path) -> None:
