@@ -161,7 +161,7 @@ def _projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: 
         f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
         f"{content['gpus_per_node']} GPUs per node on {inside.bandwidth / 1e9:.0f} GB/s, "
         f"{between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling; an upper bound)",
-        f"{'GPUs':>6}{'slowest: ms':>13}"
+        f"{'GPUs':>6}{'slowest: ms':>12}"
         + "".join(f"{name + ': ms':>12}{'exposed':>10}{'efficiency':>12}" for name in _ALGORITHMS),
     ]
     for row in content["projection"]:
@@ -169,7 +169,7 @@ def _projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: 
             f"{1e3 * found['seconds']:12.1f}{1e3 * found['exposed']:10.2f}{100 * found['efficiency']:11.1f}%"
             for found in (row[name] for name in _ALGORITHMS)
         ]
-        lines.append(f"{row['ranks']:6}{1e3 * row['ring']['slowest']:13.2f}{''.join(parts)}")
+        lines.append(f"{row['ranks']:6}{1e3 * row['ring']['slowest']:12.2f}{''.join(parts)}")
     return [*lines, f"sources: {gpu.source}", f"         {inside.source}", f"         {between.source}"]
 
 
