@@ -275,6 +275,7 @@ ROWS = (
             f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
             f"{_REQUESTS}::test_other_ways_to_ask",
             f"{_NODES}::test_a_request_to_one_node_stops_both",
+            f"{_NODES}::test_a_launch_that_one_node_has_stopped_goes_on_with_the_same_id",
             "tests/core/distributed/test_stop.py::test_a_stopped_run_ends_elsewhere_as_if_nothing_had_happened",
             f"{_REQUESTS}::test_loader_processes_survive_the_request_until_the_save",
         ),
