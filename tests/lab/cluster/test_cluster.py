@@ -268,7 +268,9 @@ def check_cluster(output: Path, ended: Ended) -> None:
     assert sorted(record["layout"]["label"] for record in records) == ["ddp-2x1-cpu", "single-cpu"]
     assert len({record["weights_sha256"] for record in records}) == 1
     assert "ddp-2x1-cpu" in ended.output.rpartition("cluster: node-2")[2]
-    assert re.search(r"\ncluster: (why \d|\d processes take turns)", ended.output)
+    # A busy machine can slow the baseline so much that the cluster gains, and nothing is to be explained.
+    single, cluster = sorted(records, key=lambda record: record["layout"]["nnodes"])
+    assert all(f"\ncluster: {line}" in ended.output for line in explain_gain(single, cluster))
 
 
 def test_two_local_nodes_train_and_are_compared_with_the_baseline_that_is_there(tmp_path: Path) -> None:
