@@ -53,7 +53,8 @@ class Way:
     gradient_bytes: float
 
 
-def _ways(ranks: int = 2) -> dict[str, Way]:
+def ways(ranks: int = 2) -> dict[str, Way]:
+    """All ways by name, for so many ranks."""
     whole = 4.0 * (WEIGHTS + BIASES)
     plain, share = ("--reduction", "plain"), SAMPLES // ranks
     # A matrix of a x b is sent as P (a x rank) and Q (b x rank), biases as they are.
@@ -161,13 +162,13 @@ def main() -> int:
     parser.add_argument("--rates", default="0,1000,100,20", help="Mbit/s; 0 is the link as it is")
     parser.add_argument("--steps", type=int, default=20, help="per rate and way")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on each of the two nodes")
-    parser.add_argument("--ways", nargs="+", choices=list(_ways()), help="some of the ways only")
+    parser.add_argument("--ways", nargs="+", choices=list(ways()), help="some of the ways only")
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     options = parser.parse_args()
     rates = [int(rate) for rate in options.rates.split(",")]
     results: dict[str, Any] = {}
     nproc = options.nproc_per_node
-    for name, way in _ways(2 * nproc).items():
+    for name, way in ways(2 * nproc).items():
         if options.ways and name not in options.ways:
             continue
         print(name, flush=True)

@@ -1,0 +1,80 @@
+"""A step of `ddp train` on two nodes with a slow link between them: the exact reduction against plain DDP.
+
+    python -m benchmarks.train_on_nodes [--rate 100] [--nproc-per-node 2] [--steps 30] [--rounds 2] [--json PATH]
+
+Nodes are network namespaces (needs root, `ip` and `tc`), the link is slowed down to `--rate` Mbit/s, the network is the
+MLP of `benchmarks.slow_link` with 4.6 MB of gradients. Each way is a launch of its own, in turns; milliseconds are the
+median of the steps after the fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import namespaces
+from benchmarks.record import record
+from benchmarks.slow_link import SAMPLES, ways
+from ddp_core.distributed.world import free_port
+
+NODES = 2
+PATIENCE = 300.0
+
+
+def seconds_of(words: tuple[str, ...], nproc: int, steps: int) -> float:
+    """Seconds of a step, the median; the namespaces are there. Raises RuntimeError where a node fails."""
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as output:
+        settings = [*words, "--set", f"max_steps={steps}", "--rdzv-id", f"nodes-{port}", "--output", output]
+        told = {"PET_NNODES": str(NODES), "PET_NPROC_PER_NODE": str(nproc), "PET_MASTER_PORT": port}
+        told |= {"PET_MASTER_ADDR": namespaces.address(0), "OMP_NUM_THREADS": "1"}
+        train = [sys.executable, "-m", "ddp_core", "train", "digits", "--layout", "ddp", "--device", "cpu", *settings]
+        launches = [
+            subprocess.Popen(
+                [*namespaces.inside(node), *train],
+                env=os.environ | told | {"PET_NODE_RANK": str(node)},
+                stdout=subprocess.DEVNULL,
+            )
+            for node in range(NODES)
+        ]
+        codes = [launch.wait(PATIENCE) for launch in launches]
+        if any(codes):
+            raise RuntimeError(f"the nodes ended with {codes}")
+        (metrics,) = Path(output).glob("digits/*/metrics.jsonl")
+        entries = [json.loads(line) for line in metrics.read_text().splitlines()]
+        found = [entry for entry in entries if entry["kind"] == "step" and entry["step"] > 5]
+        return float(statistics.median(SAMPLES / entry["samples_per_second"] for entry in found))
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=int, default=100, help="Mbit/s")
+    parser.add_argument("--nproc-per-node", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    every = ways(NODES * arguments.nproc_per_node)
+    seconds: dict[str, list[float]] = {"DDP": [], "exact": []}
+    for _ in range(arguments.rounds):
+        for way, values in seconds.items():
+            with namespaces.joined(NODES):
+                for node in range(NODES):
+                    namespaces.slow_down(node, arguments.rate)
+                values.append(seconds_of(every[way].options, arguments.nproc_per_node, arguments.steps))
+            print(f"{way:6} {1e3 * values[-1]:8.1f} ms", flush=True)
+    ratio = statistics.median(seconds["exact"]) / statistics.median(seconds["DDP"])
+    print(f"exact / DDP: {ratio:.2f}")
+    command = f"python -m benchmarks.train_on_nodes --rate {arguments.rate}"
+    print(f"recorded in {record('train_on_nodes', command, {'ratio': ratio, 'seconds': seconds}, arguments.json)}")
+
+
+if __name__ == "__main__":
+    main()
