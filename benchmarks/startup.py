@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     results = measure(arguments.ranks, arguments.rounds)
-    print(f"recorded in {record('startup', 'python -m benchmarks.startup', results, arguments.json)}")
+    ranks = " ".join(map(str, arguments.ranks))
+    command = f"python -m benchmarks.startup --ranks {ranks} --rounds {arguments.rounds}"
+    print(f"recorded in {record('startup', command, results, arguments.json)}")
 
 
 if __name__ == "__main__":
