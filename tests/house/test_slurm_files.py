@@ -108,9 +108,10 @@ def test_a_task_of_an_array_without_a_line_trains_nothing(tmp_path: Path, task: 
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.txt")), ids=lambda file: file.stem)
-def test_the_lines_for_arrays_are_words_of_ddp_train(file: Path) -> None:
+def test_the_lines_for_arrays_are_words_of_ddp_train(file: Path, tmp_path: Path) -> None:
     for line in file.read_text().splitlines():
-        ended = ddp("train", "digits", "--dry-run", "--device", "cpu", "--layout", "ddp", *line.split())
+        words = ["--device", "cpu", "--layout", "ddp", "--output", tmp_path, *line.split()]
+        ended = ddp("train", "digits", "--dry-run", *words)
         assert ended.code == 0, ended.errors
 
 
