@@ -40,20 +40,18 @@ class Plan:
                 self.rest.append(Span(left.first, right.stop))
                 self._merges[-1] += 1
 
-    def fold_(self, arrivals: Sequence[Arrival]) -> list[Tensor]:
-        """Add the members' subtrees, each once its work is done; return those of `rest`. The tensors are overwritten.
-
-        `arrivals` are the subtrees of the first member, then those of the second, and so on.
-        """
-        return self._fold_(arrivals, None)
-
     def add_(self, arrivals: Sequence[Arrival], out: Tensor) -> None:
         """Add up the whole tree as `fold_` does, into `out`, which may be one of the tensors."""
-        (root,) = self._fold_(arrivals, out)
+        (root,) = self.fold_(arrivals, out)
         if root.data_ptr() != out.data_ptr():
             out.copy_(root)
 
-    def _fold_(self, arrivals: Sequence[Arrival], out: Tensor | None) -> list[Tensor]:
+    def fold_(self, arrivals: Sequence[Arrival], out: Tensor | None = None) -> list[Tensor]:
+        """Add the members' subtrees, each once its work is done; return those of `rest`. The tensors are overwritten.
+
+        `arrivals` are the subtrees of the first member, then those of the second, and so on. The last addition is made
+        into `out` if that is given.
+        """
         stack: list[Tensor] = []
         additions = sum(self._merges)
         for position, merges in zip(self._order, self._merges, strict=True):
