@@ -40,7 +40,7 @@ class PointToPoint:
         self._group, self._tag = group, tag
         self._members = range(group.size()) if members is None else members
         self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
-        # Everyone starts with another peer, so that no one is everyone's first.
+        # Each member starts with another peer, so that they do not all send to the same member first.
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.scratch = _Scratch()
 

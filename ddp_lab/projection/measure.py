@@ -111,7 +111,7 @@ def _time_steps(rank: int, world_size: int, rounds: int) -> tuple[dict[str, list
 
 
 def _together(action: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds from the common start of all ranks until this one is done, and until the slowest is."""
+    """Seconds from the common start of all ranks until this rank is done, and until the slowest rank is."""
     dist.all_reduce(torch.zeros(1))
     began = time.perf_counter()
     action()

@@ -187,7 +187,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, expected: str, 
     first, second = (Job(slurm, f"{array.id}_{task}", array.outputs, tmp_path / "hurry") for task in (1, 2))
     first.wait_for(AT_WORK)
     second.wait_for(AT_WORK)
-    # The last task of an array has the id of the whole array. It starts again alone all the same.
+    # SLURM gives the last task of an array the id of the whole array. Even so, only that task must start again.
     assert slurm.call("scancel --signal=TERM JOB", second.id).code == 0
     second.start_again()
     first.hurry()
