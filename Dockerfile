@@ -86,6 +86,17 @@ ENTRYPOINT []
 CMD ["ddp", "--help"]
 
 
+# The runtime image plus what torch.compile and Triton call to build kernels: a C and C++ compiler and Python's headers.
+# Not in the runtime image itself, because a compiler weighs some 300 MB and is of use to an intruder, too.
+FROM runtime AS compiler
+USER root
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ python3-dev
+ENV TRITON_CACHE_DIR=/tmp/triton
+USER ddp
+
+
 # The runtime image plus test tools and the files that tests read.
 FROM runtime AS test
 USER root

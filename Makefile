@@ -16,13 +16,16 @@ TORCH ?=
 
 BIN := .venv/bin
 
+# Tests without the marker gpu are of the CPU, whose results they compare with: they must not find a GPU.
+NO_GPU := CUDA_VISIBLE_DEVICES=
+
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
 export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); then test -z "$$changes" && echo false || echo true; else echo unknown; fi)
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-cluster test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,10 +52,10 @@ image-test: setup
 	docker compose build test
 
 test: setup ## Fast tests: no Docker, no network, under three minutes
-	$(BIN)/python -m pytest @tests/fast.args
+	$(NO_GPU) $(BIN)/python -m pytest @tests/fast.args
 
 test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch that pyproject.toml admits
-	.venv-oldest/bin/python -m pytest @tests/fast.args
+	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/fast.args
 
 # All other packages as constraints.txt pins them, but for those that torch itself pins.
 .venv-oldest/.installed: pyproject.toml constraints.txt | setup
@@ -65,17 +68,25 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 
 test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
-	$(BIN)/python -m pytest -m extras
+	$(NO_GPU) $(BIN)/python -m pytest -m extras
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
-	$(BIN)/python -m pytest -m docker tests/docker
+	$(BIN)/python -m pytest -m "docker and not slow" tests/docker
 
 test-cluster: setup ## Train on a real SLURM and a real Docker Swarm, started on this machine (root; installs Debian's SLURM)
 	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster tests/cluster
 
+test-gpu: setup ## The tests that need a GPU; without one, says what it skips. Records what ran in benchmarks/results
+	DDP_GPU_RECORD=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu
+	@$(BIN)/python -m benchmarks.gpu_runs
+
+bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
+	$(BIN)/python -m benchmarks.gpu
+
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-test; fi
-	$(BIN)/python -m pytest
+	$(NO_GPU) $(BIN)/python -m pytest -m "not gpu and not gpu2"
+	$(MAKE) --no-print-directory test-gpu
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

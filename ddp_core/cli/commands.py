@@ -21,7 +21,7 @@ from ddp_core.cli.options import asked_in, from_fields
 from ddp_core.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ddp_core.spec.layout import LayoutKind
+    from ddp_core.spec.layout import DeviceType, LayoutKind
 
 Function = TypeVar("Function", bound=Callable[..., int])
 
@@ -206,9 +206,18 @@ def bundle(run: Path, target: Path | None) -> int:
 
 @ddp.command(options=from_fields("settings", "data_dir"))
 @click.argument("experiment", default="digits", shell_complete=completion.complete_experiment)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: on this machine's GPUs; ranks or replicas that have none of their own share one.",
+)
 @_config()
 @click.pass_context
-def verify_layouts(context: click.Context, experiment: str, settings: tuple[str, ...], data_dir: str) -> int:
+def verify_layouts(
+    context: click.Context, experiment: str, settings: tuple[str, ...], data_dir: str, device: DeviceType
+) -> int:
     """Train on every layout that runs here, compare digests.
 
     EXPERIMENT is digits, if none is named.
@@ -217,7 +226,7 @@ def verify_layouts(context: click.Context, experiment: str, settings: tuple[str,
     from ddp_core.commands.verify_layouts import verify_layouts
 
     with config_of(context).blamed():
-        return verify_layouts(experiment, settings, data_dir)
+        return verify_layouts(experiment, settings, data_dir, device)
 
 
 @ddp.command()

@@ -15,7 +15,7 @@ from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
 from ddp_core.run.request import build_splits, promise_broken_by
 from ddp_core.spec.experiment import Experiment
-from ddp_core.spec.layout import Layout
+from ddp_core.spec.layout import DeviceType, Layout
 from ddp_core.spec.options import Asked
 
 _COUNTS = {"dp": (2, 3, 4), "ddp": (2, 3, 4, 5, 8)}
@@ -25,7 +25,7 @@ Attempts = list[dict[str, Any]]
 """What is asked for on one layout: the attempts, of which all but the last end with a kill."""
 
 
-def verify_layouts(name: str, settings: Sequence[str], data_dir: str) -> int:
+def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
     """Train on every layout that runs here and print the table; 0 when there is one digest.
 
     Includes a run that is killed and resumed on other layouts. Raises UserError where the exact reduction cannot be had
@@ -41,12 +41,12 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str) -> int:
     if reason is not None:
         raise _nothing_to_compare(experiment, reason)
     steps = experiment.total_steps(experiment.steps_per_epoch(len(build_splits(loaded, Path(data_dir)).train)))
-    layouts, left_out = layouts_for(experiment.micro_batches or 1, steps)
+    layouts, left_out = layouts_for(experiment.micro_batches or 1, steps, device)
     if left_out:
         count = f"{experiment.micro_batches} micro-batch{'' if experiment.micro_batches == 1 else 'es'}"
         print(f"left out, as a step has only {count} to share: {', '.join(left_out)}", flush=True)
     try:
-        return _compare(name, settings, data_dir, layouts)
+        return _compare(name, settings, data_dir, device, layouts)
     except UserError as error:
         if "plain reduction" not in str(error):
             raise
@@ -58,14 +58,16 @@ def _nothing_to_compare(experiment: Experiment, reason: str) -> UserError:
     return UserError(f"no two layouts promise the same bits for {experiment.name}: {reason}")
 
 
-def _compare(name: str, settings: Sequence[str], data_dir: str, layouts: dict[str, Attempts]) -> int:
+def _compare(
+    name: str, settings: Sequence[str], data_dir: str, device: DeviceType, layouts: dict[str, Attempts]
+) -> int:
     digests, states = set(), set()
     with TemporaryDirectory(prefix="ddp-layouts-") as scratch:
         for number, (title, attempts) in enumerate(layouts.items()):
             output, started = Path(scratch) / str(number), time.monotonic()
             common = {"experiment": name, "settings": tuple(settings), "data_dir": data_dir, "output": str(output)}
             for attempt in attempts:
-                train(Asked.model_validate(common | {"device": "cpu", "reduction": "exact"} | attempt))
+                train(Asked.model_validate(common | {"device": device, "reduction": "exact"} | attempt))
             _, record = next(find_runs(output))
             digests.add(record["weights_sha256"])
             states.add((record["optimizer_sha256"], record["ema_sha256"]))
@@ -85,12 +87,12 @@ def _micro_batch_for(experiment: Experiment) -> int:
     return size // max(count for count in range(1, most + 1) if size % count == 0)
 
 
-def layouts_for(micro_batches: int, steps: int) -> tuple[dict[str, Attempts], list[str]]:
+def layouts_for(micro_batches: int, steps: int, device: DeviceType = "cpu") -> tuple[dict[str, Attempts], list[str]]:
     """The layouts by title, and the titles of those that have more ranks or replicas than a step has micro-batches."""
     wanted: dict[str, tuple[int, Attempts]] = {"single": (1, [{}])}
     for kind, counts in _COUNTS.items():
         for count in counts:
-            title = f"{kind} x {count}" + (" (threads)" if kind == "dp" else "")
+            title = f"{kind} x {count}" + (" (threads)" if (kind, device) == ("dp", "cpu") else "")
             wanted[title] = (count, [{"layout": kind, "nproc_per_node": count}])
     wanted["ddp x 2, mp.spawn"] = (2, [{"layout": "ddp", "nproc_per_node": 2, "launcher": "spawn"}])
     if (killed := _killed(micro_batches, steps)) is not None:

@@ -141,7 +141,9 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
         return run_elastic(settings, arguments, nursery)
     except RendezvousLost as lost:
         raise UserError(
-            f"{lost}: start `ddp rendezvous --port PORT` there, or mend --rdzv-endpoint", lost.exit_code
+            f"{lost}: start `ddp rendezvous --port PORT` there (or the first node again, where that node serves it), "
+            "or mend --rdzv-endpoint",
+            lost.exit_code,
         ) from None
 
 

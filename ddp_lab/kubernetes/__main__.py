@@ -12,6 +12,7 @@ import click
 
 from ddp_core.cli.commands import train
 from ddp_core.cli.options import asked_in
+from ddp_core.cli.streams import make_patient
 from ddp_core.errors import ExitCode, UserError, said_by
 from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests
 
@@ -19,6 +20,7 @@ from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests
 @said_by("kubernetes")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the files. A UserError becomes one line and its exit code."""
+    make_patient()
     words = list(sys.argv[1:] if arguments is None else arguments)
     known, options = _parser().parse_known_args(words)
     if not options:

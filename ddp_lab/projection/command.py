@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_core.cli.streams import make_patient
 from ddp_core.errors import ExitCode, UserError, said_by
 from ddp_lab.projection.costs import Algorithm, Link, all_reduce_seconds
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
 @said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, fit, check, project; returns the exit code."""
+    make_patient()
     options = build_parser().parse_args(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

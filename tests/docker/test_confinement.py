@@ -101,6 +101,23 @@ def test_image_brings_no_way_to_build_and_no_root(image: str, engine: docker.Doc
     assert any(line.startswith("digits ") for line in listed)
 
 
+COMPILE = """
+import torch
+module = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
+module(torch.randn(4, 8)).sum().backward()
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_the_compiler_target_lets_torch_compile_in_a_confined_container(project: Project) -> None:
+    project.variables |= {"IMAGE_TARGET": "compiler", "IMAGE_TAG": "compiler"}
+    built = project.compose("build", "ddp-cpu", timeout=190)
+    assert built.returncode == 0, built.stderr
+    done = project.compose("run", "--rm", "ddp-cpu", "python", "-c", COMPILE)
+    assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
+
+
 def test_unwritable_output_is_a_resource_error_in_one_line(project: Project) -> None:
     project.variables |= {"DDP_IDENTITY": "known", "DDP_UID": "65000", "DDP_GID": "65000"}
     done = project.up("single-cpu", DDP_OPTIONS="--set epochs=1")

@@ -61,6 +61,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("scaling", "ddp x 2 / single"),
         ("exact_end_to_end", "same micro-batches"),
         ("sampler", "ElasticSampler"),
+        ("gpu", "the article's loop"),
         ("checkpoint", "recorded in"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],

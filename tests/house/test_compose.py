@@ -23,7 +23,7 @@ LAYOUTS = {
     "dp-cpu": ("dp", "cpu", "${NPROC_PER_NODE:-2}"),
     "ddp-cpu": ("ddp", "cpu", "${NPROC_PER_NODE:-2}"),
 }
-DIFFERING = {"environment", "profiles", "deploy", "depends_on"}
+DIFFERING = {"environment", "profiles", "deploy", "depends_on", "ulimits"}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -40,6 +40,8 @@ def test_each_layout_is_three_values() -> None:
     for name, expected in LAYOUTS.items():
         values = SERVICES[name]["environment"]
         assert (values["LAYOUT"], values["DEVICE"], str(values["NPROC_PER_NODE"])) == expected
+        # A key without a value hands the variable on where the shell has it, and sets nothing where it has not.
+        assert values["CUDA_VISIBLE_DEVICES"] is None
 
 
 def test_layouts_share_everything_else() -> None:
@@ -98,6 +100,7 @@ def test_only_tools_reach_the_outside() -> None:
 def test_training_services_have_room_time_and_health() -> None:
     for name in [*LAYOUTS, "node"]:
         assert SERVICES[name]["shm_size"] == "1gb"
+        assert SERVICES[name]["tmpfs"] == "/tmp:exec"
         assert SERVICES[name]["stop_grace_period"] == "60s"
         assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
 
@@ -111,19 +114,37 @@ def test_override_changes_the_device_of_every_gpu_service_and_nothing_else() -> 
     override = yaml.safe_load(text.replace("!reset", ""))["services"]
     gpu_services = {name for name, (_, device, _) in LAYOUTS.items() if device == "cuda"}
     assert set(override) == gpu_services
-    expected = {"environment": {"DEVICE": "cpu"}, "deploy": None, "depends_on": None}
+    expected = {"environment": {"DEVICE": "cpu"}, "deploy": None, "ulimits": None, "depends_on": None}
     assert all(service == expected for service in override.values())
-    assert len(re.findall(r"!reset null", text)) == 2 * len(gpu_services)
+    assert len(re.findall(r"!reset null", text)) == 3 * len(gpu_services)
+
+
+def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
+    needs = {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}
+    assert read("compose.gpu.yaml")["services"] == {"node": {"environment": {"DEVICE": "cuda"}} | needs}
 
 
 def test_dockerfile_copies_dependencies_before_source_and_ends_unprivileged() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    runtime = text[text.index(" AS runtime") : text.index(" AS test")]
+    runtime = text[text.index(" AS runtime") : text.index(" AS compiler")]
     assert runtime.index("COPY --from=deps") < runtime.index("COPY ddp_core")
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] == "ddp"
     assert re.findall(r"^USER (\S+)", runtime, re.MULTILINE) == ["ddp"]
     assert "nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:" in text
     assert "# syntax" not in text
+
+
+def test_the_page_on_gpus_names_services_files_targets_and_variables_that_are_there() -> None:
+    page = (ROOT / "docs" / "how-to" / "train-on-gpus.md").read_text()
+    lines = re.findall(r"```console\n(.*?)```", page, re.DOTALL)[0].splitlines()
+    everything = (ROOT / "compose.yaml").read_text()
+    for line in lines:
+        variables, _, command = line.partition("docker compose ")
+        assert {name for name in re.findall(r"([A-Z_]+)=", variables) if name not in everything} == set()
+        assert {file for file in re.findall(r"-f (\S+)", command) if not (ROOT / file).exists()} == set()
+        assert command.split()[-1] in SERVICES
+    targets = set(re.findall(r"IMAGE_TARGET=(\S+)", page))
+    assert targets == {"compiler"} <= set(re.findall(r" AS (\w+)", (ROOT / "Dockerfile").read_text()))
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")

@@ -37,6 +37,17 @@ def test_layouts_have_no_more_ranks_than_a_step_has_micro_batches() -> None:
     assert len(left_out) == 9
 
 
+def test_replicas_on_gpus_are_no_threads_of_the_cpu() -> None:
+    layouts, _ = layouts_for(micro_batches=4, steps=4, device="cuda")
+    assert list(layouts)[:3] == ["single", "dp x 2", "dp x 3"]
+
+
+def test_missing_gpu_is_said_before_anything_is_trained() -> None:
+    ended = ddp("verify-layouts", "toy_mlp", "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert ended.code == 4, ended.output + ended.errors
+    assert "CUDA device" in ended.errors
+
+
 @pytest.mark.parametrize(
     ("steps", "kills"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (100, [25, 50, 75]), (550, [137, 275, 412])]
 )

@@ -1,0 +1,201 @@
+"""Images per second of a ResNet-18 on one GPU: the article's own loop, and `ddp train` in its precisions.
+
+    python -m benchmarks.gpu [--rounds 3] [--case NAME ...] [--quick] [--json PATH]
+
+The article's script (224x224 random images made once on the device, 256 per step, float32, SGD with Nesterov momentum,
+the loss read at every step) is the reference. Ours is the command, with data that come from the host's memory, metrics,
+heartbeat and checks on. Every turn is a process of its own; contenders take turns, and each figure is the median over
+the rounds, of the median over the windows of steps within a run. A run has a checkpoint every 50 steps: how long
+training stands still for it is in the record, too, and one trace of three steps, which ui.perfetto.dev shows.
+`--quick` takes a tiny model through it on the CPU, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.record import RESULTS, record
+from ddp_core.model.builders import MODELS
+
+TARGET = 5.0
+ARTICLE = "the article's loop"
+_FAST = ["precision=bf16", "memory_format=channels_last"]
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "plain fp32": ([], ["--reduction", "plain"]),
+    "plain tf32": (["precision=tf32"], ["--reduction", "plain"]),
+    "plain bf16": (["precision=bf16"], ["--reduction", "plain"]),
+    "plain bf16 channels_last": (_FAST, ["--reduction", "plain"]),
+    **{
+        f"{reduction} bf16 channels_last, micro-batches of {size}": (
+            [*_FAST, f"micro_batch={size}"],
+            ["--reduction", reduction],
+        )
+        for size in (16, 32, 64)
+        for reduction in ("plain", "exact")
+    },
+    "exact bf16 channels_last, one micro-batch": ([*_FAST, "micro_batch=256"], ["--reduction", "exact"]),
+    "exact bf16 channels_last, micro-batches of 64, graph": (
+        [*_FAST, "micro_batch=64"],
+        ["--reduction", "exact", "--cuda-graph"],
+    ),
+}
+"""Settings of the experiment, and options of the run."""
+QUICK = {
+    **{"data.image_size": 32, "data.samples": 64, "data.pool": 16},
+    **{"global_batch_size": 8, "micro_batch": 4, "max_steps": 6},
+}
+
+
+def article(steps: int, size: int, samples: int, device: str) -> float:
+    """Images per second of the article's loop, without its first ten steps."""
+    torch.manual_seed(0)
+    model = MODELS["resnet18"]().to(device)
+    inputs = torch.randn(samples, 3, size, size).to(device)
+    targets = torch.randint(0, 10, (samples,)).to(device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.0001, nesterov=True)
+    model.train()
+    began, skipped, train_loss, correct = 0.0, min(10, steps // 2), 0.0, 0.0
+    for step in range(steps):
+        if step == skipped:
+            began = time.perf_counter()
+        outputs = model(inputs)
+        loss = criterion(outputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        train_loss += loss.item()
+        correct += torch.eq(outputs.argmax(dim=1), targets).sum().item()
+    return samples * (steps - skipped) / (time.perf_counter() - began)
+
+
+def ours(output: Path, settings: Sequence[str], options: Sequence[str], quick: bool) -> dict[str, Any]:
+    """One run: images per second, seconds per checkpoint, and the seconds of each part of a step."""
+    wanted: dict[str, Any] = QUICK if quick else {"max_steps": 200}
+    chosen = [setting for setting in settings if not (quick and setting.startswith("micro_batch="))]
+    chosen += [f"{name}={value}" for name, value in wanted.items()]
+    words = [word for setting in chosen for word in ("--set", setting)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ddp_core", "train", "resnet18_synthetic", "--output", str(output), *words),
+            *("--device", "cpu" if quick else "cuda", "--checkpoint-every", "3" if quick else "50", *options),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "4"},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    (file,) = output.rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    result = json.loads((file.parent / "run.json").read_text())["result"]
+    windows = [line["samples_per_second"] for line in lines if line["kind"] == "step"]
+    saves = [line["seconds"] for line in lines if line["kind"] == "checkpoint"]
+    return {
+        # The first window holds the choice of kernels and, where there is one, the capture of the graph.
+        "images_per_second": median(windows[1:] or windows),
+        "checkpoint_seconds": median(saves) if saves else None,
+        "time_split": result["time_split"],
+    }
+
+
+def measure(names: Sequence[str], rounds: int, quick: bool) -> dict[str, Any]:
+    """Every contender's turns, by name; a contender that fails has its reason instead."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in (ARTICLE, *names)}
+    failed: dict[str, str] = {}
+    for number in range(rounds):
+        for name in turns:
+            with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
+                try:
+                    found = (
+                        {"images_per_second": _article_alone(quick)}
+                        if name == ARTICLE
+                        else ours(Path(folder), *CASES[name], quick)
+                    )
+                except RuntimeError as error:
+                    failed[name] = str(error)
+                    print(f"{name}: {error}", file=sys.stderr)
+                    continue
+            turns[name].append(found)
+            print(f"round {number + 1}: {name:58} {found['images_per_second']:9.0f} images/s", flush=True)
+    return {"turns": turns, "failed": failed} | _summary(turns)
+
+
+def _article_alone(quick: bool) -> float:
+    """The article's loop in a process of its own."""
+    steps, size, samples, device = (4, 32, 8, "cpu") if quick else (110, 224, 256, "cuda")
+    call = f"from benchmarks.gpu import article; print(article({steps}, {size}, {samples}, {device!r}))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout)
+
+
+def _summary(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    speeds = {name: median(turn["images_per_second"] for turn in each) for name, each in turns.items() if each}
+    base = speeds.get(ARTICLE)
+    table = {
+        name: {"images_per_second": round(speed), "ratio": speed / base if base else None}
+        for name, speed in speeds.items()
+    }
+    best = max((name for name in table if name != ARTICLE), key=lambda name: speeds[name], default=None)
+    if best is None or not base:
+        return {"table": table, "summary": "no figure"}
+    exact = {name: speed for name, speed in speeds.items() if name.startswith("exact")}
+    said = f"{best} {speeds[best]:.0f} images/s, {speeds[best] / base:.1f} times the article's loop ({base:.0f})"
+    if exact:
+        name = max(exact, key=lambda name: exact[name])
+        said += f"; {name} {exact[name] / base:.1f} times"
+    return {"table": table, "summary": said, "target": TARGET}
+
+
+def trace(target: Path, quick: bool) -> None:
+    """Keep a trace of three steps of the fastest exact way."""
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
+        settings, options = CASES["exact bf16 channels_last, micro-batches of 64"]
+        ours(Path(folder), settings, [*options, "--profile", "4:5" if quick else "60:62"], quick)
+        (found,) = Path(folder).rglob("rank-0.json")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with found.open("rb") as plain, gzip.open(target, "wb") as packed:
+            shutil.copyfileobj(plain, packed)
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--quick", action="store_true", help="one round of a tiny model on the CPU")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    if not arguments.quick and not torch.cuda.is_available():
+        print("benchmarks.gpu: torch finds no CUDA device here; --quick shows on the CPU that it runs", file=sys.stderr)
+        raise SystemExit(4)
+    cases = ["plain fp32", "exact bf16 channels_last, micro-batches of 64"] if arguments.quick else arguments.case
+    results = measure(cases, 1 if arguments.quick else arguments.rounds, arguments.quick)
+    for name, row in results["table"].items():
+        print(f"{name:58} {row['images_per_second']:9} images/s   {row['ratio'] or 0:6.2f}x")
+    print(results["summary"])
+    target = arguments.json or RESULTS / "gpu.json"
+    trace(target.with_name(f"{target.stem}-trace.json.gz"), arguments.quick)
+    print(record("gpu", "python -m benchmarks.gpu", results, target))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What the README says of GPUs comes from the committed records, not from memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_runs import what_ran
+from tests.support.commands import ROOT, command
+
+MACHINE = {"gpus": ["NVIDIA H100", "NVIDIA H100"], "torch": "2.13.0+cu130"}
+TESTS: dict[str, Any] = {
+    "date": "2026-12-01T10:00:00Z",
+    "machine": MACHINE,
+    "results": {
+        "code": {"commit": "0123456789abcdef", "dirty": True},
+        "passed": ["a", "b"],
+        "failed": ["c"],
+        "skipped": {"needs 2 CUDA device(s), torch finds 1": 3},
+    },
+}
+
+
+def test_readme_says_what_the_records_say() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for line in what_ran():
+        assert line in readme
+
+
+def test_without_a_gpu_every_test_is_skipped_aloud_and_nothing_is_recorded(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    ended = command(
+        *("-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider", "tests/gpu"),
+        program=(),
+        env={"CUDA_VISIBLE_DEVICES": "", "DDP_GPU_RECORD": str(record)},
+    )
+    assert ended.code == 0, ended.output + ended.errors
+    assert "needs 1 CUDA device(s), torch finds 0" in ended.output
+    assert " passed" not in ended.output
+    assert not record.exists()
+
+
+def test_records_in_words(tmp_path: Path) -> None:
+    assert what_ran(tmp_path) == [
+        "`make test-gpu` has not run on a GPU yet.",
+        "`make bench-gpu` has not run on a GPU yet.",
+    ]
+    (tmp_path / "gpu_tests.json").write_text(json.dumps(TESTS))
+    (tmp_path / "gpu.json").write_text(json.dumps(TESTS | {"results": {"summary": "5.2x the article's loop"}}))
+    assert what_ran(tmp_path) == [
+        "`make test-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01, commit 0123456789ab, with changes: "
+        "2 passed, 1 failed, 3 skipped (needs 2 CUDA device(s), torch finds 1).",
+        "`make bench-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01: 5.2x the article's loop.",
+    ]
