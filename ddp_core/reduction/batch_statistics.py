@@ -38,6 +38,7 @@ class BatchStatistics:
         self._modules = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
         if any(isinstance(layer, nn.SyncBatchNorm) for layer in self._modules):
             raise ValueError("SyncBatchNorm normalises over the ranks of a layout, so no reduction can make it exact")
+        self._layers: _Layers | None = None
         self._step: _Step | None = None
 
     def __bool__(self) -> bool:
@@ -53,7 +54,9 @@ class BatchStatistics:
             if module.training and module.track_running_stats and module.running_mean is not None
         ]
         if active:
-            self._step = _Step(active)
+            if self._layers is None or not self._layers.are(active):
+                self._layers = _Layers(active)
+            self._step = _Step(self._layers)
 
     def take(self, weight: float = 1.0) -> Tensor:
         """Return the statistics of the micro-batch just run, times `weight`, as one flat tensor for the tree.
@@ -94,35 +97,57 @@ class BatchStatistics:
             self._step = None
 
 
+class _Layers:
+    """What stays the same from step to step: made once, since each copy to a GPU makes the host wait for it."""
+
+    def __init__(self, modules: Sequence[BatchNorm]) -> None:
+        self.modules = list(modules)
+        self.plain_momenta = [module.momentum for module in modules]
+        buffers = _running(modules)
+        self.sizes, self.device = [buffer.numel() for buffer in buffers], buffers[0].device
+        numbers = [math.nan if momentum is None else momentum for momentum in self.plain_momenta]
+        self.momenta = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        """NaN for a cumulative average."""
+        layers = torch.arange(len(modules)).repeat(2)
+        self.owner = torch.repeat_interleave(layers, torch.tensor(self.sizes)).to(self.device)
+        """For each number of the running statistics laid end to end, the layer that it belongs to."""
+
+    def are(self, modules: Sequence[BatchNorm]) -> bool:
+        """Whether these are the same layers, with the same momenta, on the same device."""
+        return (
+            self.modules == modules
+            and self.plain_momenta == [module.momentum for module in modules]
+            and self.device == _buffer(modules[0].running_mean).device
+        )
+
+
 class _Step:
     """The active layers' buffers, and what they held before: all means, then all variances, laid end to end."""
 
-    def __init__(self, modules: Sequence[BatchNorm]) -> None:
-        self.modules = modules
-        self.running = [_buffer(module.running_mean) for module in modules]
-        self.running += [_buffer(module.running_var) for module in modules]
-        self.counters = [_buffer(module.num_batches_tracked) for module in modules]
-        self.sizes = [buffer.numel() for buffer in self.running]
+    def __init__(self, layers: _Layers) -> None:
+        self.layers = layers
+        self.momenta, self.owner = layers.momenta, layers.owner
+        self.running = _running(layers.modules)
+        self.counters = [_buffer(module.num_batches_tracked) for module in layers.modules]
         flat = torch.cat(self.running)
         self.before = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.steps = torch.stack(self.counters)
-        self.plain_momenta = [module.momentum for module in modules]
-        numbers = [math.nan if momentum is None else momentum for momentum in self.plain_momenta]
-        self.momenta = torch.tensor(numbers, dtype=torch.float64, device=flat.device)
-        layers = torch.arange(len(modules), device=flat.device)
-        sizes = torch.tensor(self.sizes, device=flat.device)
-        self.owner = torch.repeat_interleave(layers.repeat(2), sizes, output_size=len(flat))
-        """For each number of `before`, the layer that it belongs to."""
-        for module in modules:
+        for module in layers.modules:
             module.momentum = 1.0
         foreach_zero_(self.counters)
 
     def restore(self) -> None:
         """Put everything back."""
-        for module, momentum in zip(self.modules, self.plain_momenta, strict=True):
+        for module, momentum in zip(self.layers.modules, self.layers.plain_momenta, strict=True):
             module.momentum = momentum
-        foreach_copy_(self.running, list(self.before.split(self.sizes)))
+        foreach_copy_(self.running, list(self.before.split(self.layers.sizes)))
         foreach_copy_(self.counters, list(self.steps.unbind()))
+
+
+def _running(modules: Sequence[BatchNorm]) -> list[Tensor]:
+    """The layers' running means, then their running variances."""
+    means = [_buffer(module.running_mean) for module in modules]
+    return means + [_buffer(module.running_var) for module in modules]
 
 
 def _buffer(buffer: Tensor | None) -> Tensor:

@@ -250,6 +250,21 @@ def test_running_statistics_are_updated_once_a_step_with_the_mean_over_micro_bat
             assert [layer.momentum for layer in net] == [0.3, None]
 
 
+def test_a_layer_that_changes_between_steps_is_heard() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3, momentum=0.5), nn.BatchNorm1d(3))
+    batches = inputs()
+    with ExactReduction(net, 4) as exact:
+        step(exact, batches)
+        before = copy.deepcopy(net.state_dict())
+        net[0].momentum = 0.25
+        net[1].eval()
+        step(exact, batches)
+    means = by_definition([batch.mean(0) for batch in batches]) / 4
+    torch.testing.assert_close(net[0].running_mean, 0.75 * before["0.running_mean"] + 0.25 * means)
+    assert torch.equal(net[1].running_mean, before["1.running_mean"])
+    assert (net[0].momentum, net[1].momentum) == (0.25, 0.1)
+
+
 def test_weights_and_layers_that_were_not_called_are_heard() -> None:
     layer, idle, frozen = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()
     statistics = BatchStatistics(nn.ModuleList([layer, idle, frozen]))
