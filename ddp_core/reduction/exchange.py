@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .plan import Arrival
 
+LINE_BYTES = 128
+"""GPUs read, add and send memory in lines of so many bytes, so the parts of a tensor begin at multiples of it."""
+
 
 class Collected(Protocol):
     """The parts of all members' tensors that this member is to add up, on their way; then the sums' way back."""

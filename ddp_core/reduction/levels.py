@@ -75,7 +75,7 @@ class TwoLevels:
     def phases(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> Iterator[None]:
         """See `OrderedSum.phases`."""
         plan = two_level_plan(micro_batches, self._nodes)
-        chunks = cut(out.numel(), self._chunks)
+        chunks = cut(out, self._chunks)
         cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
         within = plan.nodes[self._here]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .exchange import Exchange
+from .exchange import LINE_BYTES, Exchange
 from .plan import Plan
 
 _PIECE_ELEMENTS = 1024 * 1024
@@ -26,21 +26,23 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
     # A member with c subtrees sends c * (W-1) * N elements in one round, (c + 1) * (W-1)/W * N in two.
     more = (members - 1) * (max(counts) - (max(counts) + 1) / members) * elements * out.element_size()
     if more <= exchange.one_round_bytes:
-        pieces = cut(elements, -(-elements // _PIECE_ELEMENTS))
+        pieces = cut(out, -(-elements // _PIECE_ELEMENTS))
         on_their_way = [exchange.collect(own, out, counts, [piece] * members) for piece in pieces]
         for collected in on_their_way:
             collected.sent()
             plan.add_(collected.arrivals, collected.mine)
             collected.end()
     else:
-        collected = exchange.collect(own, out, counts, cut(elements, members))
+        collected = exchange.collect(own, out, counts, cut(out, members))
         collected.expect()
         plan.add_(collected.arrivals, collected.mine)
         collected.spread()
         collected.end()
 
 
-def cut(elements: int, parts: int) -> list[slice]:
-    """Cut a flat tensor into neighbouring parts whose sizes differ by one at most."""
-    borders = [elements * part // parts for part in range(parts + 1)]
+def cut(flat: Tensor, parts: int) -> list[slice]:
+    """Cut a flat tensor at multiples of `LINE_BYTES` into neighbouring parts of about one size; some may be empty."""
+    elements, line = flat.numel(), LINE_BYTES // flat.element_size()
+    lines = -(-elements // line)
+    borders = [min(elements, lines * part // parts * line) for part in range(parts + 1)]
     return [slice(*pair) for pair in itertools.pairwise(borders)]

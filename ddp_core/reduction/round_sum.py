@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .exchange import WholeExchange
+from .exchange import LINE_BYTES, WholeExchange
 from .tree import GradientTree
 
 
@@ -30,8 +30,10 @@ class RoundSum:
         rounds = -(-leaves // world_size)
         # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
         more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
-        self._parts = 1 if more <= exchange.one_round_bytes else world_size
-        self._size = -(-elements // self._parts)
+        self._parts, self._size = 1, elements
+        if more > exchange.one_round_bytes:
+            line = LINE_BYTES // like.element_size()
+            self._parts, self._size = world_size, -(-elements // (world_size * line)) * line
         self._tree = GradientTree(leaves)
 
     def empty(self) -> Tensor:

@@ -25,6 +25,8 @@ from ddp_core.reduction import (
     share,
     take_gradients,
 )
+from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction.one_level import cut
 from ddp_core.reduction.plan import plan_for
 
 quick = settings(deadline=None, max_examples=60)
@@ -390,3 +392,15 @@ def test_what_cannot_be_exact_is_refused() -> None:
     exact = ExactReduction(embedding, 1)
     with pytest.raises(ValueError, match="sparse"), exact.micro_batch(0):
         embedding(torch.tensor([1])).sum().backward()
+
+
+@given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
+def test_the_parts_of_a_sum_are_even_and_begin_at_whole_lines(elements: int, parts: int, dtype: torch.dtype) -> None:
+    flat = torch.arange(elements, dtype=dtype)
+    cuts = cut(flat, parts)
+    assert len(cuts) == parts
+    assert torch.equal(torch.cat([flat[part] for part in cuts]), flat)
+    line = LINE_BYTES // flat.element_size()
+    assert all(part.start % line == 0 or part.start == elements for part in cuts)
+    sizes = [part.stop - part.start for part in cuts]
+    assert max(sizes) - min(sizes) < 2 * line
