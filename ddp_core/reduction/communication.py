@@ -27,10 +27,11 @@ class CommunicationThreads:
     A chain of `Future.then` callbacks, as torch's PowerSGD hook uses, deadlocks on gloo with more than one bucket:
     the callbacks run on the very threads they wait for. Here nothing waits but these threads. A job with more phases
     than there are threads runs the rest on the last. After a failed job every later one fails with the same error, so
-    that no rank waits for a peer that gave up.
+    that no rank waits for a peer that gave up. `device` is that of the tensors.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, device: torch.device) -> None:
+        self._device = device
         self._queues: list[queue.SimpleQueue[_Item | None]] = [queue.SimpleQueue() for _ in range(count)]
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.error: Exception | None = None
@@ -73,6 +74,9 @@ class CommunicationThreads:
         return on_stream()
 
     def _work(self, position: int) -> None:
+        if self._device.type == "cuda":
+            # A new thread starts on GPU 0, where every rank of the node would then hold some hundred megabytes.
+            torch.cuda.set_device(self._device)
         following = self._queues[position + 1] if position + 1 < len(self._queues) else None
         while (item := self._queues[position].get()) is not None:
             # A failed or finished job must not be held here until the next one comes.
@@ -140,7 +144,7 @@ class Channel:
         self.closed = False
         # On one CUDA device, phases are queued one after another in any case.
         phases = OrderedSum.PHASES if device.type == "cpu" and self.ordered_sum.groups else 1
-        self._threads = CommunicationThreads("exact-reduction", phases) if several else None
+        self._threads = CommunicationThreads("exact-reduction", phases, device) if several else None
 
     @property
     def error(self) -> Exception | None:

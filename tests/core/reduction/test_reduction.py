@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import warnings
 
 import pytest
@@ -25,6 +26,7 @@ from ddp_core.reduction import (
     share,
     take_gradients,
 )
+from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.one_level import cut
 from ddp_core.reduction.plan import plan_for
@@ -404,3 +406,19 @@ def test_the_parts_of_a_sum_are_even_and_begin_at_whole_lines(elements: int, par
     assert all(part.start % line == 0 or part.start == elements for part in cuts)
     sizes = [part.stop - part.start for part in cuts]
     assert max(sizes) - min(sizes) < 2 * line
+
+
+def test_communication_threads_choose_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0, so every rank of a node would hold memory there."""
+    chosen: dict[str, torch.device] = {}
+    both = threading.Barrier(3, timeout=60)
+
+    def choose(device: torch.device) -> None:
+        chosen[threading.current_thread().name] = device
+        both.wait()
+
+    monkeypatch.setattr("torch.cuda.set_device", choose)
+    threads = CommunicationThreads("test", 2, torch.device("cuda", 1))
+    both.wait()
+    assert threads.close(timeout=60)
+    assert chosen == {"test": torch.device("cuda", 1)}
