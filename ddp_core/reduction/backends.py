@@ -9,20 +9,29 @@ import torch.distributed as dist
 
 from .collectives import Batches, Collectives
 from .exchange import Exchange, WholeExchange
+from .host_memory import ThroughHost
 from .messages import PointToPoint
 
 
 def exchange_on(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
     """The exchange between all ranks of the group for tensors on `device`."""
-    return Collectives(group) if _is_nccl(group, device) else PointToPoint(group)
+    return Collectives(group) if _backend(group, device) == "nccl" else _messages(group, device)
 
 
 def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:
     """The exchange between these ranks of the group for tensors on `device`; for `tag` see `PointToPoint`."""
-    return Batches(group, members) if _is_nccl(group, device) else PointToPoint(group, members, tag)
+    if _backend(group, device) == "nccl":
+        return Batches(group, members)
+    return _messages(group, device, members, tag)
 
 
-def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _messages(
+    group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
+) -> WholeExchange:
+    messages = PointToPoint(group, members, tag)
+    return ThroughHost(messages) if device.type != "cpu" and _backend(group, device) == "gloo" else messages
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     # Such as "cpu:gloo,cuda:nccl".
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return backends[device.type] == "nccl"
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))[device.type]

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.collectives import Collectives
 from ddp_core.reduction.exchange import WholeExchange
+from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import sum_in_one_level
 from ddp_core.reduction.plan import plan_for
@@ -255,6 +256,7 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
         ("chosen", OrderedSum(dist.group.WORLD)),
         ("point to point", PointToPoint(dist.group.WORLD)),
         ("collectives", Collectives(dist.group.WORLD)),
+        ("through host memory", ThroughHost(PointToPoint(dist.group.WORLD))),
     ):
         own = []
         for span in canonical_subtrees(share.start, share.stop, micro_batches):
@@ -265,13 +267,15 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
         if isinstance(exchange, OrderedSum):
             exchange(own, out, micro_batches)
         elif world_size > 1 and elements:
-            sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
+            with mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True):
+                sum_in_one_level(exchange, own, out, plan_for(micro_batches, world_size))
         else:
             continue
         if not torch.equal(out, expected):
             wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     if world_size > 1:
-        for way in (PointToPoint(dist.group.WORLD), Collectives(dist.group.WORLD)):
+        messages = PointToPoint(dist.group.WORLD)
+        for way in (messages, Collectives(dist.group.WORLD), ThroughHost(messages)):
             with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
                 if not torch.equal(sum_in_rounds(way, list(leaves)), expected):
                     wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.collectives import Batches
+from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.tree import GradientTree
 from ddp_core.shares import share_of
@@ -76,6 +77,13 @@ def in_batches(group: dist.ProcessGroup, device: torch.device, members: Sequence
     return Batches(group, members)
 
 
+def through_host(
+    group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
+) -> ThroughHost:
+    """The exchange that CUDA tensors get over gloo."""
+    return ThroughHost(PointToPoint(group, members, tag))
+
+
 def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
     """All sums and trainings of this rank, or some: what was wrong, and the digests by world and case."""
     wrong: list[str] = []
@@ -93,6 +101,11 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 wrong += wrong_sums(group, nodes, counts, f"{name}, in chunks")
                 with mock.patch("ddp_core.reduction.levels.exchange_among", in_batches):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
+                with (
+                    mock.patch("ddp_core.reduction.backends._messages", through_host),
+                    mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
+                ):
+                    wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")
         for name in TRAINED if thorough else TRAINED[:1]:
             node = next(node for node, members in enumerate(WORLDS[name]) if rank in members)
             for case in cases.TRAININGS if thorough else FEW:

@@ -1,0 +1,102 @@
+"""Tensors of a device, carried through host memory: gloo sends and receives by address, and knows host memory only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .exchange import Collected, WholeExchange
+from .plan import Arrival
+
+
+class ThroughHost:
+    """An exchange of tensors in host memory, made one for tensors of a device: with it, several ranks share a GPU.
+
+    The members' subtrees are copied to the host, sent and added up there, and the sum is copied back. An addition of
+    two numbers has the same bits on the host and on the device. Tensors that are on the host already are passed on.
+    Not run on a GPU yet.
+    """
+
+    def __init__(self, exchange: WholeExchange) -> None:
+        self._exchange = exchange
+        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.one_round_bytes = exchange.one_round_bytes
+
+    def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
+        """See `Exchange.collect`."""
+        if not is_elsewhere(out):
+            return self._exchange.collect(own, out, counts, cuts)
+        return _Copied(self._exchange, own, out, counts, cuts)
+
+    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+        """See `Exchange.scatter`."""
+        sent = None if flat is None else _on_host([flat])[0]
+        for arrival in self._exchange.scatter(sent, _like_on_host(part), senders):
+            yield arrival.to(part.device)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Exchange.gather`."""
+        return self._exchange.gather(_on_host([part])[0]).to(part.device)
+
+
+class _Copied:
+    """`Collected` in host memory. It holds copies of what is between the first and the last of the cuts."""
+
+    def __init__(
+        self,
+        exchange: WholeExchange,
+        own: Sequence[Tensor],
+        out: Tensor,
+        counts: Sequence[int],
+        cuts: Sequence[slice],
+    ) -> None:
+        start = min(cut.start for cut in cuts)
+        here = slice(start, max(cut.stop for cut in cuts))
+        self._out = out[here]
+        self._sum = _like_on_host(self._out)
+        self._collected = exchange.collect(
+            _on_host([flat[here] for flat in own]),
+            self._sum,
+            counts,
+            [slice(cut.start - start, cut.stop - start) for cut in cuts],
+        )
+        self.arrivals: list[Arrival] = self._collected.arrivals
+        self.mine = self._collected.mine
+
+    def sent(self) -> None:
+        """See `Collected.sent`."""
+        self._collected.sent()
+
+    def expect(self) -> None:
+        """See `Collected.expect`."""
+        self._collected.expect()
+
+    def spread(self) -> None:
+        """See `Collected.spread`."""
+        self._collected.spread()
+
+    def end(self) -> None:
+        """See `Collected.end`. The copy back is queued on the current stream, and torch keeps its source until then."""
+        self._collected.end()
+        self._out.copy_(self._sum, non_blocking=True)
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor is not in host memory."""
+    return tensor.device.type != "cpu"
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, once they are there: what is sent by address must have arrived."""
+    copies = [_like_on_host(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
+    if tensors and tensors[0].is_cuda:
+        # This thread alone waits, and only for what its own stream was given.
+        torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+    return copies
+
+
+def _like_on_host(tensor: Tensor) -> Tensor:
+    # Pinned memory is costly to get, so torch keeps it and gives it out again when no copy uses it any more.
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
