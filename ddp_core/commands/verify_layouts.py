@@ -15,7 +15,7 @@ from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
 from ddp_core.run.request import build_splits, promise_broken_by
 from ddp_core.spec.experiment import Experiment
-from ddp_core.spec.layout import DeviceType, Layout
+from ddp_core.spec.layout import DeviceType
 from ddp_core.spec.options import Asked
 
 _COUNTS = {"dp": (2, 3, 4), "ddp": (2, 3, 4, 5, 8)}
@@ -37,7 +37,7 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
         added = f"micro_batch={_micro_batch_for(experiment)}"
         print(f"{experiment.name} sets no micro_batch, so each layout cuts its own; compared with --set {added}")
         settings, experiment = [*settings, added], experiment.with_settings([added])
-    reason = promise_broken_by(experiment, Layout())
+    reason = promise_broken_by(experiment)
     if reason is not None:
         raise _nothing_to_compare(experiment, reason)
     steps = experiment.total_steps(experiment.steps_per_epoch(len(build_splits(loaded, Path(data_dir)).train)))

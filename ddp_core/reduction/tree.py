@@ -152,7 +152,8 @@ def fold(subtrees: Iterable[Subtree], leaves: int) -> list[Subtree]:
 def fold_replicas(trees: Iterable[GradientTree]) -> list[Tensor | None]:
     """Return the sum over all micro-batches from the trees of the replicas in one process, overwriting them.
 
-    The sum lies on the device of the first replica. Raises ValueError if the trees are not the whole of one tree.
+    Each tensor of the sum lies on the device of the first replica that has it. Raises ValueError if the trees are not
+    the whole of one tree.
     """
     trees = list(trees)
     leaves = trees[0].leaves

@@ -44,7 +44,7 @@ def prepare(asked: Asked, command: str) -> Request:
     layout = _choose_layout(asked, world)
     options = Options(
         **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "launcher"}),
-        reduction=asked.reduction or _default_reduction(loaded.experiment, layout, world),
+        reduction=asked.reduction or _default_reduction(loaded.experiment, world),
         launcher=_launcher(asked, world),
     )
     return Request(loaded, layout, options, asked.resume, command, asked)
@@ -145,9 +145,9 @@ def _possible(layout: Layout, found: int) -> list[str]:
     return [on_fewer, on_cpu] if found and layout.kind != "single" else [on_cpu]
 
 
-def _default_reduction(experiment: Experiment, layout: Layout, world: World) -> Reduction:
+def _default_reduction(experiment: Experiment, world: World) -> Reduction:
     """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
-    reason = promise_broken_by(experiment, layout) if experiment.reduction == "exact" else None
+    reason = promise_broken_by(experiment) if experiment.reduction == "exact" else None
     if reason is None:
         return experiment.reduction
     if world.is_first:

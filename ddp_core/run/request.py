@@ -104,23 +104,21 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
     return splits
 
 
-def promise_broken_by(experiment: Experiment, layout: Layout) -> str | None:
-    """Why the exact reduction cannot be had for this experiment on this layout; None where it can."""
+def promise_broken_by(experiment: Experiment) -> str | None:
+    """Why the exact reduction cannot be had for this experiment; None where it can."""
     if experiment.micro_batch is None:
         return "without micro_batch every layout cuts the global batch its own way"
     if experiment.sync_batch_norm:
         return "SyncBatchNorm normalises over whatever the ranks hold"
     if experiment.ddp.communication_hook != "none":
         return f"the {experiment.ddp.communication_hook} communication hook rounds what each rank sends"
-    if layout.kind == "dp" and layout.device == "cuda":
-        return "nn.DataParallel adds its replicas' gradients inside autograd, in an order of its own"
     return None
 
 
 def check_promise(request: Request) -> None:
     """Raises UserError, with the reason, where the reduction that is asked for cannot be had."""
     experiment, exact = request.loaded.experiment, request.options.reduction == "exact"
-    reason = promise_broken_by(experiment, request.layout)
+    reason = promise_broken_by(experiment)
     if exact and reason:
         raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
     if exact or request.layout.kind != "ddp":

@@ -16,7 +16,9 @@ def build_trainer(job: Job) -> Trainer:
         return DistributedTrainer(job)
     from ddp_core.trainers.data_parallel import CudaDataParallelTrainer, DataParallelTrainer
 
-    return (CudaDataParallelTrainer if job.layout.device == "cuda" else DataParallelTrainer)(job)
+    # nn.DataParallel chooses no order of additions, and on CPU it has no replicas.
+    is_torchs = job.layout.device == "cuda" and job.options.reduction == "plain"
+    return (CudaDataParallelTrainer if is_torchs else DataParallelTrainer)(job)
 
 
 __all__ = ["Job", "Trainer", "build_trainer"]

@@ -1,15 +1,18 @@
-"""One process, several replicas: nn.DataParallel on CUDA, and its five moves over threads on CPU.
+"""One process, several replicas, each driven by a thread: nn.DataParallel's five moves, and nn.DataParallel itself.
 
 In every step nn.DataParallel scatters the batch, replicates the module, applies the replicas in parallel threads,
-gathers the outputs, and in backward reduces the gradients onto the first device. On CPU, torch's class only calls the
-module. Here the same moves are made over copies of the module, so that the layouts can be compared on a laptop. Two
-things differ: each thread runs its own backward (torch's CPU autograd would run them one after the other), and losses
-are gathered instead of outputs.
+gathers the outputs, and in backward reduces the gradients onto the first device. `DataParallelTrainer` makes the same
+moves over copies of the module. So layouts can be compared on a laptop, since on CPU torch's class only calls the
+module; and gradients can be added in a chosen order, since torch's class adds them inside autograd. Two things differ:
+each thread runs its own backward (torch's CPU autograd would run them one after the other), and losses are gathered
+instead of outputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,28 +22,37 @@ from torch import Tensor, nn
 
 from ddp_core.data.collating import Batch
 from ddp_core.data.trees import map_tensors, tensors_of
+from ddp_core.determinism.seeds import MicroBatchSeed
 from ddp_core.errors import UserError
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
+from ddp_core.reduction.tree import add_
 from ddp_core.shares import share_of
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
+from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.trainer import Trainer
 
 Gradients = list[Tensor | None]
 
 
 class DataParallelTrainer(Trainer):
-    """`dp` on CPU: each replica of the model runs in a thread of its own."""
+    """`dp`, but for the plain reduction on CUDA: each replica of the model runs in a thread of its own.
+
+    On CUDA the replicas are dealt to the devices in turn, so several may share a device. No thread chooses a stream:
+    all of a device's work is queued on its default stream, whichever thread queues it, and torch makes a copy between
+    two devices wait for the default streams of both. Not run on a GPU yet.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        count = job.layout.nproc_per_node
         self.model.train()
-        self.replicas = [_Replica(self, number) for number in range(count)]
-        threads = torch.get_num_threads()
-        # OpenMP keeps a number of threads for each Python thread, so every new thread must set its own.
-        self.threads = ThreadPoolExecutor(count, "replica", initializer=lambda: torch.set_num_threads(threads))
+        devices = [_device_of(job, number) for number in range(job.layout.nproc_per_node)]
+        turns = {device: threading.Lock() for device in devices if device.type == "cuda"}
+        self.replicas = [
+            _Replica(self, number, device, turns.get(device, contextlib.nullcontext()))
+            for number, device in enumerate(devices)
+        ]
 
     def shares(self) -> range:
         """All shares: this one process computes for every replica."""
@@ -52,21 +64,26 @@ class DataParallelTrainer(Trainer):
         scattered = self._scatter(batch)
         for replica in self.replicas[1:]:
             replica.copy_from(self.model)
+        loss_weight = self.passes.loss_weight(batch.samples)
+        weights = [loss_weight.to(replica.device) for replica in self.replicas]
         self.clock.lap("exposed_communication")
         applied = [
-            self.threads.submit(replica.apply, share) for replica, share in zip(self.replicas, scattered, strict=True)
+            replica.thread.submit(replica.apply, share, weight)
+            for replica, share, weight in zip(self.replicas, scattered, weights, strict=True)
         ]
         found = [future.result() for future in applied]
         self.clock.lap("forward_backward")
         for losses in found:
             for index, loss in losses:
-                self.signals.put_loss(index, loss)
+                # Copied here, not in the replicas' threads: a copy makes each of its devices wait for the other.
+                self.signals.put_loss(index, loss.to(self.device, non_blocking=True))
         self.send_signals()
         self._reduce()
 
     def close(self) -> None:
         """End the threads."""
-        self.threads.shutdown()
+        for replica in self.replicas:
+            replica.thread.shutdown()
 
     def _scatter(self, batch: StepBatch) -> list[StepBatch]:
         """Each replica's part of the batch: the first share has the first micro-batches, and so on."""
@@ -81,49 +98,63 @@ class DataParallelTrainer(Trainer):
 
     def _reduce(self) -> None:
         """Sum all gradients into the first replica's: in the canonical tree, or from left to right as torch does."""
-        parameters = self.replicas[0].parameters
+        first, *others = self.replicas
         if self.exact:
             gradients = fold_replicas([replica.tree for replica in self.replicas])
-            self.replicas[0].statistics.finish(self._statistics_total())
-            for replica in self.replicas[1:]:
+            first.statistics.finish(self._statistics_total())
+            for replica in others:
                 replica.statistics.restore()
         else:
-            gradients = list(self.replicas[0].gradients)
-            for replica in self.replicas[1:]:
-                for number, gradient in enumerate(replica.gradients):
-                    ours = gradients[number]
-                    gradients[number] = gradient if ours is None else ours if gradient is None else ours.add_(gradient)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            gradients = list(first.gradients)
+            for replica in others:
+                add_(gradients, replica.gradients)
+        for parameter, gradient in zip(first.parameters, gradients, strict=True):
+            # Where the first replica had no gradient, the sum lies on another replica's device.
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, non_blocking=True)
 
     def _statistics_total(self) -> Tensor:
         total = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
         assert total is not None
-        return total
+        return total.to(self.device, non_blocking=True)
 
 
 class _Replica:
-    """A replica of the model, and what it has computed in one step."""
+    """A replica of the model on `device`, its thread, and what it has computed in one step.
 
-    def __init__(self, trainer: DataParallelTrainer, number: int) -> None:
+    A micro-batch is computed inside of `turn`.
+    """
+
+    def __init__(
+        self,
+        trainer: DataParallelTrainer,
+        number: int,
+        device: torch.device,
+        turn: contextlib.AbstractContextManager[object],
+    ) -> None:
         self.trainer = trainer
-        self.number = number
-        self.module = trainer.model if number == 0 else copy.deepcopy(trainer.model)
+        self.number, self.device, self._turn = number, device, turn
+        self.module = trainer.model if number == 0 else copy.deepcopy(trainer.model).to(device)
+        self.passes = trainer.passes
+        if device != trainer.device:
+            self.passes = Passes(trainer.experiment, trainer.job.loss, device, trainer.exact)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.statistics = BatchStatistics(self.module)
-        self.random = KeyedRandom(trainer.experiment.seed)
+        self.random = KeyedRandom(trainer.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
         self.gradients: Gradients = []
+        self.thread = ThreadPoolExecutor(
+            1, f"replica-{number}", initializer=_begin_thread, initargs=(device, torch.get_num_threads())
+        )
 
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
         """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
         for ours, theirs in ((self.module.parameters(), model.parameters()), (self.module.buffers(), model.buffers())):
             for mine, other in zip(ours, theirs, strict=True):
-                mine.copy_(other)
+                mine.copy_(other, non_blocking=True)
 
-    def apply(self, share: StepBatch) -> list[tuple[int, Tensor]]:
-        """Forward and backward of this replica's micro-batches; returns their losses."""
+    def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
+        """Forward and backward of this replica's micro-batches; returns their losses. `weight` is the loss_weight."""
         trainer = self.trainer
         count = trainer.cut.count(share.samples)
         own = share_of(count, self.number, trainer.cut.shares)
@@ -131,12 +162,14 @@ class _Replica:
         take_gradients(self.parameters)
         if trainer.exact:
             self.statistics.begin()
-        weight, losses = trainer.passes.loss_weight(share.samples), []
+        losses = []
         for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
-            with self.random.micro_batch(share.step, part.index):
-                loss = trainer.passes.loss(self.module, inputs, targets)
-            losses.append((part.index, loss.detach()))
-            trainer.passes.backward(loss, weight)
+            # Backward belongs to the turn: where activations are computed again, it uses the generator, too.
+            with self._turn:
+                with self.random.micro_batch(share.step, part.index):
+                    loss = self.passes.loss(self.module, inputs, targets)
+                losses.append((part.index, loss.detach()))
+                self.passes.backward(loss, weight)
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
@@ -144,17 +177,26 @@ class _Replica:
         return losses
 
 
-class CudaDataParallelTrainer(Trainer):
-    """nn.DataParallel itself, over CUDA devices: each round takes one micro-batch per device.
+def _device_of(job: Job, number: int) -> torch.device:
+    return job.device if job.device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
 
-    nn.DataParallel sums the replicas' gradients inside autograd, where the order of the additions cannot be chosen. So
-    this trainer has no exact reduction.
-    """
+
+def _begin_thread(device: torch.device, threads: int) -> None:
+    """OpenMP's number of threads and the current CUDA device belong to each Python thread: a new thread sets both."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class CudaDataParallelTrainer(Trainer):
+    """nn.DataParallel itself, over CUDA devices, for the plain reduction: each round takes a micro-batch per device."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.module = nn.DataParallel(self.model, device_ids=list(range(job.layout.nproc_per_node)))
+        devices = [torch.device("cuda", number) for number in range(job.layout.nproc_per_node)]
+        self.module = nn.DataParallel(InPrecision(self.model, self.passes), device_ids=devices)
         self.module.train()
+        self.seeds = [MicroBatchSeed(job.experiment.seed, device) for device in devices]
 
     def shares(self) -> range:
         """All shares: this one process feeds every device."""
@@ -167,13 +209,14 @@ class CudaDataParallelTrainer(Trainer):
             parameter.grad = None
         weight = self.passes.loss_weight(batch.samples)
         for members in _rounds(batch, self.cut.shares, self.cut.count(batch.samples)):
-            self.seed_micro_batch(batch.step, batch.micro_batches[members[0]].index)
             parts = [batch.micro_batches[member] for member in members]
+            for seed, part in zip(self.seeds, parts, strict=False):
+                seed(batch.step, part.index)
             inputs, targets = _joined(
                 [batch.tensors[member] for member in members], [part.stop - part.start for part in parts]
             )
             loss = self.passes.loss(self.module, inputs, targets)
-            self.signals.put_loss(batch.micro_batches[members[0]].index, loss.detach())
+            self.signals.put_loss(parts[0].index, loss.detach())
             self.passes.backward(loss, weight)
         self.send_signals()
 

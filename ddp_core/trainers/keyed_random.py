@@ -1,4 +1,4 @@
-"""Random numbers for replicas that run in threads: torch's default CPU generator is one for all of them."""
+"""Random numbers for replicas that run in threads: torch's default generator of a device is one for all of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from ddp_core.torch_internals import TorchDispatchMode
 
 
 class KeyedRandom:
-    """Gives the random operations of one thread's forward a generator of its own, seeded per micro-batch.
+    """Gives the random operations of one thread's forward numbers of their own, keyed by (seed, step, micro-batch).
 
-    The numbers are those that the default generator would have given after `MicroBatchSeed`, so one process and
-    replicas in threads drop the same units.
+    The numbers are those that the device's default generator would have given after `MicroBatchSeed`, so one process
+    and replicas in threads drop the same units. On the CPU each thread gets a generator of its own. On CUDA that cannot
+    be: the operation behind dropout takes no generator. There the default generator is seeded, so the replicas that
+    share a device must take turns.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._mode = _OwnGenerator(torch.Generator())
-        self._seed = MicroBatchSeed(seed, torch.device("cpu"))
-        self._seed.generator = self._mode.generator
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = MicroBatchSeed(seed, device)
+        self._mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if device.type == "cpu":
+            self._mode = own = _OwnGenerator(torch.Generator())
+            self._seed.generator = own.generator
 
     @contextlib.contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:

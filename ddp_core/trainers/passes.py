@@ -6,7 +6,9 @@ Only this file calls the model and its loss. So an exception from below this fil
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +47,17 @@ class Passes:
         """
         if self._device.type == "cuda":
             inputs, targets = map_tensors(self._to_device, (inputs, targets))
-        if self._precision is None:
+        with self.autocast():
             outputs = call(module, inputs)
-        else:
-            with torch.autocast(self._device.type, self._precision):
-                outputs = call(module, inputs)
+        if self._precision is not None:
             outputs = map_tensors(_to_float32, outputs)
         return outputs, targets, self._loss(outputs, targets)
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The experiment's precision for the forwards inside, of this thread alone."""
+        if self._precision is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._precision)
 
     def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
@@ -74,6 +80,22 @@ class Passes:
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+class InPrecision(nn.Module):
+    """A module whose forward enters the experiment's precision by itself.
+
+    nn.DataParallel's threads do take over that autocast is on, but not its dtype: bf16 would become fp16 there.
+    """
+
+    def __init__(self, module: nn.Module, passes: Passes) -> None:
+        super().__init__()
+        self.module, self._passes = module, passes
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the module returns."""
+        with self._passes.autocast():
+            return self.module(*inputs, **named)
 
 
 def _to_float32(tensor: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from ddp_core.determinism.fingerprint import differences, fingerprint
 from ddp_core.determinism.seeds import MicroBatchSeed, mix, sample_uniforms
 from ddp_core.trainers.keyed_random import KeyedRandom
 
+CPU = torch.device("cpu")
+
 WORDS = 2**64
 
 
@@ -199,7 +201,7 @@ def test_replicas_in_threads_draw_what_one_process_draws(name: str) -> None:
     expected = draw()
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    with KeyedRandom(7).micro_batch(3, 1):
+    with KeyedRandom(7, CPU).micro_batch(3, 1):
         found = draw()
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before), "the shared generator was touched"
@@ -216,7 +218,7 @@ def test_replicas_in_threads_do_not_disturb_each_other() -> None:
     found: dict[tuple[int, int], Tensor] = {}
 
     def replica(index: int) -> None:
-        random = KeyedRandom(1)
+        random = KeyedRandom(1, CPU)
         for step in range(20):
             with random.micro_batch(step, index):
                 found[step, index] = model(inputs)
@@ -235,7 +237,7 @@ def test_replicas_in_threads_do_not_disturb_each_other() -> None:
 
 
 def test_a_model_that_draws_later_is_keyed_too() -> None:
-    random, drop = KeyedRandom(1), nn.Dropout(0.5)
+    random, drop = KeyedRandom(1, CPU), nn.Dropout(0.5)
     with random.micro_batch(0, 0):
         nn.Linear(2, 2)(torch.ones(1, 2))
     found = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -32,9 +33,10 @@ from ddp_core.sampler import GlobalOrder
 from ddp_core.spec.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
-from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers import Job, Trainer, build_trainer, data_parallel
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.state import TrainState
 
 CPU = torch.device("cpu")
@@ -174,6 +176,18 @@ def test_threads_end_with_the_bits_of_one_process(count: int, last_batch: str) -
     assert digests(together) == digests(alone)
 
 
+def test_replicas_may_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with a number is another device for all but torch itself."""
+    record, layout = experiment(reduction="exact", precision="bf16"), Layout(kind="dp", nproc_per_node=3)
+    alone = finished(record, batch_norm_and_dropout)
+    monkeypatch.setattr(data_parallel, "_device_of", lambda job, number: torch.device("cpu", number))
+    with trainer_of(record, batch_norm_and_dropout, layout) as together:
+        assert isinstance(together, data_parallel.DataParallelTrainer)
+        assert len({id(replica.passes) for replica in together.replicas}) == 3
+        together.train()
+    assert digests(together) == digests(alone)
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_threads_in_plain_reduction_agree_up_to_rounding(count: int) -> None:
     record = experiment(epochs=2)
@@ -191,9 +205,9 @@ def test_keys_by_replica_would_give_other_bits(monkeypatch: pytest.MonkeyPatch) 
     made: list[Any] = []
 
     class ByReplica(keyed_random.KeyedRandom):
-        def __init__(self, seed: int) -> None:
+        def __init__(self, seed: int, device: torch.device) -> None:
             made.append(self)
-            super().__init__(seed + len(made))
+            super().__init__(seed + len(made), device)
 
     monkeypatch.setattr("ddp_core.trainers.data_parallel.KeyedRandom", ByReplica)
     assert digests(finished(record, batch_norm_and_dropout, dp)) != expected
@@ -252,6 +266,24 @@ def test_mixed_precision_learns_and_has_one_digest(precision: str, layout: Layou
     scaler = trainer.state.scaler
     assert (scaler is not None) == (precision == "fp16")
     assert all(value.dtype == torch.float32 for value in trainer.model.state_dict().values())
+
+
+def test_a_thread_of_nn_data_parallel_keeps_the_precision() -> None:
+    """torch's threads take over that autocast is on, and not its dtype (torch/nn/parallel/parallel_apply.py)."""
+    passes = Passes(experiment(precision="fp16"), cross_entropy, CPU, exact=False)
+    found = {}
+
+    def apply(module: nn.Module) -> None:
+        with torch.amp.autocast("cpu", enabled=True), torch.no_grad():
+            found[type(module)] = module(torch.ones(2, FEATURES)).dtype
+
+    linear = nn.Linear(FEATURES, CLASSES)
+    for module in (linear, InPrecision(linear, passes)):
+        with passes.autocast():
+            thread = threading.Thread(target=apply, args=(module,))
+            thread.start()
+            thread.join()
+    assert found == {nn.Linear: torch.bfloat16, InPrecision: torch.float16}
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
