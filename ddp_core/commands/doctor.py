@@ -148,6 +148,7 @@ def _commands(devices: int) -> list[str]:
     lines += [f"ddp train digits --device cpu --layout {kind} --nproc-per-node 2" for kind in ("dp", "ddp")]
     if devices:
         lines.append("ddp train digits --device cuda")
-    if devices > 1:
-        lines.append(f"ddp train digits --device cuda --layout ddp --nproc-per-node {devices}")
+        # On a single GPU, both replicas or ranks share it.
+        count = max(devices, 2)
+        lines += [f"ddp train digits --device cuda --layout {kind} --nproc-per-node {count}" for kind in ("dp", "ddp")]
     return lines

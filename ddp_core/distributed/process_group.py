@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
+from ddp_core.distributed.backends import agreed_backend
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 
@@ -82,10 +83,11 @@ def process_group(
     """The process group of this launch, ended on every way out; yields the collectives.
 
     One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`. gloo
-    carries CPU tensors and nccl CUDA tensors; gloo also serves several processes on one GPU. `timeout`, in seconds,
-    limits every wait.
+    carries CPU tensors and nccl CUDA tensors; gloo also serves several processes on one GPU (`agreed_backend`).
+    `timeout`, in seconds, limits every wait.
 
-    Raises UserError where a peer is missing, a rank is taken twice, or the network interface does not exist.
+    Raises UserError where a peer is missing, a rank is taken twice, the network interface does not exist, or nccl was
+    asked for where ranks share a GPU.
     """
     if world.world_size == 1 and not even_alone:
         yield Collectives(world, device)
@@ -95,7 +97,7 @@ def process_group(
         try:
             store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
             dist.init_process_group(
-                backend=backend_for(world, device, backend),
+                backend=agreed_backend(store, world, device, backend),
                 store=store,
                 rank=world.rank,
                 world_size=world.world_size,
@@ -114,16 +116,8 @@ def process_group(
             dist.destroy_process_group()
 
 
-def backend_for(world: World, device: torch.device, backend: str = "auto") -> str:
-    """The backends by device type, in torch's own notation; `backend` is auto, gloo or nccl."""
-    if device.type == "cpu":
-        return "gloo"
-    own_device = world.nproc_per_node <= torch.cuda.device_count()
-    return "cpu:gloo,cuda:gloo" if backend == "gloo" or not own_device else "cpu:gloo,cuda:nccl"
-
-
 def local_device(world: World, device_type: str) -> torch.device:
-    """This rank's device: a GPU of its own, or a shared one where there are fewer GPUs than processes (gloo)."""
+    """This rank's device: a GPU of its own, or one that it shares where it sees fewer GPUs than ranks."""
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)

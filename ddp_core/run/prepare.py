@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
@@ -20,13 +17,13 @@ from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.building import Kind, complete_options
 from ddp_core.run.continuing import require_continuable
+from ddp_core.run.devices import check_gpus, choose_layout, say
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.experiment_file import LoadedExperiment, load_experiment, resolve
 from ddp_core.run.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.run.source import serve_modules
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
-from ddp_core.spec.layout import DeviceType, Layout, LayoutKind
 from ddp_core.spec.options import Asked, Options
 from ddp_core.spec.records import Reduction
 
@@ -41,12 +38,13 @@ def prepare(asked: Asked, command: str) -> Request:
     loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
     world = World.from_environment()
     _check_nodes(asked, world)
-    layout = _choose_layout(asked, world)
+    layout = choose_layout(asked, world)
     options = Options(
         **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "launcher"}),
         reduction=asked.reduction or _default_reduction(loaded.experiment, world),
         launcher=_launcher(asked, world),
     )
+    check_gpus(layout, options.reduction, options.backend, world)
     return Request(loaded, layout, options, asked.resume, command, asked)
 
 
@@ -106,52 +104,12 @@ def _check_nodes(asked: Asked, world: World) -> None:
         )
 
 
-def _choose_layout(asked: Asked, world: World) -> Layout:
-    """The layout, with what was left open decided by the launcher, if there is one, and by the devices of this node.
-
-    Raises UserError for counts that contradict each other, and (4) where there are fewer GPUs than asked for.
-    """
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device: DeviceType = ("cuda" if found else "cpu") if asked.device == "auto" else asked.device
-    # A launcher counts processes. The replicas of dp are threads of one process, so its count says nothing of them.
-    if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
-        nnodes, nproc_per_node = world.nnodes, world.nproc_per_node
-    else:
-        nnodes = asked.nnodes.high
-        nproc_per_node = asked.nproc_per_node or _usual_count(asked.layout, device, found)
-    layout = Layout(kind=asked.layout, device=device, nnodes=nnodes, nproc_per_node=nproc_per_node)
-    layout.check()
-    # gloo lets several processes share a GPU.
-    if device == "cuda" and found < nproc_per_node and not (found and layout.kind == "ddp" and asked.backend == "gloo"):
-        raise UserError(
-            f"asked for {nproc_per_node} CUDA device{'s' if nproc_per_node > 1 else ''}, found {found}; "
-            f"what would run here: {' or '.join(_possible(layout, found))}",
-            ExitCode.RESOURCES,
-        )
-    return layout
-
-
-def _usual_count(kind: LayoutKind, device: DeviceType, found: int) -> int:
-    if kind == "single":
-        return 1
-    return max(found, 1) if device == "cuda" else 2
-
-
-def _possible(layout: Layout, found: int) -> list[str]:
-    """Options close to the layout's that fit the GPUs found."""
-    kind, count = f"--layout {layout.kind}", layout.nproc_per_node
-    on_cpu = f"{kind} --device cpu" + (f" --nproc-per-node {count}" if count > 1 else "")
-    on_fewer = f"{kind} --nproc-per-node {found} --device cuda"
-    return [on_fewer, on_cpu] if found and layout.kind != "single" else [on_cpu]
-
-
 def _default_reduction(experiment: Experiment, world: World) -> Reduction:
     """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
     reason = promise_broken_by(experiment) if experiment.reduction == "exact" else None
     if reason is None:
         return experiment.reduction
-    if world.is_first:
-        print(f"plain reduction instead of exact: {reason}", file=sys.stderr)
+    say(world, f"plain reduction instead of exact: {reason}")
     return "plain"
 
 

@@ -111,10 +111,14 @@ class Where(Frozen):
         description="single: one process on one device. dp: one process, with a replica of the model on each of its "
         "devices (nn.DataParallel). ddp: a process for each device (DistributedDataParallel).",
     )
-    device: Literal["auto", DeviceType] = Field("auto", description="auto: CUDA where there is a GPU, else the CPU.")
+    device: Literal["auto", DeviceType] = Field(
+        "auto",
+        description="auto: CUDA where there is a GPU for each process or replica, else the CPU. cuda: where there are "
+        "too few GPUs, they are shared.",
+    )
     nproc_per_node: Annotated[
         Count | None, ByDefault("1 for single, else one for each GPU of this node, or 2 on the CPU")
-    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node, each on a GPU of its own.")
+    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node.")
     nnodes: Annotated[
         NodeRange, BeforeValidator(_split), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
     ] = Field(
@@ -139,7 +143,7 @@ class Communication(Frozen):
     """How processes talk, and what is done when some are lost."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs, gloo on the CPU. gloo also lets several processes share a GPU."
+        "auto", description="auto: nccl between GPUs, gloo on the CPU and where processes share a GPU."
     )
     timeout: Seconds = Field(60.0, description="A process that is silent for longer counts as lost.")
     max_restarts: Annotated[int, CommandLine(metavar="N")] = Field(
