@@ -22,11 +22,14 @@ from torch.nn import functional
 class Augmentation:
     """`apply(inputs [n, …], uniforms float64 [n, draws] in [0, 1))` returns changed inputs [n, …].
 
-    `inputs` are whatever the data set has, a tensor or a tree of tensors.
+    `inputs` are whatever the data set has, a tensor or a tree of tensors, and lie on the CPU; the uniforms are a numpy
+    array. With `on_device`, which is faster on a GPU, the inputs lie on the device that trains, and the uniforms are a
+    tensor there.
     """
 
     draws: int
-    apply: Callable[[Any, NDArray[np.float64]], Any]
+    apply: Callable[[Any, Any], Any]
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,16 @@ class ShiftAndFlip:
     padding: int
     flip: bool
 
-    def __call__(self, images: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
-        corners = (uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
+    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
+        numbers = torch.as_tensor(uniforms, device=images.device)
+        rows, columns = (numbers[:, :2] * (2 * self.padding + 1)).long().unbind(1)
         padded = functional.pad(images, (self.padding,) * 4)
-        return _windows(padded, corners, images.shape[2:], uniforms[:, 2] < 0.5 if self.flip else None)
+        return _windows(padded, rows, columns, images.shape[2:], numbers[:, 2] < 0.5 if self.flip else None)
 
 
 def shift_and_flip(padding: int, flip: bool = False) -> Augmentation:
     """The standard augmentation of small images: random crop with padding, and a horizontal flip if asked for."""
-    return Augmentation(draws=3 if flip else 2, apply=ShiftAndFlip(padding, flip))
+    return Augmentation(draws=3 if flip else 2, apply=ShiftAndFlip(padding, flip), on_device=True)
 
 
 @dataclass(frozen=True)
@@ -61,29 +65,29 @@ class CropAndFlip:
 
     size: int
 
-    def __call__(self, images: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
-        places = np.array(images.shape[2:]) - self.size + 1
-        corners = (uniforms[:, :2] * places).astype(np.int64)
-        return _windows(images, corners, (self.size, self.size), uniforms[:, 2] < 0.5)
+    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
+        numbers = torch.as_tensor(uniforms, device=images.device)
+        height, width = images.shape[2:]
+        rows = (numbers[:, 0] * (height - self.size + 1)).long()
+        columns = (numbers[:, 1] * (width - self.size + 1)).long()
+        return _windows(images, rows, columns, (self.size, self.size), numbers[:, 2] < 0.5)
 
 
 def crop_and_flip(size: int) -> Augmentation:
     """The standard augmentation of photographs that are stored a little larger: random crop, horizontal flip."""
-    return Augmentation(draws=3, apply=CropAndFlip(size))
+    return Augmentation(draws=3, apply=CropAndFlip(size), on_device=True)
 
 
-def _windows(
-    images: Tensor, corners: NDArray[np.int64], shape: Sequence[int], mirrored: NDArray[np.bool_] | None
-) -> Tensor:
-    """The part of each image with its upper left pixel at `corners` [n, 2] (row, column), and the `shape` given."""
-    count, (height, width) = len(images), shape
-    places = torch.from_numpy(corners)
-    rows = places[:, 0, None] + torch.arange(height)
-    columns = torch.arange(width).expand(count, width)
+def _windows(images: Tensor, top: Tensor, left: Tensor, shape: Sequence[int], mirrored: Tensor | None) -> Tensor:
+    """The part of each image with its upper left pixel at `top`, `left` (int64 [n] each), and the `shape` given."""
+    count, (height, width), device = len(images), shape, images.device
+    rows = top[:, None] + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(count, width)
     if mirrored is not None:
-        columns = torch.where(torch.from_numpy(mirrored)[:, None], columns.flip(1), columns)
-    columns = places[:, 1, None] + columns
-    chosen = images.permute(0, 2, 3, 1)[torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :]]
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    columns = left[:, None] + columns
+    every = torch.arange(count, device=device)
+    chosen = images.permute(0, 2, 3, 1)[every[:, None, None], rows[:, :, None], columns[:, None, :]]
     return chosen.permute(0, 3, 1, 2).contiguous()
 
 
@@ -99,12 +103,14 @@ class TurnShiftScale:
     shift: float
     scale: float
 
-    def __call__(self, images: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
         count, _, height, width = images.shape
-        turn, column, row, size = torch.from_numpy(2 * uniforms - 1).float().view(count, 4, 1, 1).unbind(1)
+        device = images.device
+        numbers = 2 * torch.as_tensor(uniforms, device=device) - 1
+        turn, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
         # grid_sample's coordinates: -1 and 1 are the outer edges, pixel centres lie half a pixel inside.
-        x = ((torch.arange(width) * 2 + 1) / width - 1).view(1, 1, width)
-        y = ((torch.arange(height) * 2 + 1) / height - 1).view(1, height, 1)
+        x = ((torch.arange(width, device=device) * 2 + 1) / width - 1).view(1, 1, width)
+        y = ((torch.arange(height, device=device) * 2 + 1) / height - 1).view(1, height, 1)
         turn, size = self.turn * turn, 1 + self.scale * size
         grid = torch.stack(
             (
@@ -118,4 +124,4 @@ class TurnShiftScale:
 
 def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) -> Augmentation:
     """A gentle augmentation for images so small that a whole pixel matters."""
-    return Augmentation(draws=4, apply=TurnShiftScale(turn, shift, scale))
+    return Augmentation(draws=4, apply=TurnShiftScale(turn, shift, scale), on_device=True)

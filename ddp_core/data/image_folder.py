@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ddp_core.data.augment import crop_and_flip
 from ddp_core.data.splits import Splits, stratified
+from ddp_core.data.staged import Staged, Standardise
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.sampler import Ids
 
 ENDINGS = (".jpg", ".jpeg", ".png")
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -82,22 +84,35 @@ class Paths(Sequence[Path]):
         return Path(os.fsdecode(self.names[index]))
 
 
-class ImageFiles:
+class ImageFiles(Staged):
     """Image files with labels; a sample is the middle of a decoded image, `size` of `stored` pixels each way."""
 
     def __init__(self, paths: Sequence[Path], labels: NDArray[np.int64], stored: int, size: int) -> None:
         self.paths, self.labels, self.stored = paths, labels, stored
         edge = (stored - size) // 2
         self.middle = slice(edge, edge + size)
-        self.offset = torch.tensor(_MEAN).mul(255).view(3, 1, 1)
-        self.factor = torch.tensor(_DEVIATION).mul(255).reciprocal().view(3, 1, 1)
+        self._standardise = Standardise(_MEAN, _DEVIATION)
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        pixels = _decoded(self.paths[index], self.stored)[:, self.middle, self.middle]
-        return pixels.float().sub_(self.offset).mul_(self.factor), int(self.labels[index])
+        return self._standardise(self._pixels(index)), int(self.labels[index])
+
+    def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Tensor, Tensor]:
+        """The decoded pixels, uint8 [n, 3, size, size], and the labels."""
+        side = self.middle.stop - self.middle.start
+        pixels = torch.empty((len(ids), 3, side, side), dtype=torch.uint8, pin_memory=pin_memory)
+        for place, index in zip(pixels, ids, strict=True):
+            place.copy_(self._pixels(index))
+        return pixels, torch.tensor(self.labels[np.asarray(ids, dtype=np.int64)])
+
+    def finish(self, inputs: Tensor) -> Tensor:
+        """The images standardised, float32."""
+        return self._standardise(inputs)
+
+    def _pixels(self, index: int) -> Tensor:
+        return _decoded(self.paths[index], self.stored)[:, self.middle, self.middle]
 
 
 def _decoded(path: Path, side: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""From sample ids to tensors: one micro-batch at a time, in line or ahead of time in worker processes.
+"""From sample ids to tensors: one micro-batch at a time, in line or ahead of time, in worker processes or on a GPU.
 
 The order is the caller's: step ids go in, steps come out in the same order, whatever the number of workers. What a
 sample looks like depends on (seed, epoch, id) alone.
@@ -6,11 +6,13 @@ sample looks like depends on (seed, epoch, id) alone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import signal
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +21,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.data.augment import Augmentation
 from ddp_core.data.collating import Batch, Collate, aligned, collated, stack
+from ddp_core.data.prefetching import brought_ahead
 from ddp_core.data.splits import Dataset, InMemory
-from ddp_core.data.trees import map_tensors, tensors_of
+from ddp_core.data.staged import Staged
+from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.determinism.seeds import sample_uniforms
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.orphans import die_with_parent
@@ -29,6 +33,11 @@ from ddp_core.torch_internals import end_loader_workers
 
 StepIds = tuple[int, Sequence[Ids]]
 """An epoch, and the ids of each micro-batch of one step."""
+Gathered = tuple[Tree, Tree, Tensor | None]
+"""A micro-batch in the host's memory: inputs, targets, and uniforms float64 [n, draws] where the device needs them."""
+Made = TypeVar("Made")
+
+_CPU = torch.device("cpu")
 
 _PREFETCHED = 2
 """Steps that torch has each worker prepare ahead, its default."""
@@ -39,13 +48,17 @@ _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 class Loader:
-    """Fetches micro-batches of a data set, augmented where an augmentation is given.
+    """Fetches micro-batches of a data set onto a device, augmented where an augmentation is given.
 
     Every micro-batch has tensors of its own, never views into larger ones: alignment decides which vector instructions
     run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
     tensors (`ddp_core.data.trees`), or whatever `collate` takes. One with `__getitems__(ids)` is asked for a
     micro-batch at once and answers with torch's list of samples, or with a tuple of two trees of batch tensors, which
     leaves nothing to collate.
+
+    A micro-batch is made in two parts. The host's part, `gather`, fetches the samples. The device's part, `finish`, is
+    a function of these samples and of their keyed random numbers: what a Staged data set leaves to the device, and the
+    augmentation where that may run there. On the CPU both run one after the other, in line or in the workers.
     """
 
     def __init__(
@@ -54,41 +67,85 @@ class Loader:
         augmentation: Augmentation | None = None,
         seed: int = 0,
         workers: int = 0,
-        pin_memory: bool = False,
         collate: Collate | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self.dataset = dataset
         self.augmentation = augmentation
         self.seed = seed
         self.workers = workers
-        self.pin_memory = pin_memory
         self.collate = collate
-        whole = dataset.__getitems__ if isinstance(dataset, InMemory) and collate is None else self._put_together
-        self._whole: Callable[[Ids], Batch] = whole
+        self.device, self._on_cuda = device, device.type == "cuda"
+        staged = None if collate is not None else _in_two_parts(dataset)
+        self._stored: Callable[[Ids, bool], Batch] = self._put_together if staged is None else staged.gather
+        self._finish_inputs: Callable[[Tree], Tree] = _as_it_is if staged is None else staged.finish
+        self._device_has_part = augmentation is None or augmentation.on_device
+        # Worker processes cannot pin memory, which is the CUDA driver's business.
+        self._pins = self._on_cuda and workers == 0 and self._device_has_part
 
     def fetch(self, epoch: int, ids: Ids) -> Batch:
-        """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`."""
-        inputs, targets = self._whole(ids)
-        if self.augmentation is not None:
-            inputs = self.augmentation.apply(inputs, sample_uniforms(self.seed, epoch, ids, self.augmentation.draws))
+        """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`, made while the caller waits."""
+        gathered = self.gather(epoch, ids)
+        if self._on_cuda:
+            gathered = map_tensors(lambda tensor: tensor.to(self.device), gathered)
+        return self.finish(gathered)
+
+    def gather(self, epoch: int, ids: Ids) -> Gathered:
+        """The host's part of a micro-batch: inputs, targets, and the random numbers that the device's part needs."""
+        inputs, targets = self._stored(ids, self._pins)
+        if self.augmentation is None:
+            return inputs, targets, None
+        uniforms = sample_uniforms(self.seed, epoch, ids, self.augmentation.draws)
+        if self._device_has_part:
+            return inputs, targets, torch.from_numpy(uniforms)
+        return self.augmentation.apply(self._finish_inputs(inputs), uniforms), targets, None
+
+    def finish(self, gathered: Gathered) -> Batch:
+        """The device's part: the micro-batch that `gather` began, on whichever device its tensors are now."""
+        inputs, targets, uniforms = gathered
+        if self._device_has_part:
+            inputs = self._finish_inputs(inputs)
+        if self.augmentation is not None and uniforms is not None:
+            inputs = self.augmentation.apply(inputs, uniforms)
         return inputs, targets
 
     def stream(self, wanted: Iterable[StepIds]) -> Generator[list[Batch], None, None]:
         """The micro-batches of each wanted step, in the order in which they are wanted.
 
-        With workers, a few steps are taken ahead. Closing the iterator, or ending it, ends the workers.
+        With workers, and on CUDA, a few steps are taken ahead. Closing the iterator, or ending it, ends what works
+        ahead.
         """
-        if self.workers == 0:
-            yield from map(self._pinned, map(self._step, wanted))
+        if not self._on_cuda:
+            yield from self._by_workers(wanted, self._step) if self.workers else map(self._step, wanted)
             return
+        with contextlib.ExitStack() as stack:
+            if self.workers:
+                gathered = stack.enter_context(contextlib.closing(self._by_workers(wanted, self._gather_step)))
+                steps = brought_ahead(gathered, _as_it_is, self._finish_step, self.device)
+            else:
+                steps = brought_ahead(wanted, self._gather_step, self._finish_step, self.device)
+            yield from stack.enter_context(contextlib.closing(steps))
+
+    def _step(self, step_ids: StepIds) -> list[Batch]:
+        return self._finish_step(self._gather_step(step_ids))
+
+    def _gather_step(self, step_ids: StepIds) -> list[Gathered]:
+        epoch, micro_batches = step_ids
+        return [self.gather(epoch, ids) for ids in micro_batches]
+
+    def _finish_step(self, step: list[Gathered]) -> list[Batch]:
+        return [self.finish(gathered) for gathered in step]
+
+    def _by_workers(self, wanted: Iterable[StepIds], make: Callable[[StepIds], Made]) -> Generator[Made, None, None]:
+        """What `make` returns for each wanted step, made by worker processes, which end with the generator."""
         rest = iter(wanted)
         first = next(rest, None)
         if first is None:
             return
-        self._require_shared_memory(first)
+        self._require_shared_memory(first, make)
         ahead = iter(
             DataLoader(
-                _Steps(self),
+                _Steps(make),
                 batch_size=None,
                 sampler=itertools.chain([first], rest),
                 num_workers=self.workers,
@@ -97,7 +154,6 @@ class Loader:
                 # default, but not in a process that was itself started in another way (`--launcher spawn`).
                 multiprocessing_context="fork",
                 worker_init_fn=_begin_worker,
-                pin_memory=self.pin_memory,
                 # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
                 generator=torch.Generator(),
             )
@@ -110,13 +166,13 @@ class Loader:
         finally:
             end_loader_workers(ahead)
 
-    def _require_shared_memory(self, step_ids: StepIds) -> None:
+    def _require_shared_memory(self, step_ids: StepIds, make: Callable[[StepIds], object]) -> None:
         """Raises UserError (4) where /dev/shm cannot hold what the workers prepare ahead: torch would crash or hang."""
         place = Path("/dev/shm")
         if not place.exists():
             return
         epoch, micro_batches = step_ids
-        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(self.fetch(epoch, micro_batches[0]))]
+        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(make((epoch, micro_batches[:1])))]
         needed = sum(pages) * len(micro_batches) * (_PREFETCHED * self.workers + 1) + _SEMAPHORES
         free = shutil.disk_usage(place).free
         if free < needed:
@@ -126,16 +182,8 @@ class Loader:
                 ExitCode.RESOURCES,
             )
 
-    def _step(self, step_ids: StepIds) -> list[Batch]:
-        epoch, micro_batches = step_ids
-        return [self.fetch(epoch, ids) for ids in micro_batches]
-
-    def _pinned(self, step: list[Batch]) -> list[Batch]:
-        pinned: list[Batch] = map_tensors(Tensor.pin_memory, step) if self.pin_memory else step
-        return pinned
-
-    def _put_together(self, ids: Ids) -> Batch:
-        """A micro-batch of a data set that is not ours, or for the experiment's own `collate`. Raises UserError."""
+    def _put_together(self, ids: Ids, pin_memory: bool) -> Batch:
+        """A micro-batch of a data set that is not Staged, or for the experiment's own `collate`. Raises UserError."""
         numbers = ids.tolist()
         several = getattr(self.dataset, "__getitems__", None)
         found = [self.dataset[number] for number in numbers] if several is None else several(numbers)
@@ -152,21 +200,27 @@ class Loader:
             raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
 
 
-class _Steps(TorchDataset[list[Batch] | UserError]):
-    """The loader as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
+class _Steps(TorchDataset[Made | UserError]):
+    """`make` as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    def __init__(self, make: Callable[[StepIds], Made]) -> None:
+        self.make = make
 
-    def __getitem__(self, step_ids: StepIds) -> list[Batch] | UserError:
+    def __getitem__(self, step_ids: StepIds) -> Made | UserError:
         try:
-            return self.loader._step(step_ids)
+            return self.make(step_ids)
         except UserError as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
 
 
-def _as_it_is(step: list[Batch] | UserError) -> list[Batch] | UserError:
-    return step
+def _in_two_parts(dataset: Dataset) -> Staged | None:
+    """The data set where it leaves a part to the device; a subclass with a `__getitems__` of its own does not."""
+    whole = getattr(type(dataset), "__getitems__", None)
+    return dataset if isinstance(dataset, Staged) and whole in (None, InMemory.__getitems__) else None
+
+
+def _as_it_is(value: Made) -> Made:
+    return value
 
 
 def _begin_worker(_: int) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_core.data.augment import Augmentation
 from ddp_core.data.collating import Collate
+from ddp_core.data.staged import Staged, Standardise
 from ddp_core.data.trees import in_words
 from ddp_core.errors import UserError
 from ddp_core.sampler import Ids
@@ -89,7 +90,7 @@ def _require_indexed(dataset: Any, what: str) -> None:
         raise UserError(f"{what} is a {kind.__name__}; {_EXPECTED}")
 
 
-class InMemory:
+class InMemory(Staged):
     """Samples as two tensors, inputs [N, …] and targets [N, …]; sample `id` of `size` samples is row `id % N`.
 
     `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
@@ -113,23 +114,41 @@ class InMemory:
         return inputs[0], targets[0]
 
     def __getitems__(self, ids: Ids | Sequence[int]) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.gather(ids)
+        return self.finish(inputs), targets
+
+    def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Tensor, Tensor]:
+        """The rows of the samples `ids`, copied."""
         rows = torch.from_numpy(np.asarray(ids, dtype=np.int64))
         if self._repeats:
             rows = rows % len(self.inputs)
-        return self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
+        return _rows(self.inputs, rows, pin_memory), _rows(self.targets, rows, pin_memory)
 
 
 class ByteImages(InMemory):
     """Images kept as bytes [N, channels, height, width]; a micro-batch of them is standardised float32."""
 
-    def __init__(self, images: Tensor, targets: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> None:
-        super().__init__(images, targets)
-        self.offset = torch.tensor(mean).mul(255).view(1, -1, 1, 1)
-        self.factor = torch.tensor(deviation).mul(255).reciprocal().view(1, -1, 1, 1)
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        mean: Sequence[float],
+        deviation: Sequence[float],
+        size: int | None = None,
+    ) -> None:
+        super().__init__(images, targets, size)
+        self._standardise = Standardise(mean, deviation)
 
-    def __getitems__(self, ids: Ids | Sequence[int]) -> tuple[Tensor, Tensor]:
-        images, targets = super().__getitems__(ids)
-        return images.float().sub_(self.offset).mul_(self.factor), targets
+    def finish(self, inputs: Tensor) -> Tensor:
+        """The images standardised, float32."""
+        return self._standardise(inputs)
+
+
+def _rows(tensor: Tensor, rows: Tensor, pin_memory: bool) -> Tensor:
+    if not pin_memory:
+        return tensor.index_select(0, rows)
+    pinned = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, rows, out=pinned)
 
 
 def content_digest(*tensors: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -62,16 +63,15 @@ class Batches:
         asked: deque[list[Ids]] = deque()
 
         def wanted() -> Iterator[StepIds]:
-            # The loader's processes prepare later steps in advance, so the ids of those steps wait here for their
-            # tensors.
+            # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
             for step in range(first_step, stop_step):
                 asked.append([self.ids(step, part) for part in self.mine(step)])
                 yield step // self.steps_per_epoch, asked[-1]
 
-        stream = self.loader.stream(wanted())
-        for step in range(first_step, stop_step):
-            before = time.perf_counter()
-            tensors = next(stream)
-            seconds = time.perf_counter() - before
-            epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
-            yield StepBatch(step, epoch, samples, self.mine(step), asked.popleft(), tensors, seconds)
+        with contextlib.closing(self.loader.stream(wanted())) as stream:
+            for step in range(first_step, stop_step):
+                before = time.perf_counter()
+                tensors = next(stream)
+                seconds = time.perf_counter() - before
+                epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
+                yield StepBatch(step, epoch, samples, self.mine(step), asked.popleft(), tensors, seconds)

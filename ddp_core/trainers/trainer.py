@@ -50,8 +50,8 @@ class Trainer(ABC):
             job.splits.augmentation,
             job.experiment.seed,
             workers=job.options.workers,
-            pin_memory=job.device.type == "cuda",
             collate=job.splits.collate,
+            device=job.device,
         )
         self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, self.shares())
         self.steps_per_epoch = self.batches.steps_per_epoch

@@ -15,7 +15,7 @@ from ddp_core.data.builders import DATA, InMemory, Splits
 from ddp_core.errors import ExitCode, UserError
 from tests.support.processes import run_processes
 
-SMALL = {"random_images": {"samples": 50, "image_size": 8, "pool": 20}}
+SMALL = {name: {"samples": 50, "image_size": 8, "pool": 20} for name in ("random_images", "random_byte_images")}
 WITHOUT_FILES = sorted(set(DATA) - {"fashion_mnist", "cifar10", "image_folder"})
 
 
@@ -128,11 +128,21 @@ def test_linear_data_lies_on_its_line_up_to_the_noise() -> None:
     assert abs(float(residual.mean())) < 0.004
 
 
-def test_random_images_repeat_a_pool() -> None:
-    train = DATA["random_images"](samples=50, image_size=8, pool=20).train
+@pytest.mark.parametrize("name", SMALL)
+def test_random_images_repeat_a_pool(name: str) -> None:
+    train = DATA[name](**SMALL[name]).train
     assert len(train) == 50
     first, again = in_memory(train).__getitems__(np.array([7, 47]))[0]
     assert torch.equal(first, again)
+
+
+def test_random_byte_images_are_bytes_until_they_are_finished() -> None:
+    train = in_memory(DATA["random_byte_images"](**SMALL["random_byte_images"]).train)
+    stored, _ = train.gather(np.arange(20))
+    assert stored.dtype == torch.uint8
+    finished = train.finish(stored)
+    assert abs(float(finished.mean())) < 0.1
+    assert abs(float(finished.std()) - 1) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,174 @@
+"""What works ahead of training: order, errors, an early end, memory; and the two parts of a micro-batch.
+
+What only a CUDA device can show is in tests/gpu/test_input.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_core.data import loader as loading
+from ddp_core.data.augment import Augmentation, shift_and_flip
+from ddp_core.data.loader import Batch, Loader, StepIds
+from ddp_core.data.prefetching import AHEAD, made_ahead
+from ddp_core.data.splits import ByteImages
+from ddp_core.errors import UserError
+from tests.core.data.test_loader import OneByOne, assert_equal
+from tests.support.commands import wait_until
+from tests.support.processes import HANG
+
+IDS: list[StepIds] = [(step // 2, [np.arange(3) + step, np.arange(3) + 2 * step]) for step in range(6)]
+
+
+def pictures(count: int = 40) -> ByteImages:
+    pixels = torch.randint(0, 256, (count, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return ByteImages(pixels, torch.arange(count), (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+
+
+def test_items_are_made_in_their_sequence_by_one_other_thread() -> None:
+    made = list(made_ahead(range(20), lambda item: (item, threading.get_ident())))
+    assert [item for item, _ in made] == list(range(20))
+    (thread,) = {thread for _, thread in made}
+    assert thread != threading.get_ident()
+
+
+def test_the_caller_draws_the_items_and_only_a_few_ahead() -> None:
+    drawn: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(10):
+            drawn.append(threading.get_ident())
+            yield item
+
+    with contextlib.closing(made_ahead(items(), abs)) as made:
+        assert drawn == []
+        for asked in range(1, 5):
+            next(made)
+            assert drawn == [threading.get_ident()] * (asked + AHEAD)
+
+
+def test_the_thread_computes_with_as_many_threads_as_its_caller() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert list(made_ahead([0], lambda _: torch.get_num_threads())) == [before + 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_is_raised_when_its_item_is_asked_for() -> None:
+    def make(item: int) -> int:
+        if item == 3:
+            raise KeyError("no such sample")
+        return item
+
+    found = []
+    with pytest.raises(KeyError, match="no such sample") as raised:
+        found.extend(made_ahead(range(9), make))  # keeps what came before the error
+    assert found == [0, 1, 2]
+    assert raised.traceback[-1].name == "make"
+
+
+def test_an_early_end_waits_for_the_running_item_and_makes_no_other() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+    go_on = threading.Event()
+
+    def make(item: int) -> int:
+        begun.append(item)
+        if item:
+            go_on.wait(HANG)
+        ended.append(item)
+        return item
+
+    made = made_ahead(range(9), make)
+    next(made)
+    wait_until(lambda: len(begun) == 2, HANG, "the second item")
+    threading.Timer(0.05, go_on.set).start()
+    made.close()
+    assert begun == ended == [0, 1]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_batches_in_use_are_not_overwritten() -> None:
+    loader = Loader(pictures(), shift_and_flip(1), seed=3)
+    held = list(made_ahead(IDS, loader._step))
+    for step, (epoch, micro_batches) in zip(held, IDS, strict=True):
+        assert_equal(step, [loader.fetch(epoch, ids) for ids in micro_batches])
+
+
+def test_the_host_gathers_bytes_and_the_device_does_the_rest() -> None:
+    dataset, augmentation = pictures(), shift_and_flip(1, flip=True)
+    inputs, targets, uniforms = Loader(dataset, augmentation, seed=5).gather(2, np.array([4, 1]))
+    assert torch.equal(inputs, dataset.inputs[[4, 1]])
+    assert targets.tolist() == [4, 1]
+    assert uniforms is not None
+    assert (uniforms.dtype, uniforms.shape) == (torch.float64, (2, 3))
+    offset, factor = (torch.tensor(numbers).view(3, 1, 1) for numbers in ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3)))
+    expected = (inputs.float() - offset * 255) * (factor * 255).reciprocal()
+    assert torch.equal(dataset.finish(inputs), expected)
+    expected = augmentation.apply(expected, uniforms.numpy())
+    assert torch.equal(Loader(dataset, augmentation, seed=5).fetch(2, np.array([4, 1]))[0], expected)
+
+
+def test_a_data_set_with_getitems_of_its_own_is_asked_there() -> None:
+    class Brighter(ByteImages):
+        def __getitems__(self, ids: Any) -> tuple[Tensor, Tensor]:
+            inputs, targets = super().__getitems__(ids)
+            return inputs + 1, targets
+
+    dark = pictures()
+    bright = Brighter(dark.inputs, dark.targets, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+    ids = np.array([7, 3])
+    assert torch.equal(Loader(bright).fetch(0, ids)[0], Loader(dark).fetch(0, ids)[0] + 1)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_augmentation_runs_on_the_host_unless_it_says_that_it_need_not(on_device: bool) -> None:
+    seen: list[tuple[type, torch.dtype]] = []
+
+    def apply(inputs: Tensor, uniforms: Any) -> Tensor:
+        seen.append((type(uniforms), inputs.dtype))
+        return inputs + 1
+
+    loader = Loader(pictures(), Augmentation(2, apply, on_device))
+    gathered = loader.gather(0, np.array([3]))
+    assert len(seen) == (0 if on_device else 1)
+    assert gathered[0].dtype == (torch.uint8 if on_device else torch.float32)
+    assert torch.equal(loader.finish(gathered)[0], pictures()[3][0][None] + 1)
+    assert seen == [(Tensor if on_device else np.ndarray, torch.float32)]
+
+
+def beside(
+    items: Iterable[Any], gather: Callable[[Any], Any], finish: Callable[[Any], list[Batch]], device: torch.device
+) -> Generator[list[Batch], None, None]:
+    """What `brought_ahead` does, without a device."""
+    return made_ahead(items, lambda item: finish(gather(item)))
+
+
+class Refused(OneByOne):
+    def __getitem__(self, index: int) -> Any:
+        raise UserError(f"sample {index} is damaged")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_gpus_stream_has_the_batches_of_the_cpu(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "brought_ahead", beside)
+    cuda = torch.device("cuda", 0)
+    # Rows would be gathered into pinned memory without workers, so there a data set takes part that is only indexed.
+    dataset: Any = pictures() if workers else OneByOne()
+    augmentation = shift_and_flip(1) if workers else None
+    with contextlib.closing(Loader(dataset, augmentation, 1, workers, device=cuda).stream(IDS)) as stream:
+        for step, expected in zip(stream, Loader(dataset, augmentation, 1).stream(IDS), strict=True):
+            assert_equal(step, expected)
+    stream = Loader(Refused(), workers=workers, device=cuda).stream(IDS)
+    with pytest.raises(UserError, match="sample 0 is damaged"):
+        next(stream)
