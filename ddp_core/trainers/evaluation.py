@@ -7,6 +7,7 @@ count some of them twice.)
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,20 +52,24 @@ def evaluate(
         mine = range(batches) if world.is_first else range(0)
     else:
         mine = range(world.rank, batches, world.world_size)
-    loader, table = Loader(dataset, collate=collate), torch.zeros(batches, 2, dtype=torch.float64)
+    device = collectives.device
+    # The table stays on the device while batches are evaluated: reading a figure makes the host wait for the device.
+    table = torch.zeros(batches, 2, dtype=torch.float64, device=device)
     sums = NamedSums(metrics, batches) if metrics is not None else None
     training = model.training
     model.eval()
-    for batch in mine:
-        ids = np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64)
-        outputs, targets, loss = forward(*loader.fetch(0, ids))
-        table[batch, 0] = loss.double()
-        if count_hits is not None:
-            table[batch, 1] = count_hits(outputs, targets)
-        if sums is not None:
-            sums.add(batch, outputs, targets)
+    wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in mine)
+    loader = Loader(dataset, collate=collate, device=device)
+    with contextlib.closing(loader.stream((0, [ids]) for ids in wanted)) as stream:
+        for batch, ((inputs, targets),) in zip(mine, stream, strict=True):
+            outputs, targets, loss = forward(inputs, targets)
+            table[batch, 0] = loss.double()
+            if count_hits is not None:
+                table[batch, 1] = count_hits(outputs, targets)
+            if sums is not None:
+                sums.add(batch, outputs, targets)
     model.train(training)
-    losses, hits = collectives.sum_(table).T.tolist()
+    losses, hits = collectives.sum_(table.cpu()).T.tolist()
     result: dict[str, Any] = {"test_loss": math.fsum(losses) / samples}
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples

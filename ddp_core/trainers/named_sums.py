@@ -2,7 +2,7 @@
 
 Whole numbers are added as int64, in any sequence. Floating-point numbers go into a table of zeros with a row for each
 batch, as the losses do (ddp_core/trainers/evaluation.py), so that the sum over ranks is exact and `math.fsum` rounds
-once.
+once. Figures on a GPU are read when all batches are done, so that the host does not wait for each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NamedSums:
         self._metrics, self._batches = metrics, batches
         self._kinds: _Kinds | None = None
         self._whole: dict[tuple[str, int], Tensor] = {}
-        self._rows: dict[int, Tensor] = {}
+        self._rows: dict[int, list[Tensor]] = {}
 
     def add(self, batch: int, outputs: Any, targets: Any) -> None:
         """Take in one batch. Raises UserError where the function returns something else than it should."""
@@ -49,11 +49,11 @@ class NamedSums:
         for name, parts in sorted(found.items()):
             for number, part in enumerate(parts):
                 if part.is_floating_point():
-                    rows.append(part.flatten())
+                    rows.append(part.flatten().clone())  # the function may go on to change its tensor
                 else:
                     before = self._whole.get((name, number))
                     self._whole[name, number] = part if before is None else before + part
-        self._rows[batch] = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64)
+        self._rows[batch] = rows
 
     def totals(self, collectives: Collectives) -> dict[str, Any]:
         """`test_<name>` of every figure, the same on every rank: numbers and nested lists, null where not finite."""
@@ -67,8 +67,9 @@ class NamedSums:
         ]
         columns = sum(math.prod(shape) for *_, is_floating, shape in sizes if is_floating)
         table = torch.zeros(self._batches, columns, dtype=torch.float64)
-        for batch, row in self._rows.items():
-            table[batch] = row
+        for batch, rows in self._rows.items():
+            if rows:
+                table[batch] = torch.cat([part.cpu() for part in rows])
         sums = iter([math.fsum(column) for column in collectives.sum_(table).T.tolist()] if columns else [])
         values: dict[str, list[Any]] = {}
         for name, number, is_floating, shape in sizes:
@@ -76,7 +77,7 @@ class NamedSums:
                 flat = [next(sums) for _ in range(math.prod(shape))]
             else:
                 zeros = torch.zeros(shape, dtype=torch.int64)
-                flat = collectives.sum_(self._whole.get((name, number), zeros)).flatten().tolist()
+                flat = collectives.sum_(self._whole.get((name, number), zeros).cpu()).flatten().tolist()
             values.setdefault(name, []).append(np.array(flat, dtype=object).reshape(shape))
         return {f"test_{name}": _reported(parts) for name, parts in values.items()}
 
@@ -95,7 +96,7 @@ def _checked(found: Any) -> Mapping[str, Any]:
 
 
 def _parts(name: str, value: Any) -> tuple[Tensor, ...]:
-    """The total, or the sum and the count, in int64 or float64 on the CPU."""
+    """The total, or the sum and the count, in int64 or float64, on the device where the function left them."""
     parts = tuple(_number(name, part) for part in (value if isinstance(value, tuple | list) else (value,)))
     if isinstance(value, tuple | list) and len(parts) != 2:
         raise UserError(f"metrics: {name} has {len(parts)} parts; it is a pair (sum, count) or one tensor")
@@ -113,7 +114,7 @@ def _number(name: str, part: Any) -> Tensor:
     if not isinstance(part, Tensor) or part.is_complex():
         kind = str(part.dtype) if isinstance(part, Tensor) else type(part).__name__
         raise UserError(f"metrics: {name} is a {kind}; it is a tensor, a number, or a pair of them (sum, count)")
-    return part.detach().to("cpu", torch.float64 if part.is_floating_point() else torch.int64)
+    return part.detach().to(torch.float64 if part.is_floating_point() else torch.int64)
 
 
 def _require_same(ours: _Kinds, theirs: _Kinds) -> None:
