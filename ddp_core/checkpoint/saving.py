@@ -142,11 +142,15 @@ class Checkpointer:
         self._pending = self._submit(self._write_aside, copied, record, best, needed, started)
 
     def before_update(self) -> None:
-        """Return when the tensors given to the last `save` may change; cheap enough for every step."""
+        """Return when the tensors given to the last `save` may change; cheap enough for every step.
+
+        CUDA tensors may change by what the current stream does next, which waits on the device for their copies.
+        """
         if not self._snapshots.arrived:
             started = time.perf_counter()
             self._snapshots.carry_on()
             self._stall += time.perf_counter() - started
+        self._snapshots.let_change()
 
     def check(self) -> None:
         """Raise the error of an asynchronous save, if there was one; cheap enough for every step."""

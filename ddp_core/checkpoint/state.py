@@ -108,13 +108,17 @@ def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
 class Snapshots:
     """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
 
-    CUDA tensors are copied to pinned memory by their stream; `ready()` waits for these copies, in any thread.
+    CUDA tensors are copied to pinned memory while the host goes on; `ready()` waits for these copies, in any thread.
+    Those that only an update changes are copied on streams of their own, beside the training; `let_change()` makes the
+    training stream wait for them on the device. Not run on a GPU yet.
     """
 
     def __init__(self) -> None:
         self._layout: list[tuple[Any, ...]] = []
         self._buffers: list[Tensor] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._events: list[torch.cuda.Event] = []
+        self._aside: list[tuple[torch.device, torch.cuda.Event, list[Tensor]]] = []
         self._left: deque[tuple[Tensor, Tensor]] = deque()
         self._missing, self._failed = 0, False
         self._guard = threading.Lock()
@@ -122,16 +126,22 @@ class Snapshots:
         self._arrived.set()
 
     def begin(self, tree: Tree, now: Iterable[Tensor]) -> Any:
-        """As `copy`, but tensors in host memory are copied only if they are in `now`; `carry_on` copies the others."""
-        if any(tensor.is_cuda for tensor in tree.tensors):
-            return self.copy(tree)
+        """As `copy`, but for the tensors not in `now`: these may change only after `carry_on` and `let_change`.
+
+        `carry_on` copies those of them in host memory; those on CUDA devices are copied beside the training.
+        """
         self._fit(tree)
         first = {tensor.data_ptr() for tensor in now}
+        at_once, aside = [], []
         for buffer, tensor in zip(self._buffers, tree.tensors, strict=True):
             if tensor.data_ptr() in first:
-                buffer.copy_(tensor)
+                at_once.append((buffer, tensor))
+            elif tensor.is_cuda:
+                aside.append((buffer, tensor))
             else:
                 self._left.append((buffer, tensor))
+        self._copy_now(at_once)
+        self._copy_aside(aside)
         self._missing, self._failed = len(self._left), False
         if self._missing:
             self._arrived.clear()
@@ -177,14 +187,35 @@ class Snapshots:
     def copy(self, tree: Tree) -> Any:
         """The same state over buffers of this object, valid until the next `copy` or `begin`."""
         self._fit(tree)
-        if tree.tensors:
-            foreach_copy_(self._buffers, tree.tensors, non_blocking=True)
-        self._events = []
-        for device in {tensor.device for tensor in tree.tensors if tensor.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
+        self._copy_now(list(zip(self._buffers, tree.tensors, strict=True)))
         return tree.over(self._buffers)
+
+    def let_change(self) -> None:
+        """Let what comes next on each current CUDA stream come after the copies made beside it, on the device."""
+        for device, copied, _ in self._aside:
+            torch.cuda.current_stream(device).wait_event(copied)
+        self._aside = []
+
+    def _copy_now(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy host memory at once, and CUDA tensors on their current stream, where they may change right after it."""
+        if pairs:
+            foreach_copy_([buffer for buffer, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
+        devices = {tensor.device for _, tensor in pairs if tensor.is_cuda}
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def _copy_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy CUDA tensors on a stream beside the current one, from where that one is now."""
+        for device in {tensor.device for _, tensor in pairs}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            side = self._streams[device]
+            side.wait_stream(torch.cuda.current_stream(device))
+            here = [pair for pair in pairs if pair[1].device == device]
+            with torch.cuda.stream(side):
+                foreach_copy_([buffer for buffer, _ in here], [tensor for _, tensor in here], non_blocking=True)
+            self._events.append(side.record_event())
+            # Held until the training stream waits for the copies: memory that was freed earlier could be reused there.
+            self._aside.append((device, self._events[-1], [tensor for _, tensor in here]))
 
     def ready(self) -> None:
         """Return when every byte of the last copy has arrived."""
