@@ -22,7 +22,7 @@ from ddp_core.sampler import BLOCK, GlobalOrder, Permutation
 LOWEST, HIGHEST = 0.001, 0.999
 # 1437 and BLOCK use the prefix cipher. BLOCK + 1 and 2**15 use the narrowest Feistel network (halves of seven and eight
 # bits), with and without cycle walking. 2**16 + 1 uses a wider network.
-LENGTHS = [1437, BLOCK, BLOCK + 1, 2**15, 2**16 + 1]
+LENGTHS = [1437, BLOCK, BLOCK + 1, 2**15, pytest.param(2**16 + 1, marks=pytest.mark.slow)]
 ORDERS = 40
 
 

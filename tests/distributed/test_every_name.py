@@ -68,6 +68,7 @@ def test_three_ranks_end_with_the_same_bits(alone: Path, tmp_path: Path) -> None
     assert len((directory / "lines.txt").read_text().splitlines()) == 3, "rank 0 alone calls it"
 
 
+@pytest.mark.slow
 def test_a_resume_on_two_replicas_ends_with_the_same_bits(alone: Path, tmp_path: Path) -> None:
     words = [EVERY_NAME, "--checkpoint-every", "3", "--resume", "auto", "--synchronous-save"]
     killed = ddp("train", *words, "--fault", "kill@11", "--device", "cpu", "--output", tmp_path)

@@ -142,6 +142,7 @@ def test_with_a_driver_or_by_request_it_is_cuda_and_no_index_is_asked(index: Ind
     assert index.asked == []
 
 
+@pytest.mark.slow
 def test_an_index_without_the_pinned_version_is_not_used(index: Index) -> None:
     (wheel,) = index.indexes["cpu"].iterdir()
     wheel.unlink()
@@ -151,6 +152,7 @@ def test_an_index_without_the_pinned_version_is_not_used(index: Index) -> None:
     assert "has no torch 2.13.0+cpu for this Python: torch as pip finds it" in reason
 
 
+@pytest.mark.slow
 def test_an_index_that_is_not_there_is_not_used(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"

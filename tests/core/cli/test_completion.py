@@ -70,6 +70,7 @@ def with_ddp(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_commands_options_experiments_and_settings(shell: str, with_ddp: dict[str, str]) -> None:
     if shutil.which(shell) is None:

@@ -149,6 +149,7 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [folder / "photographs.py", "--data-dir", folder]
 
 
+@pytest.mark.slow
 def test_two_ranks_with_workers_end_as_one_process_without(photographs: list[Any], tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", *photographs)
     two = train(tmp_path / "two", *photographs, "--workers", "2", ranks=2)

@@ -116,6 +116,7 @@ def test_the_other_layouts_stop_alike(
     check_the_end(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_schedulers_early_signal_and_a_time_limit_stop_alike(tmp_path: Path, undisturbed: tuple[str, str]) -> None:
     stop(tmp_path, "--stop-signal", "USR1", number=signal.SIGUSR1, send=to_the_command)
     words = [*WORDS, "--resume", "auto", "--fault", "slow@1", "--max-seconds", "0.5", "--fault", "slow@12"]

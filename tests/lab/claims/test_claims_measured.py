@@ -61,6 +61,7 @@ def test_c09_the_order_repeats_without_set_epoch_but_no_data_are_lost(tmp_path: 
     assert figure(content, "with shuffle=False") is True
 
 
+@pytest.mark.slow
 def test_c10_torchs_sampler_repeats_samples_and_ours_does_not(tmp_path: Path) -> None:
     content = measured("C10", tmp_path)
     assert content["verdict"] == "refuted"
@@ -78,6 +79,7 @@ def test_c08_ddp_sends_what_the_theory_says_and_no_weights(tmp_path: Path) -> No
     assert figure(content, "through the busiest device") == pytest.approx(2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_c12_gradients_add_up(tmp_path: Path) -> None:
     content = measured("C12", tmp_path)
     assert content["verdict"] == "confirmed"

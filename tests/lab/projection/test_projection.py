@@ -210,6 +210,7 @@ class TestOverlap:
         assert hidden_share({"alone": 1.0, "ddp": 1.0, "afterwards": 1.0}) is None
 
 
+@pytest.mark.slow
 def test_steps_are_really_timed() -> None:
     steps, own = measure_steps(2, 3)
     assert set(steps) == {"alone", "ddp", "afterwards"}
