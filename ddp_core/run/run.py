@@ -128,7 +128,7 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
     collectives.require_same(**facts)
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
     if parts.named_metrics is not None and parts.splits.test is not None:
-        passes = Passes(request.loaded.experiment, parts.loss, collectives.device, exact=False)
+        passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)
         try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
     return parts

@@ -32,12 +32,10 @@ def call(module: nn.Module, inputs: Tree) -> Tree:
 class Passes:
     """Outputs, losses and gradients of micro-batches, for any module that wraps the model."""
 
-    def __init__(self, experiment: Experiment, loss: Loss, device: torch.device, exact: bool) -> None:
+    def __init__(self, experiment: Experiment, loss: Loss, device: torch.device) -> None:
         self._loss, self._device = loss, device
         self._precision = _PRECISIONS.get(experiment.precision)
-        # Where the scale starts. The scaler halves it after an overflow and doubles it after 2000 good steps.
-        scale = 2.0 ** (16 - (experiment.global_batch_size.bit_length() if exact else 0))
-        self.scaler = torch.amp.GradScaler(device.type, scale) if self._precision is torch.float16 else None
+        self.scaler = torch.amp.GradScaler(device.type) if self._precision is torch.float16 else None
         self._loss_weights: dict[int, Tensor] = {}
 
     def outputs_and_loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:

@@ -58,7 +58,7 @@ class Trainer(ABC):
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.signals = StepSignals(job.collectives, self.cut.micro_batches)
-        self.passes = Passes(job.experiment, job.loss, job.device, self.exact)
+        self.passes = Passes(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch)
         self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None)

@@ -24,6 +24,7 @@ class WeightUpdate:
         self._state, self._clip_norm = state, experiment.clip_norm
         self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
         self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
+        self._has_stepped = False
         groups = state.optimizer.param_groups
         self._base_rates = [float(group["lr"]) for group in groups]
         state.learning_rate = self._base_rates[0]
@@ -52,12 +53,18 @@ class WeightUpdate:
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
         """Step with scaled gradients, unless one of them overflowed; returns whether the weights were updated."""
         state = self._state
-        if state.schedule is None and state.average is None:
+        if self._has_stepped and state.schedule is None and state.average is None:
             # Nothing depends on the answer, and on CUDA reading the scale makes the host wait for the device.
             scaler.step(state.optimizer)
             scaler.update()
             return True
-        before = scaler.get_scale()
+        before, is_fresh = scaler.get_scale(), not state.optimizer.state
         scaler.step(state.optimizer)
         scaler.update()
-        return scaler.get_scale() >= before
+        made = scaler.get_scale() >= before
+        self._has_stepped = self._has_stepped or made
+        if is_fresh and not made:
+            # torch's fused SGD has made momentum buffers that it expects its first update to fill, which was skipped
+            # (torch/optim/sgd.py: empty_like). Without them the next update is the first one again.
+            state.optimizer.state.clear()
+        return made

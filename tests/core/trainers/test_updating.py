@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,49 @@ def test_an_overflow_moves_neither_the_schedule_nor_the_average() -> None:
     assert rates == [0.1, pytest.approx(0.08), pytest.approx(0.08)]
     assert state.average is not None
     assert int(state.average.n_averaged) == 2
+
+
+def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
+    """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them.
+
+    Shown by torch alone, where new memory is filled with NaN so that it can be seen:
+
+        torch.use_deterministic_algorithms(True)
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+        scaler = torch.amp.GradScaler("cpu")
+        for gradient in (torch.inf, 1.0):
+            weight.grad = scaler.scale(torch.full((3,), gradient))
+            scaler.step(optimizer)
+            scaler.update()
+        print(weight)  # tensor([nan, nan, nan]); without `fused=True`, tensor([0.9, 0.9, 0.9])
+    """
+    settings = {"optimizer": Component(name="here")}
+    with _new_memory_filled_with_nan():
+        ends = []
+        for fused in (False, True):
+            weight = nn.Parameter(torch.ones(3))
+            model = nn.ParameterList([weight])
+            # Dampening tells a first update, which torch does not dampen, from a later one.
+            optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
+            state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
+            update = WeightUpdate(experiment(**settings), state, steps_per_epoch=4)
+            for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
+                assert state.scaler is not None
+                weight.grad = state.scaler.scale(torch.full((3,), gradient))
+                update.make(step)
+            ends.append((weight.tolist(), optimizer.state[weight]["momentum_buffer"].tolist()))
+    assert ends[1] == ends[0]
+
+
+@contextmanager
+def _new_memory_filled_with_nan() -> Iterator[None]:
+    deterministic: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        deterministic.fill_uninitialized_memory = before[1]
