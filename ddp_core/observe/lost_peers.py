@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed import DistError
 
+from ddp_core.distributed.nccl_errors import is_own_fault, last_line
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import name_lost_peer, sign_again
@@ -51,10 +52,11 @@ def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone or silent.
 
     The words alone do not tell: a data set may lose the connection to its storage, for example. So the error must also
-    come from a file in which collectives run.
+    come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless NCCL
+    tells of a fault of this process or its machine.
     """
     if isinstance(error, DistError | PeersLost):
-        return True
+        return isinstance(error, PeersLost) or not is_own_fault(str(error))
     if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _WORDS):
         return False
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -62,9 +64,9 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of a collective's error, without the place in gloo's sources and without gloo's advice."""
-    first = str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]
-    return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", first)
+    """What a collective's error says in one line, without the place in gloo's sources and without gloo's advice."""
+    line = last_line(str(error)).partition(". This is typically caused by")[0]
+    return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", line)
 
 
 def peers_lost(error: BaseException, directory: Path, world: World, step: int) -> PeersLost:

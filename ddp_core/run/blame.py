@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
 import torch
+from torch.distributed import DistError
 
+from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.errors import ExitCode, UserError, internal, is_full, no_room
 from ddp_core.run.experiment_file import MODULE_PREFIX
 
@@ -26,21 +29,32 @@ _CALLS_EXPERIMENT = (
     "trainers/passes.py",
     "trainers/updating.py",
 )
-_OUT_OF_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Threads and libraries raise RuntimeErrors that quote the first error, where memory ran out.
+_OUT_OF_MEMORY = re.compile(
+    r"(?:DefaultCPUAllocator|CUDA out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED)[^\n]*"
+)
+_ON_CPU = "use a smaller --set micro_batch=N, fewer processes on this machine, or a machine with more memory"
+_ON_CUDA = (
+    "use a smaller --set micro_batch=N (more of them make up the same global batch), --set precision=bf16, and where "
+    "it happened in an evaluation a smaller --set evaluation.samples_per_batch=N"
+)
 
 
 def shortage(error: BaseException, speaker: str, directory: Path) -> UserError | None:
-    """The UserError (4) where disk or memory ran out; None for any other exception."""
+    """The UserError (4) where disk, memory, shared memory or a device is lacking; None for any other exception."""
     if is_full(error):
         return no_room(directory, error)
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
-    ):
+    text = str(error)
+    if isinstance(error, DistError) and (lack := lack_of(text)):
+        return UserError(f"{speaker}: {lack}", ExitCode.RESOURCES)
+    found = _OUT_OF_MEMORY.search(text)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and found):
         return None
-    reason = str(error).strip().partition("\n")[0].partition(". GPU ")[0].rpartition("DefaultCPUAllocator: ")[2]
+    line = found[0] if found is not None else text.strip().partition("\n")[0]
+    reason = line.partition(". GPU ")[0].removeprefix("DefaultCPUAllocator: ")
+    on_cuda = isinstance(error, torch.OutOfMemoryError) or reason.lower().startswith("cu")
     return UserError(
-        f"{speaker}: out of memory{f' ({reason})' if reason else ''}; use a smaller --set micro_batch=N, "
-        "fewer processes on this machine, or a machine with more memory",
+        f"{speaker}: out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU}",
         ExitCode.RESOURCES,
     )
 

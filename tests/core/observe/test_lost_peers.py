@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.errors import ExitCode
 from ddp_core.observe import lost_peers
-from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, reason_of
+from ddp_core.run.blame import shortage, unforeseen
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
@@ -65,3 +68,88 @@ def test_the_words_of_a_lost_peer_count_only_where_collectives_run() -> None:
     assert not is_peer_loss(elsewhere.value)
     assert not is_peer_loss(RuntimeError(words))
     assert is_peer_loss(dist.DistNetworkError(words)), "torch.distributed's own kind"
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n{}\n"
+REMOTE = NCCL.format(
+    "remote process exited or there was a network error",
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+)
+SYSTEM = NCCL.format(
+    "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. ",
+)
+CUDA = NCCL.format(
+    "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    "ncclUnhandledCudaError: Call to CUDA function failed.",
+)
+USAGE = NCCL.format(
+    "invalid usage (run with NCCL_DEBUG=WARN for details)",
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+)
+INTERNAL = NCCL.format("internal error", "ncclInternalError: Internal check failed.")
+SHARED = "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888)"
+STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268 (most recent …)"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            f"{REMOTE}Last error:\nsocketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
+            "socketProgressOpt: Call to recv from 172.1.2.3<3> failed : Connection reset by peer",
+        ),
+        (REMOTE, REMOTE.partition("\n")[0]),
+        (SYSTEM, SYSTEM.partition("\n")[0]),
+        (
+            f"{INTERNAL}Last error:\nNet : Connection closed by remote peer user<50260>{STACK}",
+            "Net : Connection closed by remote peer user<50260>",
+        ),
+        (
+            "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for "
+            "60000 milliseconds before timing out.",
+            "[PG ID 0 PG GUID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for "
+            "60000 milliseconds before timing out.",
+        ),
+        ("NCCL met a REMOTE_ERROR while this rank waited for its device",) * 2,
+    ],
+)
+def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:
+    error = dist.DistBackendError(text)
+    assert is_peer_loss(error)
+    assert shortage(error, "rank 1 (node 0)", Path()) is None
+    assert reason_of(error) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "lack"),
+    [
+        (f"{SYSTEM}Last error:\n{SHARED}{STACK}", "NCCL has too little shared memory.*/dev/shm/nccl-WU88OE"),
+        (
+            f"{SYSTEM}Last error:\n{SHARED}, error: No space left on device (28)",
+            "NCCL has too little shared memory.*28",
+        ),
+        (f"{CUDA}Last error:\nCuda failure 2 'out of memory'", "NCCL is out of memory.*micro_batch.*out of memory'"),
+        (f"{CUDA}Last error:\nFailed to CUDA calloc 6291456 bytes", "NCCL is out of memory"),
+        (f"{CUDA}Last error:\nCuda failure 999 'unknown error'", "the GPU or its driver has failed.*999"),
+        (
+            f"{USAGE}Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "does not let two ranks share a GPU.*--backend gloo.*rank 1 and rank 0",
+        ),
+    ],
+)
+def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str, lack: str) -> None:
+    error = dist.DistBackendError(text)
+    assert not is_peer_loss(error)
+    found = shortage(error, "rank 1 (node 0)", Path())
+    assert found is not None
+    assert found.exit_code == ExitCode.RESOURCES
+    assert re.search(f"^rank 1 \\(node 0\\): .*{lack}", str(found))
+
+
+@pytest.mark.parametrize("text", [f"{USAGE}Last error:\ninvalid root", INTERNAL])
+def test_what_nccl_says_of_a_wrong_call_is_a_fault_of_ours(text: str) -> None:
+    error = dist.DistBackendError(text)
+    assert not is_peer_loss(error)
+    assert shortage(error, "rank 1 (node 0)", Path()) is None
+    assert unforeseen(error)[0] == ExitCode.INTERNAL

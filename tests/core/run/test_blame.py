@@ -155,3 +155,37 @@ def test_memory_that_torch_cannot_have_is_a_shortage() -> None:
     assert found is not None
     assert found.exit_code == ExitCode.RESOURCES
     assert str(found).startswith("rank 1 (node 0): out of memory (can't allocate memory: you tried to allocate ")
+
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB, of which"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError(CUDA), "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (
+            torch.OutOfMemoryError(f"Caught OutOfMemoryError in replica 1 on device 1.\nOriginal Traceback:\n{CUDA}\n"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (
+            RuntimeError(f"The following operation failed in the hook: OutOfMemoryError: {CUDA}\n\nAt:\n  hook.py(7)"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            "CUDA error: out of memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
+    ],
+)
+def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception, reason: str) -> None:
+    found = blame.shortage(error, "rank 1 (node 0)", Path())
+    assert found is not None
+    assert found.exit_code == ExitCode.RESOURCES
+    assert f"rank 1 (node 0): out of memory ({reason}); use a smaller --set micro_batch=N" in str(found)
+    assert "--set precision=bf16" in str(found)
+    assert "evaluation.samples_per_batch" in str(found)
