@@ -121,13 +121,29 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     "_get_ddp_logging_data": PrivateName(
         _DDP, "tell how many buckets DDP really uses", "DDP's documentation itself names this method", "1.9"
     ),
-    "_get_backend": PrivateName("torch.distributed.ProcessGroup", "reach `_timeout`", "as `_timeout`", "2.0"),
+    "_get_backend": PrivateName(
+        "torch.distributed.ProcessGroup", "reach `_timeout`, and NCCL's `get_error`", "as `_timeout`", "2.0"
+    ),
     "_timeout": PrivateName(
         "torch.distributed.ProcessGroup._get_backend(device).options",
         "give a second process group the timeout of the first",
         "new_group does not inherit it; in public it can be set, but not read",
         "1.9",
         "https://github.com/pytorch/pytorch/pull/56531",
+    ),
+    "_abort_process_group": PrivateName(
+        "torch.distributed.distributed_c10d",
+        "end the collectives of NCCL that wait for a peer that is gone",
+        "destroy_process_group waits for them",
+        "2.6",
+        "https://github.com/pytorch/pytorch/pull/132291",
+    ),
+    "_world": PrivateName(
+        "torch.distributed.distributed_c10d",
+        "ask every process group, also those of a reduction, whether NCCL has failed",
+        "`get_error` tells of one group, and torch lists groups nowhere else",
+        "2.0",
+        "https://github.com/pytorch/pytorch/pull/144498",
     ),
     # Of tensors, modules and data.
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
@@ -233,6 +249,27 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     timeout = group._get_backend(device).options._timeout
     assert isinstance(timeout, timedelta)
     return timeout
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process that have not ended."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def nccl_failure(device: torch.device) -> str | None:
+    """What a collective of NCCL met in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None while all go.
+
+    Only for groups whose tensors on `device` NCCL carries: gloo has no such answer.
+    """
+    failures = [cast(Any, group._get_backend(device)).get_error().name for group in process_groups()]
+    return next((failure for failure in failures if failure != "SUCCESS"), None)
+
+
+def abort_process_groups(patience: float) -> None:
+    """End all process groups without waiting for their collectives, and wait `patience` seconds for that."""
+    ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+    ending.start()
+    ending.join(patience)
 
 
 def module_versions(state: Mapping[str, Any]) -> Any | None:

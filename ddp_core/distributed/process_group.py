@@ -19,8 +19,12 @@ from ddp_core.distributed.addresses import address_served, gloo_towards, store_a
 from ddp_core.distributed.backends import agreed_backend
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.torch_internals import abort_process_groups, nccl_failure
 
 _HEARING_SECONDS = 1.0
+_LOOKING_SECONDS = 0.0005
+"""Between two looks at a device that has not finished."""
+_ABORTING_SECONDS = 5.0
 
 
 class Collectives:
@@ -29,6 +33,7 @@ class Collectives:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
+        self._abandoned = False
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (plain Python types) on every rank."""
@@ -64,6 +69,43 @@ class Collectives:
         """Wait for every rank."""
         self.sum_(torch.zeros(1))
 
+    def await_event(self, event: torch.cuda.Event) -> None:
+        """Wait until the device has come to this event. Raises DistBackendError where NCCL fails meanwhile.
+
+        torch's own waits, such as for the value of a CUDA tensor, do not end where a kernel of NCCL waits for a peer
+        that is gone.
+        """
+        if not self._uses_nccl:
+            event.synchronize()
+            return
+        while not event.query():
+            if failure := nccl_failure(self.device):
+                raise dist.DistBackendError(f"NCCL met a {failure} while this rank waited for its device")
+            time.sleep(_LOOKING_SECONDS)
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Where the block raises, end NCCL's collectives without waiting for them; nothing can be sent afterwards.
+
+        Destroying the process group would wait for collectives that a lost peer never joins, and so would the device.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._uses_nccl and not self._abandoned:
+                self._abandoned = True
+                abort_process_groups(_ABORTING_SECONDS)
+            raise
+
+    def end(self) -> None:
+        """Destroy the process group, unless it was abandoned."""
+        if not self._abandoned:
+            dist.destroy_process_group()
+
+    @property
+    def _uses_nccl(self) -> bool:
+        return self.device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
+
     def require_same(self, **facts: str) -> None:
         """Raises UserError on every rank where a fact (a code version, a digest) differs between ranks."""
         seen = self.gather(facts)
@@ -86,6 +128,11 @@ def process_group(
     carries CPU tensors and nccl CUDA tensors; gloo also serves several processes on one GPU (`agreed_backend`).
     `timeout`, in seconds, limits every wait.
 
+    TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
+    the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
+    wrong gradients (2) or wait for ever (0). The watchdog first waits for a minute (four times
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`.
+
     Raises UserError where a peer is missing, a rank is taken twice, the network interface does not exist, or nccl was
     asked for where ranks share a GPU.
     """
@@ -107,13 +154,15 @@ def process_group(
             raise UserError(
                 f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
             ) from None
+        collectives = Collectives(world, device)
         try:
-            yield Collectives(world, device)
+            with collectives.abandoned_on_error():
+                yield collectives
         finally:
             # DDP's reducer holds the GIL while it waits for gloo's threads to end. So everything that refers to the
             # reducer must be gone before the group is.
             gc.collect()
-            dist.destroy_process_group()
+            collectives.end()
 
 
 def local_device(world: World, device_type: str) -> torch.device:

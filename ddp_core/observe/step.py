@@ -36,13 +36,12 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The same on every rank: summed loss of each micro-batch of the step, and whether a rank was asked to stop."""
+    """The same on every rank: the summed loss of each micro-batch of the step."""
 
     step: int
     """Counted from 0, as in StepBatch."""
     samples: int
     losses: list[float]
-    stop: bool
 
     @cached_property
     def loss(self) -> float:

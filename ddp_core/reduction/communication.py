@@ -170,9 +170,9 @@ class Channel:
         self.submit(job(), out).wait()
 
     def close(self) -> None:
-        """End the threads, then the process group."""
+        """End the threads, then the process group, unless an error has already ended all groups."""
         self.closed = True
-        if (self._threads is None or self._threads.close()) and self.group is not None:
+        if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
             self.group = None
 

@@ -4,81 +4,93 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.observe.step import StepBatch, StepReport
 
 
 class StepSignals:
-    """One small sum over the ranks per step, which is computed while backward runs; a single process needs none.
+    """Small sums over the ranks in every step, which are computed while backward runs; one process needs none.
 
     Only one rank gives each loss and the others give zero, so the sum is exact and the report has the same bits on
-    every layout. A NaN stays at the micro-batch that it came from. On CUDA the values stay on the device until `read`,
-    so that the loop need not wait for the device at every step.
+    every layout. A NaN stays at the micro-batch that it came from.
+
+    On the CPU one sum carries the losses and the requests to stop. On CUDA the losses stay on the device until `read`,
+    so that the loop need not wait for the device in every step. There a second sum, of a CPU tensor over gloo, carries
+    the requests, so that every rank follows them at the end of the same step. Not run on a GPU yet.
     """
 
     def __init__(self, collectives: Collectives, micro_batches: int) -> None:
         self._collectives = collectives
         self._micro_batches = micro_batches
-        self._alone = collectives.world.world_size == 1
         self._step = self._samples = 0
-        self._losses: dict[int, torch.Tensor] = {}
-        self._sum: dist.Work | None = None
-        # Both lists hold the steps that have not been read. A single process keeps number, samples, losses and the
-        # request to stop; several keep number, samples, and the sum over ranks of losses and requests.
-        self._unread: list[tuple[int, int, dict[int, torch.Tensor], bool]] = []
-        self._unread_sums: list[tuple[int, int, torch.Tensor]] = []
+        self._by_micro_batch: dict[int, Tensor] = {}
+        self._requests = torch.zeros(1)
+        self._sums: list[dist.Work] = []
+        # On CUDA, the end of the last step's gradients.
+        self._event: torch.cuda.Event | None = None
+        # Number, samples and losses of each step that has not been read.
+        self._unread: list[tuple[int, int, Tensor]] = []
 
     def begin(self, batch: StepBatch) -> None:
         """Start a step."""
         self._step, self._samples = batch.step, batch.samples
-        self._losses = {}
+        self._by_micro_batch = {}
 
-    def put_loss(self, micro_batch: int, loss: torch.Tensor) -> None:
+    def put_loss(self, micro_batch: int, loss: Tensor) -> None:
         """Report the summed loss of one micro-batch."""
-        self._losses[micro_batch] = loss
+        self._by_micro_batch[micro_batch] = loss
 
     def send(self, stop: bool) -> None:
-        """Start the sum; call this once per step on every rank, after its last forward.
+        """Start the sums; call this once per step on every rank, after its last forward.
 
         `stop` says whether this rank was asked to stop.
         """
-        if self._alone:
-            self._unread.append((self._step, self._samples, self._losses, stop))
-            return
-        vector = torch.zeros(self._micro_batches + 1, device=self._collectives.device)
-        for micro_batch, loss in self._losses.items():
+        device = self._collectives.device
+        vector = torch.zeros(self._micro_batches + 1, device=device)
+        for micro_batch, loss in self._by_micro_batch.items():
             vector[micro_batch] = loss
+        if device.type == "cpu":
+            self._requests, sent = vector[-1:], [vector]
+        else:
+            self._requests = torch.zeros(1)
+            sent = [self._requests, vector]
         if stop:
-            vector[-1] = 1.0
-        self._sum = self._collectives.start_sum(vector)
-        self._unread_sums.append((self._step, self._samples, vector))
+            self._requests.fill_(1.0)
+        begun = [self._collectives.start_sum(tensor) for tensor in sent]
+        self._sums = [work for work in begun if work is not None]
+        self._unread.append((self._step, self._samples, vector[:-1]))
 
-    def receive(self) -> None:
-        """Wait for the sum of this step."""
-        if self._sum is not None:
-            self._collectives.finish_sum(self._sum)
-            self._sum = None
+    def receive(self) -> bool:
+        """Wait for the sums of this step; whether any rank was asked to stop.
+
+        Call this before anything that waits for the device. Where a peer is gone, the sum over gloo raises at once,
+        while a wait for the device does not end as long as a kernel of NCCL waits for that peer.
+        """
+        for begun in self._sums:
+            self._collectives.finish_sum(begun)
+        self._sums = []
+        if self._collectives.device.type == "cuda":
+            self._keep_pace()
+        return self._requests.item() > 0
 
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""
-        reports = [
-            StepReport(step, samples, self._values(losses), stop) for step, samples, losses, stop in self._unread
-        ]
-        if self._unread_sums:
-            rows = torch.stack([vector for *_, vector in self._unread_sums]).tolist()
-            reports += [
-                StepReport(step, samples, row[:-1], row[-1] > 0)
-                for (step, samples, _), row in zip(self._unread_sums, rows, strict=True)
-            ]
+        if self._event is not None:
+            self._collectives.await_event(self._event)
+        rows = torch.stack([losses for *_, losses in self._unread]).tolist()
+        reports = [StepReport(step, samples, row) for (step, samples, _), row in zip(self._unread, rows, strict=True)]
         self._unread.clear()
-        self._unread_sums.clear()
         return reports
 
-    def _values(self, losses: dict[int, torch.Tensor]) -> list[float]:
-        values = [0.0] * self._micro_batches
-        tensors = list(losses.values())
-        read = torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
-        for micro_batch, value in zip(losses, read, strict=True):
-            values[micro_batch] = value
-        return values
+    def _keep_pace(self) -> None:
+        """Let the host run one step ahead of the device and no more.
+
+        That keeps the device busy. A request to stop, or a lost peer, would otherwise be met only after all steps that
+        the host has asked for since it last read the losses.
+        """
+        before, self._event = self._event, torch.cuda.Event()
+        self._event.record()
+        if before is not None:
+            self._collectives.await_event(before)

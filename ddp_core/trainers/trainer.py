@@ -100,7 +100,7 @@ class Trainer(ABC):
             for batch in stream:
                 self.observers.before_step(batch)
                 self.compute_gradients(batch)
-                reports = self.read_reports(batch)
+                stop, reports = self.receive_signals(batch)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
                 if bad is None:
@@ -114,7 +114,7 @@ class Trainer(ABC):
                     self.record_digest()
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
-                if any(report.stop for report in reports) and not self.is_at_end:
+                if stop and not self.is_at_end:
                     self.stop()
         if self.callbacks:
             self.saving.wait()
@@ -136,13 +136,13 @@ class Trainer(ABC):
         every = self.options.digest_every
         return self.is_at_epoch_end or (every is not None and self.state.step % every == 0)
 
-    def read_reports(self, batch: StepBatch) -> list[StepReport]:
-        """The reports of this step and of earlier steps not read yet; none where reading is not due yet."""
-        self.signals.receive()
+    def receive_signals(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
+        """Whether a rank was asked to stop, and the reports of all steps not read yet; none where that is not due."""
+        stop = self.signals.receive()
         done = batch.step + 1
-        is_due = done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
+        is_due = stop or done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
-        return self.signals.read() if is_due or self.saving.is_due(done) else []
+        return stop, self.signals.read() if is_due or self.saving.is_due(done) else []
 
     def update_weights(self, batch: StepBatch) -> None:
         """Set the learning rate, clip the gradients, update the weights."""

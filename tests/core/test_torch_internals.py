@@ -180,6 +180,18 @@ def timeout(_: int, __: int, ___: str) -> None:
     assert torch_internals.timeout_of(group, torch.device("cpu")) == TIMEOUT
 
 
+def abort(_: int, __: int, ___: str) -> None:
+    replicated()
+    torch_internals.abort_process_groups(60)
+    assert not dist.is_initialized()
+
+
+def groups(_: int, __: int, ___: str) -> None:
+    replicated()
+    another = dist.new_group([0])
+    assert torch_internals.process_groups() == [dist.group.WORLD, another]
+
+
 def foreach(_: int, __: int, ___: str) -> None:
     ours = [torch.ones(2), torch.ones(3)]
     torch_internals.foreach_add_(ours, [torch.ones(2), torch.ones(3)])
@@ -251,6 +263,8 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_get_ddp_logging_data": logging_data,
     "_get_backend": timeout,
     "_timeout": timeout,
+    "_abort_process_group": abort,
+    "_world": groups,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_zero_", "_foreach_copy_"), foreach),
     "_python_dispatch": dispatch_mode,
     "_dynamo": dynamo,
