@@ -25,7 +25,7 @@ class Moment:
     loss: float | None
     """Mean over the samples of the step, in `on_epoch` and `on_end` of the epoch; None where it was not read.
 
-    On CUDA, losses are read every `--log-every` steps.
+    On CUDA, losses may be read every `--log-every` steps only.
     """
     learning_rate: float
     """Used by the last update, of the first parameter group."""

@@ -203,7 +203,11 @@ class Stopping(Frozen):
 class Watching(Frozen):
     """What is written down on the way."""
 
-    log_every: Steps = Field(10, description="Steps between two records of loss and speed in metrics.jsonl.")
+    log_every: Steps = Field(
+        10,
+        description="Steps between two records of loss and speed in metrics.jsonl. On CUDA, losses are mostly read, "
+        "and found to be NaN, in these steps only.",
+    )
     digest_every: Annotated[Steps | None, ByDefault("one at the end of each epoch")] = Field(
         None, description="Steps between two digests of the weights."
     )

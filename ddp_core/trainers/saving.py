@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
+from torch import nn
+
+from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
@@ -17,6 +21,16 @@ class Saving(StepObserver):
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
         self._every = job.options.checkpoint_every
+        self._newest = 0
+
+    def begin(self) -> None:
+        """Training starts here: a state that is not at step 0 came from the checkpoint of its step."""
+        self._newest = self._state.step
+
+    @property
+    def newest(self) -> str:
+        """What a message says of the newest checkpoint."""
+        return f"the checkpoint of step {self._newest} is good" if self._newest else "nothing has been saved yet"
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         if self._job.checkpointer is not None:
@@ -36,9 +50,18 @@ class Saving(StepObserver):
             self._job.checkpointer.wait()
 
     def save(self, best: bool = False, wait: bool = False) -> None:
-        """Save a checkpoint after the step just done (rank 0); with `wait`, all ranks return once it is written."""
+        """Save a checkpoint after the step just done (rank 0); with `wait`, all ranks return once it is written.
+
+        Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
+        """
         job, state, before = self._job, self._state, time.perf_counter()
         with self._clock.aside("checkpoint"):
+            if bad := first_not_finite(state.model):
+                raise UserError(
+                    f"parameter {bad} is not finite after step {state.step}, so this step is not saved, "
+                    f"{self.newest}: lower optimizer.lr, or set clip_norm",
+                    ExitCode.NUMERICS,
+                )
             if job.checkpointer is not None:
                 job.checkpointer.save(
                     state.state_dict(),
@@ -52,4 +75,18 @@ class Saving(StepObserver):
             if wait:
                 self.wait()
                 job.collectives.barrier()
+        self._newest = state.step
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
+
+
+def first_not_finite(model: nn.Module) -> str | None:
+    """The name of the first trained parameter with a NaN or infinite element; None where there is none.
+
+    Buffers and frozen parameters are not looked at: a mask holds -inf on purpose.
+    """
+    trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad and each.numel()}
+    # One norm of all parameters, so that the host waits for the device once.
+    norm = nn.utils.get_total_norm(list(trained.values()), math.inf)
+    if math.isfinite(norm.item()):
+        return None
+    return next(name for name, each in trained.items() if not each.isfinite().all())

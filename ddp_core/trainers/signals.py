@@ -75,6 +75,11 @@ class StepSignals:
             self._keep_pace()
         return self._requests.item() > 0
 
+    @property
+    def losses(self) -> Tensor:
+        """The losses of the step just received, on the device, zero for micro-batches that the step does not have."""
+        return self._unread[-1][2]
+
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""
         if self._event is not None:

@@ -25,6 +25,7 @@ from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.job import Job
+from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
 from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.signals import StepSignals
@@ -68,8 +69,8 @@ class Trainer(ABC):
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks else []
         self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *called, *job.observers])
-        # On CUDA, reading a loss makes the host wait for the device, so losses are read only every few steps.
-        self._read_every = 1 if job.device.type == "cpu" or job.options.on_nan == "skip" else job.options.log_every
+        self._read_every = steps_between_reading(job.options, self.state, job.device)
+        self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
     @abstractmethod
     def shares(self) -> range:
@@ -95,6 +96,7 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
+        self.saving.begin()
         self.clock.restart()
         with contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream:
             for batch in stream:
@@ -139,6 +141,8 @@ class Trainer(ABC):
     def receive_signals(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
         """Whether a rank was asked to stop, and the reports of all steps not read yet; none where that is not due."""
         stop = self.signals.receive()
+        if self._gate is not None:
+            self._gate.see(self.signals.losses)
         done = batch.step + 1
         is_due = stop or done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
@@ -152,8 +156,9 @@ class Trainer(ABC):
         """Leave the weights as they are and say why. Raises UserError (5) unless `on_nan` is skip."""
         message = name_bad_loss(bad, self.batches, self.job.layout)
         if self.options.on_nan == "stop":
+            seen = f" (seen after step {batch.step + 1}, no update was made since)" if batch.step > bad.step else ""
             raise UserError(
-                f"{message}; stopped before the optimizer step, the last checkpoint is good: look at these "
+                f"{message}; stopped before the optimizer step{seen}, {self.saving.newest}: look at these "
                 "samples, lower optimizer.lr, or use --on-nan skip",
                 ExitCode.NUMERICS,
             )

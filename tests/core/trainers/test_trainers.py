@@ -77,19 +77,20 @@ def trainer_of(
     stop: StopRequest | None = None,
     observers: Sequence[StepObserver] = (),
     callbacks: Sequence[Callback] = (),
+    device: torch.device = CPU,
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
     job = Job(
         experiment=record,
-        layout=layout or Layout(),
+        layout=layout or Layout(device=device.type),
         options=Options(reduction=record.reduction, **options),
         model=build(),
         loss=cross_entropy,
         hits=class_hits,
         splits=Splits(samples(64) if train is None else train, test, CLASSES, None, ""),
-        collectives=Collectives(World(), CPU),
-        device=CPU,
+        collectives=Collectives(World(), device),
+        device=device,
         console=Console(),
         metrics=MetricsWriter(None),
         stop=stop or StopRequest(),

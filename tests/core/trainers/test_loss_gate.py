@@ -1,0 +1,157 @@
+"""A loss that is not finite and that the host reads only later, as on CUDA: here the CPU's fused optimizers do it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.model.averaging import WeightAverage
+from ddp_core.sampler import GlobalOrder
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Options
+from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
+from ddp_core.trainers.state import TrainState
+from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+    "sgd without momentum": {"name": "sgd", "lr": 0.1},
+    "adam": {"name": "adam", "lr": 0.01},
+    "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1},
+}
+
+
+@pytest.fixture
+def read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let losses be read every ten steps, as on CUDA."""
+    monkeypatch.setattr("ddp_core.trainers.trainer.steps_between_reading", lambda *_: 10)
+
+
+@pytest.mark.usefixtures("read_rarely")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_update_is_made_from_the_first_bad_loss_on(optimizer: str, precision: str) -> None:
+    fields: dict[str, Any] = {"reduction": "exact", "precision": precision, "optimizer": OPTIMIZERS[optimizer]}
+    data = samples(256)
+    ids = GlobalOrder(256, 0).ids(0, 32, 48)
+    data.inputs[ids[13]] = math.nan
+    with trainer_of(experiment(**fields), train=data) as trainer:
+        with pytest.raises(UserError) as raised:
+            trainer.train()
+        assert trainer.state.step == 9, "steps 4 to 10 were computed before the loss of step 3 was read"
+        after = digests(trainer)
+    assert raised.value.exit_code == ExitCode.NUMERICS
+    message = str(raised.value)
+    assert "nan at step 3 on rank 0" in message
+    assert all(str(number) in message for number in ids[12:16])
+    assert "(seen after step 10, no update was made since), nothing has been saved yet" in message
+    good = samples(256)
+    assert after == digests(finished(experiment(max_steps=2, **fields), train=good))
+
+
+@pytest.mark.usefixtures("read_rarely")
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_reading_rarely_changes_no_bit(optimizer: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = experiment(reduction="exact", epochs=3, optimizer=OPTIMIZERS[optimizer])
+    rarely = digests(finished(record, layout=layout))
+    monkeypatch.undo()
+    assert rarely == digests(finished(record, layout=layout))
+
+
+@pytest.mark.usefixtures("read_rarely")
+def test_losses_are_read_before_a_save() -> None:
+    data = samples(256)
+    data.inputs[GlobalOrder(256, 0).ids(0, 32, 48)[13]] = math.nan
+    seen = r"\(seen after step 4, .*\), the checkpoint of step 2 is good"
+    with trainer_of(experiment(), train=data, checkpoint_every=2) as trainer, pytest.raises(UserError, match=seen):
+        trainer.train()
+
+
+def test_what_a_scaler_finds_and_what_the_losses_say_are_not_added() -> None:
+    """The fused kernels skip an update where `found_inf` is 1; at 2 they would make it."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    gate, scaler = LossGate(optimizer, CPU), torch.amp.GradScaler("cpu", 4.0)
+    scaler.scale(torch.zeros(()))
+    gate.see(torch.tensor([0.0, math.nan]))
+    parameter.grad = torch.full((3,), math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.tolist() == [1.0] * 3
+    assert scaler.get_scale() == 2.0
+    parameter.grad = torch.ones(3)
+    gate.see(torch.zeros(2))
+    optimizer.step()
+    assert parameter.tolist() == [1.0] * 3, "the gate stays closed"
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def half_fused(model: nn.Module) -> torch.optim.Optimizer:
+    first, second = model.parameters()
+    return torch.optim.AdamW([{"params": [first]}, {"params": [second], "fused": False}], fused=True)
+
+
+def others(model: nn.Module) -> torch.optim.Optimizer:
+    class Others(torch.optim.AdamW):
+        """It may do anything in its step, also with `found_inf`."""
+
+    return Others(model.parameters(), fused=True)
+
+
+def loop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "device", "steps"),
+    [
+        (fused, {}, CUDA, 7),
+        (fused, {}, CPU, 1),
+        (fused, {"on_nan": "skip"}, CUDA, 1),
+        (half_fused, {}, CUDA, 1),
+        (others, {}, CUDA, 1),
+        (loop, {}, CUDA, 1),
+    ],
+)
+def test_losses_are_read_rarely_where_the_device_holds_updates_back(
+    make: Callable[[nn.Module], torch.optim.Optimizer], options: dict[str, Any], device: torch.device, steps: int
+) -> None:
+    model = nn.Linear(3, 2)
+    state = TrainState(model, make(model))
+    asked = Options(reduction="exact", log_every=7, **options)
+    assert steps_between_reading(asked, state, device) == steps
+    state.average = WeightAverage(model, 0.9)
+    assert steps_between_reading(asked, state, device) == 1
+    state.average, state.schedule = None, torch.optim.lr_scheduler.ConstantLR(state.optimizer)
+    assert steps_between_reading(asked, state, device) == 1
+
+
+@pytest.mark.parametrize(("value", "on_nan"), [(math.inf, "stop"), (math.nan, "skip")])
+def test_weights_that_are_not_finite_are_never_saved(value: float, on_nan: str) -> None:
+    """A finite loss may have infinite gradients."""
+    with trainer_of(experiment(epochs=2), on_nan=on_nan, checkpoint_every=2) as trainer:
+        bias = dict(trainer.model.named_parameters())["2.bias"]
+        trainer.model.register_buffer("mask", torch.full((2,), -math.inf))
+
+        @torch.no_grad()
+        def spoil(*_: Any) -> None:
+            if trainer.state.step == 3:
+                bias[1] = value
+
+        trainer.state.optimizer.register_step_post_hook(spoil)
+        with pytest.raises(UserError) as raised:
+            trainer.train()
+    assert raised.value.exit_code == ExitCode.NUMERICS
+    assert "parameter 2.bias is not finite after step 4, so this step is not saved" in str(raised.value)
+    assert "the checkpoint of step 2 is good" in str(raised.value)
