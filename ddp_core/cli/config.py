@@ -146,7 +146,7 @@ def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _written(path: Path, name: str, value: Any) -> str:
-    from ddp_core.spec.experiment import setting_text
+    from ddp_core.spec.settings import setting_text
 
     try:
         return setting_text(value)
@@ -156,7 +156,8 @@ def _written(path: Path, name: str, value: Any) -> str:
 
 def _options(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options of `[train]` by the names of click's parameters, written as on the command line."""
-    from ddp_core.spec.options import command_line, groups, is_repeated, option_name
+    from ddp_core.spec.options import groups
+    from ddp_core.spec.written import command_line, is_repeated, option_name
 
     known = {
         "experiment" if field.is_required() else option_name(name, field).removeprefix("--"): (name, field)

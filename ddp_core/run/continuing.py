@@ -12,8 +12,9 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import RunDirectory, runs_of
 from ddp_core.run.initial_weights import InitialWeights, find_weights
 from ddp_core.run.request import Request
-from ddp_core.spec.experiment import Experiment, setting_text
+from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.records import dotted
+from ddp_core.spec.settings import setting_text
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""

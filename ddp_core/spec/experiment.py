@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, Validati
 
 from ddp_core.errors import UserError, nearest_name
 from ddp_core.spec.records import Frozen, Reduction, explain
+from ddp_core.spec.settings import typed_like
 
 
 class Component(Frozen):
@@ -263,35 +264,6 @@ def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None
     if not key:
         record[section] = value
     elif isinstance(getattr(experiment, section), Component) and key != "name":
-        record[section]["options"][key] = _typed_like(record[section]["options"][key], value, name)
+        record[section]["options"][key] = typed_like(record[section]["options"][key], value, name)
     else:
         record[section][key] = value
-
-
-def setting_text(value: Any) -> str:
-    """The value as `--set` reads it: JSON, but text that would be read as text stands as it is.
-
-    Raises TypeError or ValueError for what JSON does not have: NaN, infinity, dates.
-    """
-    if isinstance(value, str) and value.lower() not in ("none", "true", "false"):
-        try:
-            json.loads(value)
-        except ValueError:
-            return value
-    return json.dumps(value, allow_nan=False)
-
-
-def _typed_like(old: Any, new: Any, name: str) -> Any:
-    """`new` in the type of the option's present value, because options of components have no schema."""
-    if old is None or new is None:
-        return new
-    if isinstance(old, bool) or isinstance(new, bool):
-        fits = isinstance(old, bool) and isinstance(new, bool)
-    elif isinstance(old, float):
-        fits = isinstance(new, int | float)
-        new = float(new) if fits else new
-    else:
-        fits = isinstance(new, type(old))
-    if not fits:
-        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
-    return new
