@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ddp_core.checkpoint import describe
 from ddp_core.errors import UserError
+from ddp_core.model.memory_format import fills_its_memory, same_layout
 from ddp_core.spec.experiment import Optimizer
 
 
@@ -27,7 +29,7 @@ def build_optimizer(
     chosen = implementation(settings, parameters)
     pinned = {"foreach": chosen == "foreach", "fused": chosen == "fused"}
     if settings.name == "sgd":
-        return torch.optim.SGD(
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
             parameters,
             lr=rate,
             momentum=settings.momentum,
@@ -35,15 +37,20 @@ def build_optimizer(
             weight_decay=settings.weight_decay,
             **pinned,
         )
-    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
-    return kind(
-        parameters,
-        lr=rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        **pinned,
-    )
+    else:
+        kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
+        optimizer = kind(
+            parameters,
+            lr=rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            **pinned,
+        )
+    strided = [parameter for parameter in parameters if not parameter.is_contiguous()]
+    if chosen == "fused" and strided:
+        optimizer.register_step_pre_hook(partial(_lay_out_like_parameters, strided))
+    return optimizer
 
 
 def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
@@ -107,6 +114,24 @@ def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal
 
 
 def _fits_fused(parameter: Tensor) -> bool:
-    # The CPU's fused kernels walk parameter and gradient by address: where their strides differ they mix up elements,
-    # silently (aten/src/ATen/native/cpu/FusedSGDKernel.cpp).
-    return parameter.is_floating_point() and parameter.is_contiguous()
+    return parameter.is_floating_point() and fills_its_memory(parameter)
+
+
+@torch.no_grad()
+def _lay_out_like_parameters(
+    parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    """Give gradients and states the strides of their parameters, where they have others; called before each step.
+
+    Fused kernels walk all of them by address. Where strides differ those on the CPU mix up elements, silently
+    (aten/src/ATen/native/cpu/FusedSGDKernel.cpp), and those on CUDA raise (check_fast_path_restrictions in
+    aten/src/ATen/native/ForeachUtils.h). Autograd's gradients have the strides of their parameters; those that a model
+    sets by itself, and states from a checkpoint, may have others.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and not same_layout(parameter, parameter.grad):
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and not same_layout(parameter, value):
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

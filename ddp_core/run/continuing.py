@@ -31,6 +31,10 @@ class Values(NamedTuple):
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
     """The settings in which a run and an experiment differ, by the names that `--set` knows."""
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
+    if there:
+        # A setting that came later than the record had its default in the run.
+        later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
+        there = later | there
     names = [*here, *(there.keys() - here.keys())]
     values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
     return {name: pair for name, pair in values.items() if pair.there != pair.here}

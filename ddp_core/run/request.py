@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.data.splits import Splits, as_splits
 from ddp_core.errors import UserError
+from ddp_core.model.memory_format import lay_out
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 from ddp_core.run.building import build
@@ -70,7 +71,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    model = model.to(device)
+    model = lay_out(model.to(device), experiment.memory_format)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     return Parts(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.errors import UserError, nearest_name
-from ddp_core.spec.records import Frozen, Reduction, explain
+from ddp_core.spec.records import Frozen, MemoryFormat, Reduction, explain
 from ddp_core.spec.settings import typed_like
 
 
@@ -30,7 +30,8 @@ class Optimizer(Frozen):
 
     `implementation` is fixed because each choice gives other bits: `fused` is one kernel per update, `foreach` one
     kernel per operation over all tensors (on CPU the same as the loop), `loop` one kernel per operation and tensor. A
-    fused kernel needs real, contiguous parameters; a model with others is updated by the loop.
+    fused kernel needs real parameters whose elements fill their memory without gaps; a model with others is updated by
+    the loop.
     """
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -99,6 +100,11 @@ class DdpOptions(Frozen):
     powersgd_rank: int = Field(1, gt=0)
 
 
+_ADDED_LATER = ("ema_decay", "memory_format")
+"""Fields that came when experiments had been digested without them. At its default such a field is left out of the
+digest, so that the digests of those experiments stay the same."""
+
+
 def _check_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ValueError(
@@ -144,6 +150,8 @@ class Experiment(Frozen):
     max_steps: int | None = Field(None, gt=0)
     last_batch: Literal["drop", "keep"] = "drop"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    memory_format: MemoryFormat = "contiguous"
+    """channels_last: weights and inputs of images lie in memory with their channels innermost."""
     clip_norm: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
@@ -194,9 +202,9 @@ class Experiment(Frozen):
     def digest(self) -> str:
         """SHA-256 over the canonical JSON: equal exactly when the experiments are equal."""
         record = self.to_json()
-        if self.ema_decay is None:
-            # Experiments were digested before this field existed; theirs must stay the same.
-            del record["ema_decay"]
+        for name in _ADDED_LATER:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                del record[name]
         text = json.dumps(record, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

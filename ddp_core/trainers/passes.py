@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ddp_core.data.trees import Tree, map_tensors
 from ddp_core.model.losses import Loss
+from ddp_core.model.memory_format import laid_out
 from ddp_core.spec.experiment import Experiment
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +38,7 @@ class Passes:
         self._loss, self._device = loss, device
         self._precision = _PRECISIONS.get(experiment.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self._precision is torch.float16 else None
+        self._memory_format = experiment.memory_format
         self._loss_weights: dict[int, Tensor] = {}
 
     def outputs_and_loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
@@ -45,6 +48,8 @@ class Passes:
         """
         if self._device.type == "cuda":
             inputs, targets = map_tensors(self._to_device, (inputs, targets))
+        if self._memory_format != "contiguous":
+            inputs = map_tensors(partial(laid_out, memory_format=self._memory_format), inputs)
         with self.autocast():
             outputs = call(module, inputs)
         if self._precision is not None:

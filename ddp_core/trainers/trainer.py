@@ -15,6 +15,7 @@ from ddp_core.determinism.seeds import MicroBatchSeed
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.model.averaging import WeightAverage
+from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.spec.cut import BatchCut
@@ -44,7 +45,7 @@ class Trainer(ABC):
         self.job = job
         self.experiment, self.options, self.device = job.experiment, job.options, job.device
         self.exact = job.options.reduction == "exact"
-        self.model = job.model.to(job.device)
+        self.model = lay_out(job.model.to(job.device), job.experiment.memory_format)
         self.cut = BatchCut.of(job.experiment, job.layout)
         loader = Loader(
             job.splits.train,

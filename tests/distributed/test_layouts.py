@@ -17,7 +17,8 @@ from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
 from tests.support.processes import HANG, free_port
 
 LAYOUTS = [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 5)]
-QUICK = {name: EXACT[name] for name in ("AdamW, clipping, cosine", "dicts of tensors, bf16", "ragged end")}
+QUICK_NAMES = ("AdamW, clipping, cosine", "channels last", "dicts of tensors, bf16", "ragged end")
+QUICK = {name: EXACT[name] for name in QUICK_NAMES}
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def exact_digests(kind: str, count: int) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dp", 2), ("ddp", 3)])
-def test_three_trainings_end_with_one_digest_each(kind: str, count: int, tmp_path: Path) -> None:
+def test_four_trainings_end_with_one_digest_each(kind: str, count: int, tmp_path: Path) -> None:
     assert digests(QUICK, tmp_path / "here", kind, count) == digests(QUICK, tmp_path / "alone", "single", 1)
 
 

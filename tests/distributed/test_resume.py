@@ -122,6 +122,14 @@ def test_half_precision_resumes_with_its_scaler(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_channels_innermost_resume_with_the_optimizers_states_in_their_places(tmp_path: Path) -> None:
+    words = ["digits", "--set", "max_steps=6", "--set", "memory_format=channels_last", "--checkpoint-every", "2"]
+    expected = digests(train(tmp_path / "whole", *words))
+    kill_at(tmp_path / "killed", 5, *words)
+    assert digests(train(tmp_path / "killed", *words, *AUTO, ranks=2)) == expected
+
+
+@pytest.mark.slow
 def test_loader_processes_change_nothing(tmp_path: Path, undisturbed: tuple[tuple[str, str], dict[int, Any]]) -> None:
     kill_at(tmp_path, 13, *WORDS, "--workers", "1")
     check_whole(tmp_path, undisturbed, train(tmp_path, *WORDS, *AUTO, "--workers", "2"))

@@ -22,6 +22,7 @@ EXACT: dict[str, list[str]] = {
     "AdamW, clipping, cosine": [ADAMW_MLP, "--set", "max_steps=8"],
     "bf16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=bf16"],
     "fp16": [ADAMW_MLP, "--set", "max_steps=4", "--set", "precision=fp16"],
+    "channels last": ["digits", "--set", "max_steps=3", "--set", "memory_format=channels_last"],
     "dicts of tensors": [SEQUENCES, "--set", "max_steps=6"],
     "dicts of tensors, bf16": [SEQUENCES, "--set", "max_steps=3", "--set", "precision=bf16"],
     "ragged end": [

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from ddp_core.cli import main
+from ddp_core.run.continuing import differing
 from ddp_core.run.directory import find_runs
+from ddp_core.run.experiment_file import load_experiment
 from tests.support.commands import ddp, forked, train, trained, wait_until
 from tests.support.own_project import edit, write_project
 from tests.support.processes import HANG, run_processes
@@ -67,6 +69,14 @@ def test_a_stopped_run_names_the_command_that_continues_it(output: Path, project
     record = trained(output)[1]
     assert record["status"] == "completed"
     assert record["weights_sha256"] == train(output / "whole", project, *settings)["weights_sha256"]
+
+
+def test_a_setting_that_came_later_than_a_run_had_its_default_there() -> None:
+    experiment = load_experiment("toy_mlp").experiment
+    recorded = {name: value for name, value in experiment.to_json().items() if name != "memory_format"}
+    assert differing({"experiment": recorded}, experiment) == {}
+    changed = experiment.with_settings(["memory_format=channels_last"])
+    assert differing({"experiment": recorded}, changed) == {"memory_format": ("contiguous", "channels_last")}
 
 
 def test_auto_does_not_pass_over_a_run_with_other_settings(output: Path, project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -84,12 +85,20 @@ def test_digests_are_equal_exactly_when_experiments_are(one: Experiment, other: 
         "global_batch_size=16",
         "epochs=2",
         "precision=bf16",
+        "memory_format=channels_last",
         "ddp.bucket_cap_mb=1",
     ],
 )
 def test_every_change_gives_another_digest(change: str) -> None:
     original = experiment(model={"name": "small_cnn", "options": {"width": 16}})
     assert original.with_settings([change]).digest() != original.digest()
+
+
+def test_fields_that_came_later_leave_the_older_digests_as_they_were() -> None:
+    record = experiment().to_json()
+    older = {name: value for name, value in record.items() if name not in ("ema_decay", "memory_format")}
+    text = json.dumps(older, sort_keys=True, separators=(",", ":"))
+    assert experiment().digest() == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_the_digest_does_not_depend_on_the_process() -> None:
