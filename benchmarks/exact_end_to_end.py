@@ -30,7 +30,7 @@ TARGETS = {("plain, same micro-batches", 2): 1.03}
 def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, results: Any) -> None:
     import torch
 
-    from ddp_core.determinism.kernels import make_deterministic
+    from ddp_core.determinism.kernels import choose_kernels
     from ddp_core.distributed.process_group import process_group
     from ddp_core.distributed.world import World
     from ddp_core.run.freed_memory import keep_freed_memory
@@ -40,7 +40,7 @@ def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, result
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
-    make_deterministic()
+    choose_kernels()
     keep_freed_memory()
     layout = Layout(kind="ddp", nproc_per_node=world_size) if world_size > 1 else Layout()
     splits = splits_of(case)

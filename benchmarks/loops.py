@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.turns import Seconds, Turn
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.data.builders import InMemory, Splits
-from ddp_core.determinism.kernels import make_deterministic
+from ddp_core.determinism.kernels import choose_kernels
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
@@ -253,7 +253,7 @@ def trainer_turn(
 
 def ours(case: Case, reduction: str = "plain", implementation: str = "fused") -> Turn:
     """This project's trainer, in one process."""
-    make_deterministic()
+    choose_kernels()
     keep_freed_memory()
     splits, collectives = splits_of(case), Collectives(World(), torch.device("cpu"))
     experiment = experiment_of(case, reduction, implementation)

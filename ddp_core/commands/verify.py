@@ -55,6 +55,8 @@ def verify(
         device=device or recorded["device"],
         nproc_per_node=count,
         reduction=record["options"]["reduction"],
+        # Runs were always deterministic before there was a choice.
+        deterministic="always" if record["options"].get("deterministic", True) else "never",
         data_dir=data_dir or record["options"]["data_dir"],
         digest_every=record["options"]["digest_every"],
     )

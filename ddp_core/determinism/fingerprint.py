@@ -24,24 +24,45 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "mkldnn": bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        "environment": {
-            name: os.environ[name]
-            for name in ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
-            if name in os.environ
-        },
+        "environment": _set_among("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "device": "cpu",
     }
     if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
         facts |= {
-            "device": torch.cuda.get_device_name(device),
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            # A GPU that is cut into parts keeps its name, but kernels share their work among fewer of these.
+            "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            **cuda_switches(),
         }
     else:
         facts["cpu"] = cpu_model()
     return facts
+
+
+def cuda_switches() -> dict[str, Any]:
+    """Torch's settings and the variables that decide which kernels run on CUDA, and how finely they multiply."""
+    from torch.backends import cuda, cudnn
+
+    return {
+        # As a word, "tf32" or "ieee"; "none" is the full product, too. These can always be read: `allow_tf32` raises
+        # where an experiment's file has set the two kinds of switches to different values.
+        "tf32": {"matmul": cuda.matmul.fp32_precision, "conv": cudnn.conv.fp32_precision},  # type: ignore[attr-defined]
+        "cudnn_benchmark": cudnn.benchmark,
+        "reduced_precision_sums": {
+            "fp16": cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "bf16": cuda.matmul.allow_bf16_reduced_precision_reduction,
+        },
+        "cuda_environment": _set_among("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    }
+
+
+def _set_among(*names: str) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def cpu_model() -> str:

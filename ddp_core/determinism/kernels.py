@@ -1,4 +1,4 @@
-"""Deterministic kernels: torch's switches that decide which of several algorithms runs."""
+"""Torch's switches that decide which of several kernels runs, and how finely a GPU multiplies float32 numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ import os
 import torch
 
 
-def make_deterministic() -> None:
-    """Choose deterministic kernels and full float32 products; called once per process before any CUDA work."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def choose_kernels(deterministic: bool = True, tf32: bool = False) -> None:
+    """Choose deterministic kernels or else the fastest, and float32 products in full or in TF32.
+
+    Called once per run before any CUDA work. On the CPU the choice of kernels matters with several threads only, and
+    TF32 does not exist. Without `deterministic` cuDNN tries its algorithms on every new shape and keeps the fastest.
+    """
+    if deterministic:
+        # Without this cuBLAS may add in another order where several streams multiply at the same time; torch refuses
+        # deterministic products without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
     # Otherwise torch fills every new tensor with NaN first, to help programs that read memory they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.benchmark = not deterministic
+    # Not by the newer `fp32_precision`: where that says tf32, reading `allow_tf32` raises, and torch.compile reads it.
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether this device multiplies in TF32 where that is chosen: GPUs of compute capability 8.0 or higher do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

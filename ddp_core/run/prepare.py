@@ -39,9 +39,11 @@ def prepare(asked: Asked, command: str) -> Request:
     world = World.from_environment()
     _check_nodes(asked, world)
     layout = choose_layout(asked, world)
+    reduction = asked.reduction or _default_reduction(loaded.experiment, world)
     options = Options(
-        **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "launcher"}),
-        reduction=asked.reduction or _default_reduction(loaded.experiment, world),
+        **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "deterministic", "launcher"}),
+        reduction=reduction,
+        deterministic=_is_deterministic(asked, reduction, layout),
         launcher=_launcher(asked, world),
     )
     check_gpus(layout, options.reduction, options.backend, world)
@@ -111,6 +113,18 @@ def _default_reduction(experiment: Experiment, world: World) -> Reduction:
         return experiment.reduction
     say(world, f"plain reduction instead of exact: {reason}")
     return "plain"
+
+
+def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:
+    """Whether kernels must repeat their bits. Raises UserError where the exact reduction is to do without."""
+    if asked.deterministic == "never" and reduction == "exact":
+        raise UserError(
+            "--deterministic never: the exact reduction has the same bits on every layout only with kernels that "
+            "repeat theirs; leave this option out, or use --reduction plain"
+        )
+    if asked.deterministic == "auto":
+        return reduction == "exact" or layout.device == "cpu"
+    return asked.deterministic == "always"
 
 
 def _launcher(asked: Asked, world: World) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddp_core.checkpoint import Checkpoint, Checkpointer, sweep
 from ddp_core.data.digests import DataDigest
-from ddp_core.determinism.kernels import make_deterministic
+from ddp_core.determinism.kernels import choose_kernels, has_tf32
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
@@ -44,7 +44,7 @@ def run(request: Request, world: World) -> RunDirectory:
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
-    make_deterministic()
+    choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
         stop = _stop_request(request, world)
         collectives = stack.enter_context(_meet(request, world))
@@ -257,5 +257,7 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
         f"{trainer.experiment.name} on {layout.description}, reduction {trainer.options.reduction}, "
         f"{trainer.total_steps} steps ({trainer.steps_per_epoch} per epoch)"
     )
+    if trainer.experiment.precision == "tf32" and not has_tf32(trainer.device):
+        say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
     say(trainer.cut.describe())
     say(f"run directory {directory.path}")

@@ -149,7 +149,9 @@ class Experiment(Frozen):
     epochs: int = Field(1, gt=0)
     max_steps: int | None = Field(None, gt=0)
     last_batch: Literal["drop", "keep"] = "drop"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """tf32: all numbers are float32, but on a GPU that can (compute capability 8.0 or higher) matrix products and
+    convolutions round their factors to 10 bits of mantissa. Elsewhere it is fp32."""
     memory_format: MemoryFormat = "contiguous"
     """channels_last: weights and inputs of images lie in memory with their channels innermost."""
     clip_norm: float | None = Field(None, gt=0)

@@ -85,6 +85,16 @@ class What(Frozen):
     )
 
 
+class Kernels(Frozen):
+    """How a GPU computes it."""
+
+    deterministic: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Use only kernels that repeat their bits. auto: not for the plain reduction on CUDA, where that is "
+        "slower. The exact reduction needs it.",
+    )
+
+
 class Where(Frozen):
     """Where it runs."""
 
@@ -219,15 +229,17 @@ class Drills(Frozen):
 class Options(Drills, Watching, Stopping, Saving, Files, Communication):
     """How a run is carried out, as run.json records it.
 
-    Nothing here changes what is trained or where; only `reduction` decides the last bits of the result.
+    Nothing here changes what is trained or where; only `reduction` and `deterministic` decide the last bits of the
+    result.
     """
 
     reduction: Reduction = "exact"
+    deterministic: bool = True
     launcher: Literal["in-process", "external", Launcher] = "in-process"
     """`external`: the processes were started by somebody else's launcher."""
 
 
-class Asked(What, Where, Communication, Files, Saving, Stopping, Watching, Drills):
+class Asked(What, Where, Kernels, Communication, Files, Saving, Stopping, Watching, Drills):
     """All that `ddp train` may be asked, as the user may write it."""
 
     def to_words(self) -> list[str]:

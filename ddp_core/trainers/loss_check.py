@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
 
 _SAMPLES = 2  # many models cannot take a single one
-_SAME = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
+_SAME = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
 """How far the ratio of a mean may be from 1, by precision: the rounding of a sum depends on how many are added."""
 _DOUBLED = 0.05
 """How far the ratio of a sum may be from 2."""

@@ -28,6 +28,7 @@ VALUES = {
     "rdzv_endpoint": "there:29400",
     "rdzv_id": "fresh",
     "launcher": "spawn",
+    "deterministic": "always",
     "backend": "gloo",
     "timeout": 1.5,
     "max_restarts": 0,

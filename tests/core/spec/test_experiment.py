@@ -85,6 +85,7 @@ def test_digests_are_equal_exactly_when_experiments_are(one: Experiment, other: 
         "global_batch_size=16",
         "epochs=2",
         "precision=bf16",
+        "precision=tf32",
         "memory_format=channels_last",
         "ddp.bucket_cap_mb=1",
     ],
