@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddp_core.torch_internals import foreach_copy_
 
 
 class WeightAverage(AveragedModel):
@@ -16,18 +18,30 @@ class WeightAverage(AveragedModel):
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-        self._copied = [
-            number
-            for number, buffer in enumerate(model.buffers())
-            if not (buffer.is_floating_point() and bool(buffer.isfinite().all()))
+        super().__init__(model, use_buffers=True)
+        self._move = get_ema_multi_avg_fn(decay)
+        self._is_averaged = [True for _ in model.parameters()]
+        self._is_averaged += [
+            buffer.is_floating_point() and bool(buffer.isfinite().all()) for buffer in model.buffers()
         ]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Average with the model's weights as they are now."""
-        super().update_parameters(model)
-        if self._copied:
-            ours, theirs = list(self.module.buffers()), list(model.buffers())
-            for number in self._copied:
-                ours[number].copy_(theirs[number])
+        """Average with the model's weights as they are now.
+
+        AveragedModel's own method copies its counter to the device, for averages other than this one, and makes the
+        host wait for that at each step.
+        """
+        pairs = list(zip(_numbers(self.module), _numbers(model), self._is_averaged, strict=True))
+        is_first = int(self.n_averaged) == 0  # on the CPU, wherever the model is
+        averaged = [] if is_first else [(ours, theirs) for ours, theirs, is_averaged in pairs if is_averaged]
+        copied = [(ours, theirs) for ours, theirs, is_averaged in pairs if is_first or not is_averaged]
+        if averaged:
+            self._move([ours for ours, _ in averaged], [theirs for _, theirs in averaged], 0)
+        if copied:
+            foreach_copy_([ours for ours, _ in copied], [theirs for _, theirs in copied])
+        self.n_averaged += 1
+
+
+def _numbers(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

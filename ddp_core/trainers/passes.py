@@ -46,7 +46,7 @@ class Passes:
 
         All three are on the model's device. Inputs, outputs and targets are trees of tensors.
         """
-        if self._device.type == "cuda":
+        if self._device.type != "cpu":
             inputs, targets = map_tensors(self._to_device, (inputs, targets))
         if self._memory_format != "contiguous":
             inputs = map_tensors(partial(laid_out, memory_format=self._memory_format), inputs)
