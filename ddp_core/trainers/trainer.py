@@ -63,7 +63,7 @@ class Trainer(ABC):
         self.passes = Passes(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch)
-        self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None)
+        self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -34,7 +33,6 @@ from ddp_core.spec.experiment import Component, Evaluation, Experiment, Optimize
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, Trainer, build_trainer, data_parallel
-from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.state import TrainState
@@ -497,14 +495,3 @@ def test_observers_hear_of_a_skipped_step() -> None:
 def test_a_job_stays_as_it_was_given() -> None:
     with trainer_of(experiment()) as trainer, pytest.raises(dataclasses.FrozenInstanceError):
         trainer.job.observers = ()  # type: ignore[misc]
-
-
-def test_time_put_aside_is_no_training() -> None:
-    began, clock = time.perf_counter(), StepClock(None)
-    with clock.aside():
-        time.sleep(0.02)
-    with clock.aside("checkpoint"):
-        time.sleep(0.02)
-    assert clock.seconds["checkpoint"] >= 0.02
-    assert clock.seconds_aside >= 0.04
-    assert sum(clock.seconds.values()) <= time.perf_counter() - began - 0.02, "without a part it counts nowhere"
