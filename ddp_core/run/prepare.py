@@ -153,6 +153,7 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
+    _check_graph(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
         raise UserError(
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
@@ -164,6 +165,22 @@ def check_request(request: Request, only_look: bool = False) -> None:
     if request.resume not in ("auto", "never"):
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
     _check_output(Path(options.output), only_look)
+
+
+def _check_graph(request: Request) -> None:
+    """Raises UserError where a CUDA graph is asked for that cannot be had."""
+    layout, options = request.layout, request.options
+    if not options.cuda_graph:
+        return
+    if layout.device != "cuda":
+        raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
+    if layout.kind == "dp":
+        raise UserError("--cuda-graph: the threads of dp cannot record at the same time; use --layout single or ddp")
+    if layout.kind == "ddp" and options.reduction == "plain":
+        raise UserError(
+            "--cuda-graph: DistributedDataParallel sends gradients from within backward, which no graph holds; "
+            "use --reduction exact, which can send them afterwards"
+        )
 
 
 def _check_output(output: Path, only_look: bool) -> None:

@@ -93,6 +93,11 @@ class Kernels(Frozen):
         description="Use only kernels that repeat their bits. auto: not for the plain reduction on CUDA, where that is "
         "slower. The exact reduction needs it.",
     )
+    cuda_graph: bool = Field(
+        False,
+        description="Record the work of a micro-batch once and replay it, with the same bits: faster where the model "
+        "is so small that the GPU waits for the host. Needs more memory, and for ddp the exact reduction.",
+    )
 
 
 class Where(Frozen):
@@ -235,6 +240,7 @@ class Options(Drills, Watching, Stopping, Saving, Files, Communication):
 
     reduction: Reduction = "exact"
     deterministic: bool = True
+    cuda_graph: bool = False
     launcher: Literal["in-process", "external", Launcher] = "in-process"
     """`external`: the processes were started by somebody else's launcher."""
 

@@ -1,4 +1,8 @@
-"""One process per device, with DistributedDataParallel around the model: it sends gradients during backward."""
+"""One process per device, with DistributedDataParallel around the model: it sends gradients during backward.
+
+With a CUDA graph the model stands alone, since hooks within a recorded backward could not send: the exact reduction
+then sends all gradients after it, and nothing hides the time that this takes.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +29,21 @@ class DistributedTrainer(Trainer):
         if job.experiment.sync_batch_norm:
             job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
         super().__init__(job)
-        settings = job.experiment.ddp
-        self.module = DistributedDataParallel(
-            self.model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            bucket_cap_mb=settings.bucket_cap_mb,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            static_graph=settings.static_graph,
-            find_unused_parameters=settings.find_unused_parameters,
-            # The exact reduction carries batch-norm statistics itself.
-            broadcast_buffers=settings.broadcast_buffers and not self.exact,
-        )
+        node = job.collectives.world.node_rank
+        self.module: nn.Module
         self.reduction: ExactReduction | PlainReduction
-        if self.exact:
-            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=job.collectives.world.node_rank)
+        if job.options.cuda_graph:
+            self.module = self.model
+            self.reduction = ExactReduction(
+                self.module, self.cut.micro_batches, process_group=dist.group.WORLD, node=node
+            )
+        elif self.exact:
+            self.module = self._wrapped()
+            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=node)
         else:
+            self.module = self._wrapped()
             self.reduction = PlainReduction(self.module, self.cut.micro_batches)
-            self._register_hook()
+            self._register_hook(self.module)
         self.module.train()
 
     def shares(self) -> range:
@@ -95,12 +97,25 @@ class DistributedTrainer(Trainer):
         self.passes.backward(loss, torch.zeros((), device=self.device))
         self.module.train()
 
-    def _register_hook(self) -> None:
+    def _wrapped(self) -> DistributedDataParallel:
+        settings = self.experiment.ddp
+        return DistributedDataParallel(
+            self.model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            static_graph=settings.static_graph,
+            find_unused_parameters=settings.find_unused_parameters,
+            # The exact reduction carries batch-norm statistics itself.
+            broadcast_buffers=settings.broadcast_buffers and not self.exact,
+        )
+
+    def _register_hook(self, module: DistributedDataParallel) -> None:
         settings = self.experiment.ddp
         if settings.communication_hook == "fp16":
-            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif settings.communication_hook == "bf16":
-            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            module.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif settings.communication_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start_powerSGD_iter=10)
-            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

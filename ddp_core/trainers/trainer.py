@@ -25,6 +25,7 @@ from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
 from ddp_core.trainers.passes import Passes
@@ -60,10 +61,12 @@ class Trainer(ABC):
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.signals = StepSignals(job.collectives, self.cut.micro_batches)
-        self.passes = Passes(job.experiment, job.loss, job.device)
+        kind = GraphedPasses if job.options.cuda_graph else Passes
+        self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch)
-        self.clock = StepClock(self.model if job.collectives.world.world_size > 1 else None, job.device)
+        overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
+        self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []

@@ -29,6 +29,7 @@ VALUES = {
     "rdzv_id": "fresh",
     "launcher": "spawn",
     "deterministic": "always",
+    "cuda_graph": True,
     "backend": "gloo",
     "timeout": 1.5,
     "max_restarts": 0,

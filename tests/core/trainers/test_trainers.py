@@ -76,6 +76,7 @@ def trainer_of(
     observers: Sequence[StepObserver] = (),
     callbacks: Sequence[Callback] = (),
     device: torch.device = CPU,
+    collectives: Collectives | None = None,
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -87,7 +88,7 @@ def trainer_of(
         loss=cross_entropy,
         hits=class_hits,
         splits=Splits(samples(64) if train is None else train, test, CLASSES, None, ""),
-        collectives=Collectives(World(), device),
+        collectives=collectives or Collectives(World(), device),
         device=device,
         console=Console(),
         metrics=MetricsWriter(None),

@@ -1,0 +1,197 @@
+"""Recorded micro-batches, with a recorder in the place of CUDA graphs: what is copied, kept, put back and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_core.determinism.digests import weights_digest
+from ddp_core.errors import UserError
+from ddp_core.run.prepare import check_request, prepare
+from ddp_core.spec.options import Asked
+from ddp_core.trainers.graphed import GraphedPasses, Replay
+from tests.core.trainers.test_trainers import (
+    CPU,
+    batch_norm_and_dropout,
+    digests,
+    experiment,
+    mlp,
+    samples,
+    trainer_of,
+)
+
+
+class StandIn:
+    """Runs the recorded function again at each replay, and leaves gradients where the recording had left them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.warm_ups = self.replays = 0
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        self.warm_ups += 1
+        function()
+
+    def record(self, function: Callable[[], None]) -> Replay:
+        function()
+        static = [parameter.grad for parameter in self.parameters]
+
+        def replay() -> None:
+            self.replays += 1
+            kept = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+            function()
+            for parameter, left, before in zip(self.parameters, static, kept, strict=True):
+                if left is not None:
+                    assert parameter.grad is not None
+                    left.copy_(parameter.grad)
+                parameter.grad = before
+
+        return replay
+
+
+def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[tuple[str, str], StandIn]:
+    """The digests of a training whose passes are recorded, and its recorder."""
+    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2)) as trainer:
+        recorder = StandIn(trainer.model)
+        trainer.passes = GraphedPasses(trainer.experiment, trainer.job.loss, CPU, trainer.exact, recorder)
+        trainer.train()
+        return digests(trainer), recorder
+
+
+def direct(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[str, str]:
+    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2)) as trainer:
+        trainer.train()
+        return digests(trainer)
+
+
+@pytest.mark.parametrize("reduction", ["exact", "plain"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("build", [mlp, batch_norm_and_dropout])
+def test_replays_train_as_the_passes_do(build: Callable[[], nn.Module], precision: str, reduction: str) -> None:
+    """The last micro-batch of the epoch has two samples less than the others, and runs without a recording."""
+    fields = {"reduction": reduction, "precision": precision, "last_batch": "keep", "epochs": 2}
+    found, recorder = graphed(build, **fields)
+    assert found == direct(build, **fields)
+    assert recorder.warm_ups == 3
+    assert recorder.replays == 2 * 2 * (5 * 4 - 1), "a forward and a backward for each whole micro-batch"
+
+
+class Branching(nn.Module):
+    """Leaves a parameter out, and counts in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.used(inputs)
+
+
+def difference(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).sum()
+
+
+def passes_for(model: nn.Module) -> tuple[GraphedPasses, StandIn]:
+    recorder = StandIn(model)
+    return GraphedPasses(experiment(), difference, CPU, True, recorder), recorder
+
+
+def test_recording_leaves_nothing_behind() -> None:
+    model = Branching()
+    passes, _ = passes_for(model)
+    batch, before = (torch.ones(3, 2), torch.zeros(3, 1)), weights_digest(model.state_dict())
+    generator = torch.get_rng_state()
+    model.used.weight.grad = earlier = torch.full((1, 2), 7.0)
+    recorded = passes._record(model, batch)
+    assert weights_digest(model.state_dict()) == before
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.used.weight.grad is earlier
+    assert [gradient is None for gradient in recorded.gradients] == [False, False, True, True]
+
+
+def test_gradients_are_copied_or_added() -> None:
+    model = Branching()
+    passes, _ = passes_for(model)
+    weight = torch.tensor(0.5)
+    for count in (1, 2):
+        loss = passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
+        passes.backward(loss, weight)
+        assert model.used.weight.grad is not None
+        assert model.used.weight.grad.tolist() == [[1.5 * count] * 2]
+    assert model.unused.weight.grad is None
+    assert model.calls == 2, "once per micro-batch, and not while recording"
+    kept = loss.clone()
+    passes.loss(model, torch.zeros(3, 2), torch.ones(3, 1))
+    assert torch.equal(loss, kept), "a loss is read some steps later"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, batch: (batch[0][:2], batch[1][:2]),
+        lambda model, batch: (batch[0].double().float(), batch[1].double()),
+        lambda model, batch: (model.eval(), batch)[1],
+        lambda model, batch: (model.used.bias.requires_grad_(False), batch)[1],
+    ],
+    ids=["shape", "type", "mode", "frozen"],
+)
+def test_what_would_launch_other_kernels_is_not_replayed(change: Callable[[Any, Any], Any]) -> None:
+    model = Branching()
+    passes, recorder = passes_for(model)
+    batch = (torch.ones(3, 2), torch.zeros(3, 1))
+    passes.backward(passes.loss(model, *batch), torch.tensor(1.0))
+    replays = recorder.replays
+    loss = passes.loss(model, *change(model, batch))
+    assert loss.requires_grad
+    passes.backward(loss, torch.tensor(1.0, dtype=loss.dtype))
+    assert recorder.replays == replays == 2
+
+
+def test_trial_passes_record_nothing() -> None:
+    model = Branching()
+    passes, recorder = passes_for(model)
+    with torch.no_grad():
+        passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
+    assert recorder.warm_ups == 0
+
+
+def test_a_model_that_cannot_be_recorded_is_named_in_one_line() -> None:
+    class Refuses(StandIn):
+        def record(self, function: Callable[[], None]) -> Replay:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = Branching()
+    passes, _ = passes_for(model)
+    passes._recorder = Refuses(model)
+    with pytest.raises(UserError, match=r"capturing\); leave out --cuda-graph") as raised:
+        passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"device": "cpu"}, "needs a GPU"),
+        ({"device": "cuda", "layout": "dp"}, "use --layout single or ddp"),
+        ({"device": "cuda", "layout": "ddp", "reduction": "plain"}, "use --reduction exact"),
+    ],
+)
+def test_a_graph_that_cannot_be_had_is_refused(
+    asked: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    request = prepare(Asked(experiment="toy_mlp", cuda_graph=True, **asked), "ddp train")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=words) as raised:
+        check_request(request, only_look=True)
+    assert raised.value.exit_code == 2
