@@ -24,6 +24,7 @@ from ddp_core.run.request import Request, build_splits, check_promise, promise_b
 from ddp_core.run.source import serve_modules
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Asked, Options
 from ddp_core.spec.records import Reduction
 

@@ -136,7 +136,7 @@ class _Replica:
         self.module = trainer.model if number == 0 else copy.deepcopy(trainer.model).to(device)
         self.passes = trainer.passes
         if device != trainer.device:
-            self.passes = Passes(trainer.experiment, trainer.job.loss, device, trainer.exact)
+            self.passes = Passes(trainer.experiment, trainer.job.loss, device)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.statistics = BatchStatistics(self.module)
         self.random = KeyedRandom(trainer.experiment.seed, device)

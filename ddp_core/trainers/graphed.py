@@ -72,9 +72,9 @@ class GraphedPasses(Passes):
     """
 
     def __init__(
-        self, experiment: Experiment, loss: Loss, device: torch.device, exact: bool, recorder: Recorder | None = None
+        self, experiment: Experiment, loss: Loss, device: torch.device, recorder: Recorder | None = None
     ) -> None:
-        super().__init__(experiment, loss, device, exact)
+        super().__init__(experiment, loss, device)
         self._recorder = CudaRecorder(device) if recorder is None else recorder
         self._recorded: _Recorded | None = None
         # Where the recorded kernels read the loss_weight, and where they leave the loss.

@@ -214,7 +214,7 @@ def test_nn_data_parallel_keeps_the_precision_in_its_threads() -> None:
     part = Component(name="here")
     record = Experiment(name="mine", model=part, data=part, global_batch_size=4, micro_batch=2, precision="bf16")
     devices = [torch.device("cuda", number) for number in range(2)]
-    passes = Passes(record, cross_entropy, devices[0], exact=False)
+    passes = Passes(record, cross_entropy, devices[0])
     net = nn.Linear(64, 64).to(devices[0])
     outputs = nn.DataParallel(InPrecision(net, passes), devices)(torch.ones(4, 64, device=devices[0]))
     assert outputs.dtype == torch.bfloat16

@@ -59,7 +59,7 @@ def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tu
     """The digests of a training whose passes are recorded, and its recorder."""
     with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2)) as trainer:
         recorder = StandIn(trainer.model)
-        trainer.passes = GraphedPasses(trainer.experiment, trainer.job.loss, CPU, trainer.exact, recorder)
+        trainer.passes = GraphedPasses(trainer.experiment, trainer.job.loss, CPU, recorder)
         trainer.train()
         return digests(trainer), recorder
 
@@ -103,7 +103,7 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def passes_for(model: nn.Module) -> tuple[GraphedPasses, StandIn]:
     recorder = StandIn(model)
-    return GraphedPasses(experiment(), difference, CPU, True, recorder), recorder
+    return GraphedPasses(experiment(), difference, CPU, recorder), recorder
 
 
 def test_recording_leaves_nothing_behind() -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.torch_internals import TorchDispatchMode
+from ddp_core.trainers.loss_gate import LossGate
 from tests.core.trainers.test_trainers import batch_norm_and_dropout, experiment, mlp, samples, trainer_of
 
 META = torch.device("meta")
@@ -97,6 +98,9 @@ def waits(build: Callable[[], nn.Module], **fields: Any) -> list[str]:
         made,
         watched,
     ):
+        # The host reads losses rarely only with an optimizer that can be held back on the device: one of torch's fused
+        # ones, and those do not run on meta. So the gate watches the losses here, and holds back another optimizer.
+        trainer._read_every, trainer._gate = STEPS + 1, LossGate(torch.optim.SGD([torch.zeros(1)]), META)
         trainer.train()
     return watched.found + made.found
 
@@ -111,13 +115,9 @@ def test_a_step_waits_for_no_device(reduction: str, fields: dict[str, Any]) -> N
     assert waits(mlp, reduction=reduction, **fields) == []
 
 
-def test_nor_does_one_with_batch_norm_and_dropout() -> None:
-    assert waits(batch_norm_and_dropout, reduction="plain") == []
-
-
-@pytest.mark.xfail(strict=True, reason="BatchStatistics makes its constants anew in each step")
-def test_nor_does_one_with_exact_batch_norm() -> None:
-    assert waits(batch_norm_and_dropout, reduction="exact") == []
+@pytest.mark.parametrize("reduction", ["exact", "plain"])
+def test_nor_does_one_with_batch_norm_and_dropout(reduction: str) -> None:
+    assert waits(batch_norm_and_dropout, reduction=reduction) == []
 
 
 class Reads(nn.Module):

@@ -82,7 +82,7 @@ def trainer_of(
     torch.manual_seed(record.seed)
     job = Job(
         experiment=record,
-        layout=layout or Layout(device=device.type),
+        layout=layout or Layout(device="cuda" if device.type == "cuda" else "cpu"),
         options=Options(reduction=record.reduction, **options),
         model=build(),
         loss=cross_entropy,
@@ -270,7 +270,7 @@ def test_mixed_precision_learns_and_has_one_digest(precision: str, layout: Layou
 
 def test_a_thread_of_nn_data_parallel_keeps_the_precision() -> None:
     """torch's threads take over that autocast is on, and not its dtype (torch/nn/parallel/parallel_apply.py)."""
-    passes = Passes(experiment(precision="fp16"), cross_entropy, CPU, exact=False)
+    passes = Passes(experiment(precision="fp16"), cross_entropy, CPU)
     found = {}
 
     def apply(module: nn.Module) -> None:
