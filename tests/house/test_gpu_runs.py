@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu_runs import what_ran
+from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
 
 MACHINE = {"gpus": ["NVIDIA H100", "NVIDIA H100"], "torch": "2.13.0+cu130"}
@@ -53,3 +56,10 @@ def test_records_in_words(tmp_path: Path) -> None:
         "2 passed, 1 failed, 3 skipped (needs 2 CUDA device(s), torch finds 1).",
         "`make bench-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01: 5.2x the article's loop.",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [words for words in lines() if "--cuda-graph" not in words], ids=" ".join)
+def test_the_pages_commands_train_on_a_cpu_too(words: list[str], tmp_path: Path) -> None:
+    ended = command(*words, *SMALL, "--device", "cpu", "--output", tmp_path)
+    assert ended.code == 0, ended.output + ended.errors
