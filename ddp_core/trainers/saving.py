@@ -85,8 +85,7 @@ def first_not_finite(model: nn.Module) -> str | None:
     Buffers and frozen parameters are not looked at: a mask holds -inf on purpose.
     """
     trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad and each.numel()}
-    # One norm of all parameters, so that the host waits for the device once.
-    norm = nn.utils.get_total_norm(list(trained.values()), math.inf)
-    if math.isfinite(norm.item()):
+    # One norm of all, because the host then waits for the device once. It may overflow though no element is infinite.
+    if math.isfinite(nn.utils.get_total_norm(list(trained.values())).item()):
         return None
-    return next(name for name, each in trained.items() if not each.isfinite().all())
+    return next((name for name, each in trained.items() if not each.isfinite().all()), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,12 +28,13 @@ class StepSignals:
         self._micro_batches = micro_batches
         self._step = self._samples = 0
         self._by_micro_batch: dict[int, Tensor] = {}
-        self._requests = torch.zeros(1)
+        self._stop = False
+        self._requests: Tensor | None = None
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
         self._event: torch.cuda.Event | None = None
-        # Number, samples and losses of each step that has not been read.
-        self._unread: list[tuple[int, int, Tensor]] = []
+        # Of each step that has not been read: number, samples, micro-batches and their losses.
+        self._unread: list[tuple[int, int, Sequence[int], Tensor]] = []
 
     def begin(self, batch: StepBatch) -> None:
         """Start a step."""
@@ -47,20 +50,22 @@ class StepSignals:
 
         `stop` says whether this rank was asked to stop.
         """
+        self._stop = stop
+        if self._collectives.world.world_size == 1:
+            losses = torch.stack(list(self._by_micro_batch.values()))
+            self._unread.append((self._step, self._samples, list(self._by_micro_batch), losses))
+            return
         device = self._collectives.device
         vector = torch.zeros(self._micro_batches + 1, device=device)
         for micro_batch, loss in self._by_micro_batch.items():
             vector[micro_batch] = loss
-        if device.type == "cpu":
-            self._requests, sent = vector[-1:], [vector]
-        else:
-            self._requests = torch.zeros(1)
-            sent = [self._requests, vector]
+        self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1)
         if stop:
             self._requests.fill_(1.0)
+        sent = [vector] if device.type == "cpu" else [self._requests, vector]
         begun = [self._collectives.start_sum(tensor) for tensor in sent]
         self._sums = [work for work in begun if work is not None]
-        self._unread.append((self._step, self._samples, vector[:-1]))
+        self._unread.append((self._step, self._samples, range(self._micro_batches), vector[:-1]))
 
     def receive(self) -> bool:
         """Wait for the sums of this step; whether any rank was asked to stop.
@@ -73,19 +78,24 @@ class StepSignals:
         self._sums = []
         if self._collectives.device.type == "cuda":
             self._keep_pace()
-        return self._requests.item() > 0
+        return self._stop if self._requests is None else self._requests.item() > 0
 
     @property
     def losses(self) -> Tensor:
-        """The losses of the step just received, on the device, zero for micro-batches that the step does not have."""
-        return self._unread[-1][2]
+        """The losses of the step just received, on the device."""
+        return self._unread[-1][3]
 
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""
         if self._event is not None:
             self._collectives.await_event(self._event)
-        rows = torch.stack([losses for *_, losses in self._unread]).tolist()
-        reports = [StepReport(step, samples, row) for (step, samples, _), row in zip(self._unread, rows, strict=True)]
+        values = iter(torch.cat([losses for *_, losses in self._unread]).tolist())
+        reports = []
+        for step, samples, micro_batches, _ in self._unread:
+            row = [0.0] * self._micro_batches
+            for micro_batch in micro_batches:
+                row[micro_batch] = next(values)
+            reports.append(StepReport(step, samples, row))
         self._unread.clear()
         return reports
 

@@ -163,6 +163,7 @@ ROWS = (
         "P",
         (
             f"{_NUMBERS}::test_a_nan_on_one_rank_stops_all_before_the_update",
+            f"{_NUMBERS}::test_a_nan_that_is_read_only_later_is_in_no_checkpoint",
             f"{_NUMBERS}::test_a_nan_is_skipped_on_all_ranks_when_told_to",
         ),
     ),

@@ -16,6 +16,7 @@ from ddp_core.sampler import GlobalOrder
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Options
 from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
+from ddp_core.trainers.saving import first_not_finite
 from ddp_core.trainers.state import TrainState
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 
@@ -155,3 +156,14 @@ def test_weights_that_are_not_finite_are_never_saved(value: float, on_nan: str) 
     assert raised.value.exit_code == ExitCode.NUMERICS
     assert "parameter 2.bias is not finite after step 4, so this step is not saved" in str(raised.value)
     assert "the checkpoint of step 2 is good" in str(raised.value)
+
+
+def test_large_weights_are_finite() -> None:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(3e38)
+    assert first_not_finite(model) is None
+    model.weight.data[1, 2] = -math.inf
+    assert first_not_finite(model) == "weight"
+    model.weight.requires_grad_(False)
+    assert first_not_finite(model) is None, "a frozen parameter may be a mask"
