@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import methodcaller
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.tree import add_
 from ddp_core.shares import share_of
+from ddp_core.torch_internals import foreach_copy_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
@@ -75,7 +77,7 @@ class DataParallelTrainer(Trainer):
         self.clock.lap("forward_backward")
         for losses in found:
             for index, loss in losses:
-                # Copied here, not in the replicas' threads: a copy makes each of its devices wait for the other.
+                # Here, not in the replicas' threads, for the same reason as in `_scatter`.
                 self.signals.put_loss(index, loss.to(self.device, non_blocking=True))
         self.send_signals()
         self._reduce()
@@ -86,14 +88,17 @@ class DataParallelTrainer(Trainer):
             replica.thread.shutdown()
 
     def _scatter(self, batch: StepBatch) -> list[StepBatch]:
-        """Each replica's part of the batch: the first share has the first micro-batches, and so on."""
+        """Each replica's part of the batch, on its device: the first share has the first micro-batches, and so on."""
         parts, stop = [], 0
-        for share in self.shares():
-            start, stop = stop, stop + len(self.cut.share(share, batch.samples))
+        for replica in self.replicas:
+            start, stop = stop, stop + len(self.cut.share(replica.number, batch.samples))
             own = slice(start, stop)
-            parts.append(
-                replace(batch, micro_batches=batch.micro_batches[own], ids=batch.ids[own], tensors=batch.tensors[own])
-            )
+            tensors = batch.tensors[own]
+            if replica.device != self.device:
+                # All at once, before the devices are busy: a copy makes each of its devices wait for the other.
+                bring = methodcaller("to", replica.device, non_blocking=True)
+                tensors = [(map_tensors(bring, inputs), map_tensors(bring, targets)) for inputs, targets in tensors]
+            parts.append(replace(batch, micro_batches=batch.micro_batches[own], ids=batch.ids[own], tensors=tensors))
         return parts
 
     def _reduce(self) -> None:
@@ -149,9 +154,8 @@ class _Replica:
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
         """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
-        for ours, theirs in ((self.module.parameters(), model.parameters()), (self.module.buffers(), model.buffers())):
-            for mine, other in zip(ours, theirs, strict=True):
-                mine.copy_(other, non_blocking=True)
+        ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
+        foreach_copy_(ours, theirs, non_blocking=True)
 
     def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
         """Forward and backward of this replica's micro-batches; returns their losses. `weight` is the loss_weight."""
