@@ -173,7 +173,8 @@ class _Replica:
                 with self.random.micro_batch(share.step, part.index):
                     loss = self.passes.loss(self.module, inputs, targets)
                 losses.append((part.index, loss.detach()))
-                self.passes.backward(loss, weight)
+                with self.random.backward():
+                    self.passes.backward(loss, weight)
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.errors import UserError
 from ddp_core.torch_internals import TorchDispatchMode
 
 
@@ -27,6 +28,7 @@ class KeyedRandom:
         if device.type == "cpu":
             self._mode = own = _OwnGenerator(torch.Generator())
             self._seed.generator = own.generator
+        self._is_checked = device.type != "cpu"
 
     @contextlib.contextmanager
     def micro_batch(self, step: int, index: int) -> Iterator[None]:
@@ -34,6 +36,31 @@ class KeyedRandom:
         self._seed(step, index)
         with self._mode:
             yield
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward of that forward. Raises UserError, in the first one, for draws that cannot be repeated.
+
+        What activation checkpointing computes again must draw the same numbers again, and it takes them from torch's
+        default generator: on the CPU, that of all replicas together.
+        """
+        with contextlib.nullcontext() if self._is_checked else _NoDraws():  # type: ignore[no-untyped-call]
+            yield
+        self._is_checked = True
+
+
+class _NoDraws(TorchDispatchMode):
+    """Refuses every random operation of this thread."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise UserError(
+                f"backward draws random numbers ({func}), as activation checkpointing does to compute dropout again; "
+                "replicas in threads on the CPU cannot draw the same again: use --layout ddp"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _OwnGenerator(TorchDispatchMode):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ddp_core.data.splits import InMemory, Splits
 from ddp_core.determinism.digests import optimizer_digest, weights_digest
@@ -186,6 +187,26 @@ def test_replicas_may_have_devices_of_their_own(monkeypatch: pytest.MonkeyPatch)
         assert len({id(replica.passes) for replica in together.replicas}) == 3
         together.train()
     assert digests(together) == digests(alone)
+
+
+class Recomputing(nn.Module):
+    """Computes its first layers again in backward, with dropout among them or not."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(dropout), nn.Tanh())
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, rows, use_reentrant=False))
+
+
+def test_replicas_in_threads_refuse_dropout_that_is_computed_again() -> None:
+    """The second computation would drop other units than the first, and gradients would be wrong without a word."""
+    record, dp = experiment(reduction="exact", epochs=1), Layout(kind="dp", nproc_per_node=2)
+    assert digests(finished(record, lambda: Recomputing(0), dp)) == digests(finished(record, lambda: Recomputing(0)))
+    with pytest.raises(UserError, match=r"backward draws random numbers .*use --layout ddp"):
+        finished(record, lambda: Recomputing(0.3), dp)
 
 
 @pytest.mark.parametrize("count", [2, 4])
