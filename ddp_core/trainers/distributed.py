@@ -72,9 +72,13 @@ class DistributedTrainer(Trainer):
         self.reduction.finish()
 
     def settle_buffers(self) -> None:
-        """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only."""
+        """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only.
+
+        So do those of the averaged weights, which each rank averages from its own.
+        """
         if not self.exact and self.experiment.ddp.broadcast_buffers:
-            for buffer in self.model.buffers():
+            models = [self.model] if self.state.average is None else [self.model, self.state.average.module]
+            for buffer in (buffer for model in models for buffer in model.buffers()):
                 dist.broadcast(buffer, src=0)
 
     def close(self) -> None:

@@ -171,6 +171,12 @@ def test_plain_reduction_takes_every_option_and_hook(tmp_path: Path) -> None:
         assert result["train_loss"] == pytest.approx(alone["result"]["train_loss"], rel=tolerance), name
 
 
+def test_plain_reduction_ends_with_one_average_of_batch_norm_statistics(tmp_path: Path) -> None:
+    # Each rank's statistics are its own; ranks that end with different buffers are told to report a bug.
+    words = ["digits", "--reduction", "plain", "--set", "max_steps=2", "--set", "ema_decay=0.9"]
+    digests({"average": words}, tmp_path, "ddp", 2)
+
+
 @pytest.mark.slow
 def test_plain_reduction_with_a_ragged_end_leaves_nobody_waiting(tmp_path: Path) -> None:
     case = {"ragged": [*EXACT["ragged end"], "--reduction", "plain", "--set", "precision=fp32"]}
