@@ -33,7 +33,8 @@ def take_turns(
     lines: dict[str, Connection] = {}
     for name, (build, arguments) in contenders.items():
         lines[name], theirs = context.Pipe()
-        process = context.Process(target=_answer, args=(theirs, build, arguments), daemon=True, name=name)
+        # Not a daemon, which could not start loader workers of its own. It ends when its line is closed.
+        process = context.Process(target=_answer, args=(theirs, build, arguments), name=name)
         process.start()
         theirs.close()
         processes.append(process)

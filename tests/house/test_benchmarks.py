@@ -63,6 +63,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("sampler", "ElasticSampler"),
         ("gpu", "the article's loop"),
         ("checkpoint", "recorded in"),
+        ("loader", "host part ahead"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )
