@@ -1,7 +1,8 @@
 """Freed memory stays with the process, because every training step allocates the same tensors again.
 
 glibc returns large blocks to the kernel as soon as they are freed, and the kernel hands out each page anew, filled with
-zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that. Sources: mallopt(3); glibc,
+zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that. Where a GPU trains, the
+host's part of loading allocates the same again (`python -m benchmarks.loader`). Sources: mallopt(3); glibc,
 malloc/malloc.c, "M_TRIM_THRESHOLD" and "M_MMAP_THRESHOLD".
 """
 

@@ -112,8 +112,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     """Meet the other workers of the launch, on this process's own device."""
     options, layout = request.options, request.layout
     device = local_device(world, layout.device)
-    if device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
 
 
