@@ -1,0 +1,215 @@
+"""The input on a CUDA device: copied and finished ahead, on a stream of its own; evaluation; snapshots for checkpoints.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
+from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
+from ddp_core.data.loader import Loader, StepIds
+from ddp_core.data.splits import ByteImages, InMemory
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.model.losses import class_hits, cross_entropy
+from ddp_core.spec.experiment import Evaluation
+from ddp_core.trainers.evaluation import evaluate
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+SAMPLES, SIDE, MICRO_BATCH = 256, 16, 8
+AUGMENTATIONS = [None, shift_and_flip(2, flip=True), crop_and_flip(11), turn_shift_scale()]
+
+
+def pictures() -> ByteImages:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (SAMPLES, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator)
+    return ByteImages(pixels, torch.arange(SAMPLES) % 10, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+
+
+def steps(count: int, of: range = range(4)) -> Iterator[StepIds]:
+    """Steps of four micro-batches, of which `of` are wanted."""
+    for step in range(count):
+        ids = np.random.default_rng(step).permutation(SAMPLES)[: 4 * MICRO_BATCH]
+        yield step // 4, [ids[part * MICRO_BATCH :][:MICRO_BATCH] for part in of]
+
+
+def inputs_of(stream: Any) -> list[torch.Tensor]:
+    with contextlib.closing(stream) as open_stream:
+        return [inputs for step in open_stream for inputs, _ in step]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+def test_what_is_brought_ahead_is_what_is_made_in_line(augmentation: Augmentation | None, workers: int) -> None:
+    loader = Loader(pictures(), augmentation, seed=1, workers=workers, device=CUDA)
+    held = list(loader.stream(steps(12)))  # all at once: nothing may be overwritten
+    for step, (epoch, micro_batches) in zip(held, steps(12), strict=True):
+        for (inputs, targets), ids in zip(step, micro_batches, strict=True):
+            expected, labels = Loader(pictures(), augmentation, seed=1, device=CUDA).fetch(epoch, ids)
+            assert inputs.device == CUDA
+            assert torch.equal(inputs, expected)
+            assert torch.equal(targets, labels)
+
+
+@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
+def test_a_sample_has_the_same_bits_on_every_layout(augmentation: Augmentation | None) -> None:
+    def stream(of: range) -> list[torch.Tensor]:
+        return inputs_of(Loader(pictures(), augmentation, seed=1, device=CUDA).stream(steps(6, of)))
+
+    single, ranks = stream(range(4)), [stream(range(2)), stream(range(2, 4))]
+    for step in range(6):
+        both = [inputs for rank in ranks for inputs in rank[2 * step : 2 * step + 2]]
+        assert all(map(torch.equal, single[4 * step : 4 * step + 4], both))
+    whole = Loader(pictures(), augmentation, seed=1, device=CUDA)
+    for epoch, micro_batches in steps(2):
+        together = whole.fetch(epoch, np.concatenate(micro_batches))[0]
+        assert torch.equal(together, torch.cat([whole.fetch(epoch, ids)[0] for ids in micro_batches]))
+
+
+def test_raw_samples_have_the_bits_of_the_cpu() -> None:
+    dataset = InMemory(torch.randn(SAMPLES, 5), torch.arange(SAMPLES))
+    ours, expected = (
+        inputs_of(Loader(dataset, device=device).stream(steps(5))) for device in (CUDA, torch.device("cpu"))
+    )
+    assert all(torch.equal(mine.cpu(), other) for mine, other in zip(ours, expected, strict=True))
+
+
+def test_an_augmentation_of_the_host_sees_finished_inputs_there() -> None:
+    seen = set()
+
+    def apply(inputs: torch.Tensor, uniforms: Any) -> torch.Tensor:
+        seen.add((inputs.device.type, inputs.dtype, type(uniforms)))
+        return inputs + 1
+
+    inputs_of(Loader(pictures(), Augmentation(2, apply), device=CUDA).stream(steps(3)))
+    assert seen == {("cpu", torch.float32, np.ndarray)}
+
+
+def test_next_does_not_make_the_host_wait() -> None:
+    with contextlib.closing(Loader(pictures(), shift_and_flip(2), device=CUDA).stream(steps(30))) as stream:
+        for _ in range(5):  # the first steps upload what is constant
+            next(stream)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(20):
+                next(stream)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_is_not_reused_while_the_training_stream_still_reads_it() -> None:
+    """The host lets go of every batch at once, while the device is long busy before it reads that batch."""
+    expected = [[inputs.double().sum().item() for inputs, _ in step] for step in Loader(pictures()).stream(steps(40))]
+    busy, sums = torch.randn(4096, 4096, device=CUDA), []
+    with contextlib.closing(Loader(pictures(), device=CUDA).stream(steps(40))) as stream:
+        for step in stream:
+            for _ in range(5):
+                busy = (busy @ busy).tanh()
+            sums.append([inputs.double().sum() for inputs, _ in step])
+            del step
+    found = torch.tensor([[number.item() for number in step] for step in sums])
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-3)
+
+
+def test_a_stream_that_is_closed_early_leaves_no_thread() -> None:
+    stream = Loader(pictures(), device=CUDA).stream(steps(30))
+    next(stream)
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+def test_evaluation_has_the_figures_of_its_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, 10)).to(CUDA)
+
+    def forward(inputs: Any, targets: Any) -> tuple[Any, Any, torch.Tensor]:
+        outputs = model(inputs)
+        return outputs, targets, cross_entropy(outputs, targets)
+
+    def metrics(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+        return {"sum": outputs.double().sum(), "hits": (class_hits(outputs, targets), len(targets))}
+
+    alone = Collectives(World(), CUDA)
+    settings = Evaluation(samples_per_batch=100)
+    found = evaluate(model, forward, class_hits, pictures(), settings, alone, metrics=metrics)
+    again = evaluate(model, forward, class_hits, pictures(), settings, alone, metrics=metrics)
+    assert found == again
+    assert found["test_accuracy"] == found["test_hits"]
+    with torch.no_grad():
+        inputs, targets = Loader(pictures(), device=CUDA).fetch(0, np.arange(SAMPLES))
+        outputs, _, loss = forward(inputs, targets)
+    assert found["test_accuracy"] == class_hits(outputs, targets).item() / SAMPLES
+    assert found["test_loss"] == pytest.approx(loss.item() / SAMPLES, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_weights_change_while_a_checkpoint_of_them_is_written(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.BatchNorm1d(1024))]
+    model = nn.Sequential(*layers).to(CUDA)
+    parameters = model.parameters()
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(parameters, 0.1, momentum=0.9) if name == "sgd" else torch.optim.AdamW(parameters)
+    )
+    inputs = torch.randn(64, 1024, device=CUDA)
+    expected = []
+    with Checkpointer(tmp_path, asynchronous=True, keep_last=99) as checkpointer:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            checkpointer.before_update()
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            expected.append(copy.deepcopy(state))
+            checkpointer.save(state, step=step, epoch=0, changing=model.buffers())
+    found = sorted(find_checkpoints(tmp_path), key=lambda checkpoint: checkpoint.step)
+    assert len(found) == 8
+    for checkpoint, state in zip(found, expected, strict=True):
+        saved = load(checkpoint)
+        for part in ("model", "optimizer"):
+            assert_same(saved[part], state[part])
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(right, torch.Tensor):
+        assert torch.equal(left, right.cpu())
+    elif isinstance(right, dict):
+        assert left.keys() == right.keys()
+        for key in right:
+            assert_same(left[key], right[key])
+    elif isinstance(right, list | tuple):
+        for ours, theirs in zip(left, right, strict=True):
+            assert_same(ours, theirs)
+    else:
+        assert left == right
+
+
+def test_a_copy_beside_the_training_holds_back_the_update_on_the_device(tmp_path: Path) -> None:
+    """The device is kept busy, so that the copies begin long after the host has gone on to change the weights."""
+    weights = torch.zeros(1 << 24, device=CUDA)
+    busy = torch.randn(4096, 4096, device=CUDA)
+    with Checkpointer(tmp_path, asynchronous=True, keep_last=99) as checkpointer:
+        checkpointer.prepare({"weights": weights})
+        for step in range(1, 6):
+            for _ in range(20):
+                busy = (busy @ busy).tanh()
+            weights.fill_(step)
+            checkpointer.save({"weights": weights}, step=step, epoch=0, changing=[])
+            checkpointer.before_update()
+            weights.fill_(-1)
+    for checkpoint in find_checkpoints(tmp_path):
+        assert load(checkpoint)["weights"].unique().tolist() == [float(checkpoint.step)]
