@@ -109,7 +109,7 @@ class Loader:
             inputs = self.augmentation.apply(inputs, uniforms)
         return inputs, targets
 
-    def stream(self, wanted: Iterable[StepIds]) -> Generator[list[Batch], None, None]:
+    def stream(self, wanted: Iterable[StepIds]) -> Generator[Sequence[Batch], None, None]:
         """The micro-batches of each wanted step, in the order in which they are wanted.
 
         With workers, and on CUDA, a few steps are taken ahead. Closing the iterator, or ending it, ends what works
@@ -121,20 +121,17 @@ class Loader:
         with contextlib.ExitStack() as stack:
             if self.workers:
                 gathered = stack.enter_context(contextlib.closing(self._by_workers(wanted, self._gather_step)))
-                steps = brought_ahead(gathered, _as_it_is, self._finish_step, self.device)
+                steps = brought_ahead(gathered, _as_it_is, self.finish, self.device)
             else:
-                steps = brought_ahead(wanted, self._gather_step, self._finish_step, self.device)
+                steps = brought_ahead(wanted, self._gather_step, self.finish, self.device)
             yield from stack.enter_context(contextlib.closing(steps))
 
     def _step(self, step_ids: StepIds) -> list[Batch]:
-        return self._finish_step(self._gather_step(step_ids))
+        return [self.finish(gathered) for gathered in self._gather_step(step_ids)]
 
     def _gather_step(self, step_ids: StepIds) -> list[Gathered]:
         epoch, micro_batches = step_ids
         return [self.gather(epoch, ids) for ids in micro_batches]
-
-    def _finish_step(self, step: list[Gathered]) -> list[Batch]:
-        return [self.finish(gathered) for gathered in step]
 
     def _by_workers(self, wanted: Iterable[StepIds], make: Callable[[StepIds], Made]) -> Generator[Made, None, None]:
         """What `make` returns for each wanted step, made by worker processes, which end with the generator."""

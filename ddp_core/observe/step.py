@@ -28,8 +28,8 @@ class StepBatch:
     """Samples of the whole global batch, over all ranks."""
     micro_batches: list[MicroBatch]
     ids: list[Ids]
-    tensors: list[Batch]
-    """Inputs and targets of each micro-batch, in the host's memory."""
+    tensors: Sequence[Batch]
+    """Inputs and targets of each micro-batch, on the device that trains."""
     wait_seconds: float = 0.0
     """How long the loop waited for this batch."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
+from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.loader import Loader, StepIds
 from ddp_core.data.splits import ByteImages, InMemory
@@ -123,6 +124,13 @@ def test_memory_is_not_reused_while_the_training_stream_still_reads_it() -> None
             del step
     found = torch.tensor([[number.item() for number in step] for step in sums])
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-3)
+
+
+def test_a_step_too_large_to_lie_ahead_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader(pictures(), shift_and_flip(2), seed=1, device=CUDA)
+    ahead = inputs_of(loader.stream(steps(6)))
+    monkeypatch.setattr(prefetching, "LARGEST_STEP", 0)
+    assert all(map(torch.equal, ahead, inputs_of(loader.stream(steps(6)))))
 
 
 def test_a_stream_that_is_closed_early_leaves_no_thread() -> None:

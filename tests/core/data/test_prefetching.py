@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_core.data import loader as loading
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Batch, Loader, StepIds
-from ddp_core.data.prefetching import AHEAD, made_ahead
+from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead
 from ddp_core.data.splits import ByteImages
 from ddp_core.errors import UserError
 from tests.core.data.test_loader import OneByOne, assert_equal
@@ -147,11 +147,25 @@ def test_an_augmentation_runs_on_the_host_unless_it_says_that_it_need_not(on_dev
     assert seen == [(Tensor if on_device else np.ndarray, torch.float32)]
 
 
+def test_a_large_step_comes_micro_batch_by_micro_batch() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> Batch:
+        made.append(number)
+        return torch.full((1,), number), torch.zeros(1)
+
+    step = OnDemand([1, 2, 3], make)
+    assert (len(step), made) == (3, [])
+    assert [int(inputs) for inputs, _ in step] == made == [1, 2, 3]
+    made.clear()
+    assert [int(inputs) for inputs, _ in step[1:]] == made == [2, 3]
+
+
 def beside(
-    items: Iterable[Any], gather: Callable[[Any], Any], finish: Callable[[Any], list[Batch]], device: torch.device
+    items: Iterable[Any], gather: Callable[[Any], Any], finish: Callable[[Any], Batch], device: torch.device
 ) -> Generator[list[Batch], None, None]:
     """What `brought_ahead` does, without a device."""
-    return made_ahead(items, lambda item: finish(gather(item)))
+    return made_ahead(items, lambda item: [finish(gathered) for gathered in gather(item)])
 
 
 class Refused(OneByOne):
