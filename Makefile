@@ -82,6 +82,7 @@ test-gpu: setup ## The tests that need a GPU; without one, says what it skips. R
 
 bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
 	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.loader --json benchmarks/results/gpu-loader.json
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-test; fi
