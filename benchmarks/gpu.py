@@ -170,7 +170,7 @@ def trace(target: Path, quick: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
         settings, options = CASES["exact bf16 channels_last, micro-batches of 64"]
         ours(Path(folder), settings, [*options, "--profile", "4:5" if quick else "60:62"], quick)
-        (found,) = Path(folder).rglob("rank-0.json")
+        (found,) = Path(folder).rglob("trace/rank-0.json")
         target.parent.mkdir(parents=True, exist_ok=True)
         with found.open("rb") as plain, gzip.open(target, "wb") as packed:
             shutil.copyfileobj(plain, packed)
