@@ -74,7 +74,7 @@ def test_every_option_can_stand_in_the_file(tmp_path: Path) -> None:
     words = iter(everything.to_words()[1:])
     table: dict[str, Any] = {}
     for word in words:
-        if word in ("--accept-changed-code", "--synchronous-save", "--ledger"):
+        if word in ("--accept-changed-code", "--synchronous-save", "--ledger", "--cuda-graph"):
             table[word[2:]] = True
         elif word in ("--fault", "--log-to"):
             table.setdefault(word[2:], []).append(next(words))
