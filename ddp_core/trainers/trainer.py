@@ -102,7 +102,12 @@ class Trainer(ABC):
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
         self.saving.begin()
         self.clock.restart()
-        with contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream:
+        # After an error the device may wait for a lost peer. It is freed before the stream is closed, whose thread may
+        # wait for the device.
+        with (
+            contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream,
+            self.job.collectives.abandoned_on_error(),
+        ):
             for batch in stream:
                 self.observers.before_step(batch)
                 self.compute_gradients(batch)
