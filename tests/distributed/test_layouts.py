@@ -28,7 +28,7 @@ def exact_digests(kind: str, count: int) -> dict[str, tuple[str, str]]:
         return digests(EXACT, Path(output), kind, count)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dp", 2), ("ddp", 3)])
+@pytest.mark.parametrize(("kind", "count"), [pytest.param("dp", 2, marks=pytest.mark.slow), ("ddp", 3)])
 def test_four_trainings_end_with_one_digest_each(kind: str, count: int, tmp_path: Path) -> None:
     assert digests(QUICK, tmp_path / "here", kind, count) == digests(QUICK, tmp_path / "alone", "single", 1)
 

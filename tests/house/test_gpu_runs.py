@@ -31,6 +31,7 @@ def test_readme_says_what_the_records_say() -> None:
         assert line in readme
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_test_is_skipped_aloud_and_nothing_is_recorded(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     ended = command(

@@ -78,9 +78,8 @@ def _leftovers(directory: Path) -> set[str]:
 # Row 9: SIGKILL at every point between the opening of the file and the last rename.
 
 
-@pytest.mark.parametrize(
-    "asynchronous", [pytest.param(False, marks=pytest.mark.slow, id="now"), pytest.param(True, id="aside")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
 def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
     tmp_path: Path, asynchronous: bool
 ) -> None:

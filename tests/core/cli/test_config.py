@@ -153,6 +153,7 @@ def test_texts_stay_texts(tmp_path: Path) -> None:
     assert config.settings == ('model.a="3"', 'model.b="none"', "model.c=x y", "clip_norm=0.001")
 
 
+@pytest.mark.slow
 def test_doctor_takes_the_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, "micro_batch = 8\n[train]\nexperiment = 'toy_mlp'\nlayout = 'ddp'\n")
     assert main(["doctor", "--config", file, "--json"]) == 0

@@ -86,6 +86,7 @@ def test_a_bundle_is_verified_where_nothing_else_is(packed: Path, tmp_path: Path
     assert said[-1] == "identical"
 
 
+@pytest.mark.slow
 def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> None:
     file = write_project(tmp_path / "project")
     weights = shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors")

@@ -96,6 +96,7 @@ def test_the_seed_option_and_nothing_else_changes_synthetic_data() -> None:
         assert DATA[name]().digest != DATA[name](seed=1).digest
 
 
+@pytest.mark.slow
 def test_digits_are_scikit_learns_and_split_alike_in_every_class() -> None:
     from sklearn.datasets import load_digits
 

@@ -47,6 +47,7 @@ def write_shards(folder: Path) -> list[tuple[Any, int]]:
     return samples
 
 
+@pytest.mark.slow
 def test_the_pages_commands_end_with_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "".join(blocks("stream-from-shards.md", "console")).splitlines() == COMMANDS
     samples = write_shards(tmp_path / "data" / "shards")

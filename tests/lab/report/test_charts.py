@@ -117,6 +117,7 @@ def test_the_overlap_of_labels_would_be_seen() -> None:
     assert ("long words", "that have no room") in overlaps(figure)
 
 
+@pytest.mark.slow
 def test_layouts_with_long_names_and_values_at_a_mark_have_room(tmp_path: Path) -> None:
     for layout in (single(), dp(2), ddp(2), ddp(4)):
         path = write_run(tmp_path, layout, result={"cpu_utilisation": 0.9})
