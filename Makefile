@@ -68,13 +68,13 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 
 test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
-	$(NO_GPU) $(BIN)/python -m pytest -m extras
+	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m extras --durations=10
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
-	$(BIN)/python -m pytest -m "docker and not slow" tests/docker
+	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
 test-cluster: setup ## Train on a real SLURM and a real Docker Swarm, started on this machine (root; installs Debian's SLURM)
-	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster tests/cluster
+	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster --durations=10 tests/cluster
 
 test-gpu: setup ## The tests that need a GPU; without one, says what it skips. Records what ran in benchmarks/results
 	DDP_GPU_RECORD=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu
