@@ -103,7 +103,9 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
         assert _is_whole(newest_valid(directory)), point
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+@pytest.mark.parametrize(
+    "asynchronous", [pytest.param(False, marks=pytest.mark.slow, id="now"), pytest.param(True, id="aside")]
+)
 def test_a_kill_in_the_very_first_save_leaves_a_fresh_start(tmp_path: Path, asynchronous: bool) -> None:
     points = ("data opened", "data partly written", "data renamed", "manifest synced", "manifest renamed")
     children = {point: start(killed_at, tmp_path / point, point, asynchronous, [], 10) for point in points}

@@ -43,7 +43,8 @@ def test_replicas_on_gpus_are_no_threads_of_the_cpu() -> None:
 
 
 def test_missing_gpu_is_said_before_anything_is_trained() -> None:
-    ended = ddp("verify-layouts", "toy_mlp", "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    words = ("toy_mlp", "--device", "cuda")
+    ended = ddp("verify-layouts", *words, env={"CUDA_VISIBLE_DEVICES": ""}, module="tests.support.quick")
     assert ended.code == 4, ended.output + ended.errors
     assert "CUDA device" in ended.errors
 
