@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.loops import CLASSES, SETTINGS
 from benchmarks.record import RESULTS, record
 from ddp_core.model.builders import MODELS
 
@@ -66,9 +67,9 @@ def article(steps: int, size: int, samples: int, device: str) -> float:
     torch.manual_seed(0)
     model = MODELS["resnet18"]().to(device)
     inputs = torch.randn(samples, 3, size, size).to(device)
-    targets = torch.randint(0, 10, (samples,)).to(device)
+    targets = torch.randint(0, CLASSES, (samples,)).to(device)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.0001, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
     model.train()
     began, skipped, train_loss, correct = 0.0, min(10, steps // 2), 0.0, 0.0
     for step in range(steps):

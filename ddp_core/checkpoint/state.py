@@ -204,7 +204,7 @@ class Snapshots:
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def _copy_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy CUDA tensors on a stream beside the current one, from where that one is now."""
+        """Copy CUDA tensors on a stream of their own, once all is done that the current stream has been given."""
         for device in {tensor.device for _, tensor in pairs}:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)

@@ -211,7 +211,10 @@ class _Steps(TorchDataset[Made | UserError]):
 
 
 def _in_two_parts(dataset: Dataset) -> Staged | None:
-    """The data set where it leaves a part to the device; a subclass with a `__getitems__` of its own does not."""
+    """The data set itself, if it leaves a part to the device, else None.
+
+    A Staged data set with a `__getitems__` of its own is asked for finished micro-batches there, as any other.
+    """
     whole = getattr(type(dataset), "__getitems__", None)
     return dataset if isinstance(dataset, Staged) and whole in (None, InMemory.__getitems__) else None
 

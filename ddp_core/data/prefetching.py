@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_core.data.collating import Batch
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.threads import one_thread
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -24,21 +25,14 @@ LARGEST_STEP = 256 << 20
 
 
 def made_ahead(
-    items: Iterable[Item], make: Callable[[Item], Made], begin: Callable[[], None] = lambda: None
+    items: Iterable[Item], make: Callable[[Item], Made], device: torch.device | None = None
 ) -> Generator[Made, None, None]:
     """`make(item)` of each item, in their sequence, called by one thread and AHEAD items before it is asked for.
 
-    The caller's thread draws the items. `begin` is called once in the thread. What `make` raises is raised here, when
-    that item's turn comes. Closing the generator waits for the `make` that is running, and calls no other.
+    The caller's thread draws the items. The thread works on `device`. What `make` raises is raised here, when that
+    item's turn comes. Closing the generator waits for the `make` that is running, and calls no other.
     """
-    threads = torch.get_num_threads()
-
-    def start() -> None:
-        # OpenMP keeps a number of threads for each Python thread, so every new thread must set its own.
-        torch.set_num_threads(threads)
-        begin()
-
-    thread = ThreadPoolExecutor(1, "loader", initializer=start)
+    thread = one_thread("loader", device)
     begun: deque[Future[Made]] = deque()
     try:
         for item in items:
@@ -106,7 +100,7 @@ def brought_ahead(
             trained.record(torch.cuda.current_stream(device))
             yield item, trained
 
-    with contextlib.closing(made_ahead(asked(), bring, lambda: torch.cuda.set_device(device))) as steps:
+    with contextlib.closing(made_ahead(asked(), bring, device)) as steps:
         for step, arrived in steps:
             training = torch.cuda.current_stream(device)
             training.wait_event(arrived)

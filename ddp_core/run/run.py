@@ -88,8 +88,6 @@ def run(request: Request, world: World) -> RunDirectory:
                         *training.enter_context(_observers(record, collectives, console, start)),
                     ],
                 )
-                # A device that waits for a lost peer must be freed first: what ends after this may wait for the device.
-                training.enter_context(collectives.abandoned_on_error())
                 trainer = stack.enter_context(closing(build_trainer(job)))
                 record.state = trainer.state
                 _announce(trainer, directory)

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import methodcaller
 
@@ -29,6 +28,7 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.tree import add_
 from ddp_core.shares import share_of
+from ddp_core.threads import one_thread
 from ddp_core.torch_internals import foreach_copy_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
@@ -147,9 +147,7 @@ class _Replica:
         self.random = KeyedRandom(trainer.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
         self.gradients: Gradients = []
-        self.thread = ThreadPoolExecutor(
-            1, f"replica-{number}", initializer=_begin_thread, initargs=(device, torch.get_num_threads())
-        )
+        self.thread = one_thread(f"replica-{number}", device)
 
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
@@ -184,13 +182,6 @@ class _Replica:
 
 def _device_of(job: Job, number: int) -> torch.device:
     return job.device if job.device.type == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
-
-
-def _begin_thread(device: torch.device, threads: int) -> None:
-    """OpenMP's number of threads and the current CUDA device belong to each Python thread: a new thread sets both."""
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 class CudaDataParallelTrainer(Trainer):

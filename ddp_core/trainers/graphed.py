@@ -31,7 +31,7 @@ class Recorder(Protocol):
         """Run the function where it will be recorded."""
 
     def record(self, function: Callable[[], None]) -> Replay:
-        """Record what the function launches, without running it; what this returns runs it."""
+        """Record what the function launches, without running it; the function that is returned here replays that."""
 
 
 class CudaRecorder:
@@ -94,7 +94,7 @@ class GraphedPasses(Passes):
         for ours, theirs in zip(self._recorded.inputs, tensors_of(batch), strict=True):
             ours.copy_(theirs, non_blocking=True)
         self._recorded.forward()
-        # The next replay overwrites what this one has left.
+        # A copy, because the next replay leaves its loss in the same place.
         self._replayed = self._loss_left.detach().clone()
         return self._replayed
 

@@ -102,8 +102,8 @@ class Trainer(ABC):
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
         self.saving.begin()
         self.clock.restart()
-        # After an error the device may wait for a lost peer. It is freed before the stream is closed, whose thread may
-        # wait for the device.
+        # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
+        # the device: the stream's thread, and what the caller closes.
         with (
             contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream,
             self.job.collectives.abandoned_on_error(),

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 # A room is a module or a whole package. A part of a package that is named here is a room of its own.
 FLOORS = [
     [
-        *("ddp_core.errors", "ddp_core.files", "ddp_core.orphans", "ddp_core.shares", "ddp_core.torch_internals"),
+        *("ddp_core.errors", "ddp_core.files", "ddp_core.orphans", "ddp_core.shares", "ddp_core.threads"),
+        "ddp_core.torch_internals",
         "ddp_core.determinism",
     ],
     ["ddp_core.sampler", "ddp_core.reduction"],
