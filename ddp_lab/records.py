@@ -15,13 +15,21 @@ DRILL_FORMAT = "ddp-drill/1"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a claim's verdict rests on; `low` and `high` are its 99 % interval where there is one."""
+    """A number that a claim's verdict rests on.
+
+    `low` and `high` are its interval where there is one, and `level` the probability with which that interval holds the
+    true median. `part` names the part of the sentence to which the number belongs. `stand_in` says what was measured in
+    place of the thing that the sentence names: such a number decides nothing.
+    """
 
     name: str
     value: int | float | str | bool | None = None
     unit: str = ""
     low: float | None = None
     high: float | None = None
+    level: float | None = None
+    part: str = ""
+    stand_in: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ TONES = {
     "running": "quiet",
     "unreadable": "bad",
     "confirmed": "good",
+    "confirmed in part": "warn",
     "refuted": "bad",
     "inconclusive": "warn",
     "not measurable here": "quiet",

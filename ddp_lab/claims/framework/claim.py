@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.records import Figure, Series
 
-Verdict: TypeAlias = Literal["confirmed", "refuted", "not measurable here", "inconclusive"]
+Verdict: TypeAlias = Literal["confirmed", "confirmed in part", "refuted", "not measurable here", "inconclusive"]
 Measurements: TypeAlias = dict[str, Any]
 """Plain JSON types only: what is judged is what is stored."""
+
+
+@dataclass(frozen=True)
+class RuleVersion:
+    """A rule as it was fixed on a day, before anything was measured by it, and why it differs from the one before.
+
+    `digest` is what `Claim.digest` gave on that day, so a rule, a method or a load cannot change unnoticed.
+    """
+
+    date: str
+    why: str
+    digest: str
 
 
 @dataclass(frozen=True)
 class Claim:
     """A sentence of the sources, and how it is put to the test.
 
-    `original` quotes the sources exactly; `sources` are the first three digits of their files. `seconds` is what the
-    quick and the full measurement take on two quiet cores, for the time that is said to be left.
+    `original` quotes the sources exactly; `sources` are the first three digits of their files. `loads` has by
+    name what is fixed before measuring (rounds, seeds, batches, limits of the rule), for the quick and the full
+    measurement. `history` has the versions of the rule, the newest last. `seconds` is what the quick and the full
+    measurement take on two quiet cores, for the time that is said to be left.
     """
 
     id: str
@@ -29,7 +46,30 @@ class Claim:
     sources: tuple[str, ...]
     method: str
     rule: str
+    loads: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    history: Sequence[RuleVersion] = ()
     seconds: tuple[float, float] = (25.0, 120.0)
+
+    def load(self, setting: Setting) -> SimpleNamespace:
+        """The loads of this setting: `claim.load(setting).rounds`."""
+        return SimpleNamespace(
+            **{name: full if not setting.quick else quick for name, (quick, full) in self.loads.items()}
+        )
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that change with the sentence, the method, the rule or a load."""
+        fixed = [self.claim, self.method, self.rule, {name: list(both) for name, both in self.loads.items()}]
+        return hashlib.sha256(json.dumps(fixed, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a sentence that says several things, judged by itself."""
+
+    name: str
+    verdict: Verdict
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -40,6 +80,7 @@ class Judgement:
     reason: str
     figures: Sequence[Figure] = ()
     series: Sequence[Series] = ()
+    parts: Sequence[Part] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The part of a claim's file that depends on the measurements."""
@@ -48,6 +89,26 @@ class Judgement:
             plot["x"] = {name: plot["x"][name] for name in ("name", "unit", "values")}
             plot["y"] = {name: plot["y"][name] for name in ("name", "unit", "zero")}
         return content
+
+
+def composed(parts: Sequence[Part], figures: Sequence[Figure] = (), series: Sequence[Series] = ()) -> Judgement:
+    """The judgement of a sentence whose parts were judged each by itself.
+
+    All confirmed: confirmed. Some confirmed: confirmed in part, whatever the others are. None confirmed: refuted where
+    a part is refuted, else inconclusive where a part is, else not measurable here.
+    """
+    found = [part.verdict for part in parts]
+    verdict: Verdict
+    if all(one == "confirmed" for one in found):
+        verdict = "confirmed"
+    elif "confirmed" in found or "confirmed in part" in found:
+        verdict = "confirmed in part"
+    elif "refuted" in found:
+        verdict = "refuted"
+    else:
+        verdict = "inconclusive" if "inconclusive" in found else "not measurable here"
+    reason = "; ".join(f"{part.name}: {part.verdict} ({part.reason})" for part in parts)
+    return Judgement(verdict, reason, figures, series, parts)
 
 
 def missing(what: str, figures: Sequence[Figure] = (), series: Sequence[Series] = ()) -> Judgement:

@@ -7,19 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.claims.framework.claim import KnownClaim
-from ddp_lab.claims.framework.suite import read
+from ddp_lab.claims.framework.suite import duration, read
 
 _HEAD = """# Claims
 
 Each row is a sentence of the source articles as an experiment. `ddp claims` measures all of them here, `ddp claims C06`
-one of them; `--full` takes longer and is surer. A verdict (confirmed, refuted, not measurable here, inconclusive)
-follows from the measurements by the rule stated with the claim; the same rule runs on a laptop and on a node with eight
-GPUs.
+one of them; `--full` takes longer and is surer. A verdict (confirmed, confirmed in part, refuted, not measurable here,
+inconclusive) follows from the measurements by the rule stated with the claim; the same rule runs on a laptop and on a
+node with eight GPUs. A sentence that says several things is judged part by part.
 
-"Beyond noise" always means the one test of `ddp_lab/claims/framework/statistics.py`: two ways of doing the same work
-are timed in interleaved rounds, and the 99 % bootstrap interval of the median ratio leaves out 1.
+**Fixed beforehand.** Method, rule and loads (rounds, seeds, batches, limits) are fixed before anything is measured by
+them. Each rule has its date; a rule, method or load that changes is a new rule, with its date and the reason.
 
-This page is generated: `python -m ddp_lab.claims --document`.
+**Beyond noise** always means the one test of `ddp_lab/claims/framework/statistics.py`: two ways of doing the same work
+are timed in interleaved rounds, and the interval of the median ratio leaves out 1. The interval goes from the k-th
+smallest to the k-th largest round; the level beside it is the probability with which such an interval holds the true
+median if the rounds are independent, whatever their distribution. Below 99 % no verdict rests on an interval. Among a
+hundred such intervals one may be wrong by chance; a verdict that surprises is worth a second run.
+
+**A stand-in** is what was measured where the thing that the sentence names is missing (CUDA devices, mostly). Its
+figures are marked, and decide nothing about the thing.
+
+**Raw measurements** lie in the folder [claims](claims) beside this page, a JSON file for each claim. The rules can be
+applied to them without measuring, and the page made again:
+
+```bash
+ddp claims --judge-again --output docs/reference
+ddp claims --document --output docs/reference
+```
 """
 
 
@@ -44,9 +59,12 @@ def _machine(found: Sequence[dict[str, Any]]) -> list[str]:
     environment, dates = found[0]["environment"], sorted(content["measured_at"][:10] for content in found)
     devices = environment.get("cuda", {}).get("devices") or ["no CUDA device"]
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    runs = {str((content.get("run") or {}).get("started_at")) for content in found}
+    how = "in one run" if len(runs) == 1 and "None" not in runs else f"in {len(runs)} runs"
+    thorough = "`--full`" if not any(content["environment"]["quick"] for content in found) else "`--quick`"
     return [
-        f"Measured {when} on {environment['cores']} cores ({environment['cpu']}), {', '.join(devices)}, "
-        f"torch {environment['packages']['torch']}.",
+        f"Measured {when} {how} of {thorough}, {len(found)} claims, on {environment['cores']} cores "
+        f"({environment['cpu']}), {', '.join(devices)}, torch {environment['packages']['torch']}.",
         "",
     ]
 
@@ -56,22 +74,50 @@ def _section(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
     lines = [f"## {claim.id} {claim.title}", "", f"> {claim.claim}", ">"]
     lines += [f"> {line}".rstrip() for line in claim.original.splitlines()]
     lines += [f"> (source {', '.join(claim.sources)})", "", known.behind, ""]
-    lines += [f"**Measured:** {claim.method}", "", f"**Rule:** {claim.rule}", ""]
+    lines += [f"**Measured:** {claim.method}", ""]
+    if claim.loads:
+        lines += [f"**Loads:** {'; '.join(_load(name, *both) for name, both in claim.loads.items())}.", ""]
+    since = f" (of {claim.history[-1].date})" if claim.history else ""
+    lines += [f"**Rule{since}:** {claim.rule}", ""]
+    lines += [f"- {version.date}: {version.why}" for version in claim.history]
+    lines += [""] if claim.history else []
     if found:
-        lines += [f"**Verdict: {found['verdict']}.** {found['reason']}", ""]
-        if found["figures"]:
-            lines += ["| figure | value | interval |", "|---|---|---|"]
-            lines += [_figure(figure) for figure in found["figures"]] + [""]
+        parts = found.get("parts", [])
+        lines += [f"**Verdict: {found['verdict']}.**" + ("" if parts else f" {found['reason']}"), ""]
+        if found.get("measured_by_rule") != claim.digest:
+            lines += ["Measured under an earlier rule, and judged again by this one.", ""]
+        lines += [f"- {part['name']}: **{part['verdict']}**, {part['reason']}" for part in parts]
+        lines += [""] if parts else []
+        lines += _figures(found["figures"])
+        lines += [f"[Raw measurements](claims/{claim.id}.json), {_duration(found)}. To measure again:", ""]
         lines += ["```bash", found["command"], "```", ""]
     else:
         lines += ["```bash", f"ddp claims {claim.id}", "```", ""]
     return lines
 
 
+def _load(name: str, quick: Any, full: Any) -> str:
+    shown = [", ".join(map(str, load)) if isinstance(load, list | tuple) else str(load) for load in (quick, full)]
+    return f"{name.replace('_', ' ')}: {shown[1]}" + ("" if quick == full else f" (quick: {shown[0]})")
+
+
+def _duration(found: dict[str, Any]) -> str:
+    return f"measured in {duration(found['seconds'])} at {found['measured_at'][11:16]} UTC"
+
+
+def _figures(figures: Sequence[dict[str, Any]]) -> list[str]:
+    if not figures:
+        return []
+    return ["| figure | value | interval | level |", "|---|---|---|---|", *map(_figure, figures), ""]
+
+
 def _figure(figure: dict[str, Any]) -> str:
     unit = f" {figure['unit']}" if figure["unit"] else ""
     interval = "" if figure["low"] is None else f"{_number(figure['low'])} to {_number(figure['high'])}{unit}"
-    return f"| {figure['name']} | {_number(figure['value'])}{unit} | {interval} |"
+    level = "" if figure.get("level") is None else f"{100 * figure['level']:.2f} %"
+    part = f"{figure['part']}: " if figure.get("part") else ""
+    stand_in = f" (stand-in: {figure['stand_in']})" if figure.get("stand_in") else ""
+    return f"| {part}{figure['name']}{stand_in} | {_number(figure['value'])}{unit} | {interval} | {level} |"
 
 
 def _number(value: Any) -> str:

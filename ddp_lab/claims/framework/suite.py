@@ -47,6 +47,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
     from ddp_core.run.environment import describe_environment
 
     environment = describe_environment() | {"load_before": os.getloadavg()[0]}
+    run = {"started_at": _now(), "claims": [known.claim.id for known in claims]}
     if environment["load_before"] > setting.cores / 2:
         say(
             f"the machine is busy (load {environment['load_before']:.1f} on {setting.cores} cores): times will be noisy"
@@ -60,7 +61,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
         pace = spent / expected if expected else 1.0
         left = duration(sum(planned[number:]) * pace)
         say(f"[{number + 1:2d}/{len(claims)}] {known.claim.id} {known.claim.title}; about {left} left")
-        content = measure_one(known, setting, environment)
+        content = measure_one(known, setting, environment, run)
         if content["error"] is not None:
             failed.append(known.claim.id)
         say(f"        {content['verdict']}: {content['reason']} ({duration(content['seconds'])})")
@@ -69,8 +70,13 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
     return FAILED if failed else ExitCode.DONE
 
 
-def measure_one(known: KnownClaim, setting: Setting, environment: dict[str, Any]) -> dict[str, Any]:
-    """Measure and judge one claim and write its file; `error` says in a line what went wrong, None if nothing did."""
+def measure_one(
+    known: KnownClaim, setting: Setting, environment: dict[str, Any], run: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Measure and judge one claim and write its file; `error` says in a line what went wrong, None if nothing did.
+
+    `run` says when the run of this and other claims began, and which they are.
+    """
     setting.claims.mkdir(parents=True, exist_ok=True)
     trace = setting.claims / f"{known.claim.id}.error.txt"
     trace.unlink(missing_ok=True)
@@ -88,11 +94,13 @@ def measure_one(known: KnownClaim, setting: Setting, environment: dict[str, Any]
         judgement = Judgement("inconclusive", f"the {step} failed: {problem}")
     content = describe(known.claim, judgement) | {
         "measurements": measurements,
+        "measured_by_rule": known.claim.digest,
+        "run": run,
         "error": problem,
         "command": f"ddp claims {known.claim.id} {'--quick' if setting.quick else '--full'}",
         "seconds": round(time.monotonic() - began, 2),
         "environment": environment | setting.describe(),
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "measured_at": _now(),
     }
     write(setting.claims / f"{known.claim.id}.json", content)
     return content
@@ -116,6 +124,7 @@ def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str],
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
     """The part of a claim's file that follows from the claim and its judgement."""
     fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
+    fixed["rule_digest"] = claim.digest
     content: dict[str, Any] = plain({"format": CLAIM_FORMAT} | fixed | judgement.to_json())
     return content
 
@@ -156,6 +165,10 @@ def printer() -> Callable[[str], None]:
         print(re.sub(r"\s*\n\s*", " ", text), file=sys.stdout, flush=True)
 
     return say
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _finite(content: Any) -> Any:

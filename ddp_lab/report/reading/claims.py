@@ -18,6 +18,14 @@ class _Loose(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class Part(_Loose):
+    """One part of a sentence that says several things, and its verdict."""
+
+    name: str
+    verdict: str
+    reason: str
+
+
 class Claim(_Loose):
     """A sentence from a source, what was measured, and the verdict (format ddp-claim/1)."""
 
@@ -30,6 +38,7 @@ class Claim(_Loose):
     method: str | None = None
     rule: str | None = None
     reason: str | None = None
+    parts: list[Part] = []
     figures: list[Figure] = []
     series: list[Series] = []
     command: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 from ddp_core.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
-from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim
+from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Part, composed
 from ddp_lab.claims.framework.document import document
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.records import Axis, Figure, Line, Series
 from ddp_lab.report.reading.claims import read_findings
+from ddp_lab.report.sections.claims import figure_name
 
 
 def made_up(measure: Any) -> KnownClaim:
-    claim = Claim("C99", "made up", "One is one.", "一是一。", ("000",), "counting", "confirmed when equal", (1, 2))
+    claim = Claim(
+        "C99", "made up", "One is one.", "一是一。", ("000",), "counting", "confirmed when equal", seconds=(1, 2)
+    )
 
     def rule(measurements: dict[str, Any]) -> Judgement:
         series = [Series("plot", Axis("x", "s", [1, 2]), Axis("y"), [Line("line", [1.0, None])])]
@@ -119,3 +123,54 @@ def test_the_page_tells_every_claim(tmp_path: Path) -> None:
     for known in claims:
         assert f"## {known.claim.id} {known.claim.title}" in page
         assert known.claim.rule in page
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        (["confirmed", "confirmed"], "confirmed"),
+        (["confirmed", "refuted"], "confirmed in part"),
+        (["confirmed", "not measurable here"], "confirmed in part"),
+        (["confirmed in part", "refuted"], "confirmed in part"),
+        (["refuted", "inconclusive", "not measurable here"], "refuted"),
+        (["not measurable here", "inconclusive"], "inconclusive"),
+        (["not measurable here"], "not measurable here"),
+    ],
+)
+def test_a_sentence_of_several_parts(parts: list[Any], whole: str) -> None:
+    judgement = composed([Part(f"part {number}", verdict, "so") for number, verdict in enumerate(parts)])
+    assert judgement.verdict == whole
+    assert judgement.reason.startswith(f"part 0: {parts[0]} (so)")
+
+
+def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Setting) -> None:
+    half = Part("the one half", "confirmed", "it holds")
+    figure = Figure("bytes", 3.0, "MB", 2.0, 4.0, 0.9922, "the one half", "threads")
+    known = KnownClaim(made_up(None).claim, lambda _: {}, lambda _: composed([half], [figure]), "One is one.")
+    suite.measure_all([known], setting, lambda _: None)
+    page = document([known], setting.output)
+    assert "- the one half: **confirmed**, it holds" in page
+    assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |" in page
+    (found,) = read_findings(setting.output).claims
+    assert found.claim.parts[0].verdict == "confirmed"
+    assert figure_name(found.claim.figures[0]) == "the one half: bytes (stand-in: threads)"
+
+
+def test_a_rule_that_changed_after_measuring_is_told(setting: Setting) -> None:
+    known = made_up(lambda _: {"one": 1})
+    suite.measure_all([known], setting, lambda _: None)
+    assert "earlier rule" not in document([known], setting.output)
+    stricter = replace(known, claim=replace(known.claim, loads={"rounds": (8, 21)}))
+    suite.judge_again([stricter], setting.output, lambda _: None)
+    page = document([stricter], setting.output)
+    assert "Measured under an earlier rule" in page
+    assert "**Loads:** rounds: 21 (quick: 8)." in page
+
+
+def test_every_rule_is_the_one_that_was_fixed_on_its_day() -> None:
+    changed = {
+        known.claim.id: known.claim.digest
+        for known in suite.known_claims()
+        if not known.claim.history or known.claim.history[-1].digest != known.claim.digest
+    }
+    assert not changed, f"a rule, method or load changed: add a RuleVersion with today's date and the reason: {changed}"
