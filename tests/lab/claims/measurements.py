@@ -157,18 +157,26 @@ def c16() -> Measurements:
 
 
 def c17() -> Measurements:
-    delayed = [
-        {"staleness": staleness, "seed": seed, "losses": wave(0.1 * (1 + staleness) * (1 + 0.01 * seed))}
-        for seed in range(6)
-        for staleness in (0, 8)
-    ]
-    run = {"losses": wave(0.1), "staleness": 0.0, "gradients_per_second": 100.0}
-    server = [
-        run | {"way": way, "wait_percent": wait}
-        for way, waits in (("synchronous", (50.0, 60.0)), ("asynchronous", (5.0, 10.0)))
-        for wait in waits
-    ]
-    return {"delayed": delayed, "server": server, "workers": 3}
+    """Pauses of 0.02 s: synchronous workers wait 0.019 s longer because of them, asynchronous ones 0.0002 s."""
+    waits = {("synchronous", 0.02): 0.021, ("synchronous", 0.0): 0.002}
+    waits |= {("asynchronous", 0.02): 0.0012, ("asynchronous", 0.0): 0.001}
+    heights = {"synchronous": 0.1, "asynchronous": 0.15}
+    facts = {"staleness": 0.0, "gradients_per_second": 100.0, "wait_percent": 50.0}
+    return {
+        "delayed": [
+            {"staleness": staleness, "seed": seed, "losses": wave(0.1 * (1 + staleness) * (1 + 0.01 * seed))}
+            for seed in range(8)
+            for staleness in (0, 8)
+        ],
+        "server": [
+            {"seed": seed, "way": way, "pause": pause, "wait_seconds": wait * (1 + 0.01 * seed)}
+            | {"losses": [loss for loss in wave(heights[way]) for _ in range(3)]}
+            | facts
+            for seed in range(8)
+            for (way, pause), wait in waits.items()
+        ],
+        **{"workers": 3, "share_called_waiting": 0.5, "share_called_none": 0.1},
+    }
 
 
 def c18() -> Measurements:

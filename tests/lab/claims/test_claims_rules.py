@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddp_lab.claims.c17_asynchronous import DIVERGED, jitter
+from ddp_lab.claims.c17_asynchronous import jitter
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Judgement
+from ddp_lab.claims.measuring.parameter_server import DIVERGED
 from tests.lab.claims.measurements import (
     MEASUREMENTS,
     OTHER,
@@ -85,13 +86,25 @@ def staleness_8(factor: Callable[[int], float]) -> Change:
     return change
 
 
-def waits(way: str, *values: float) -> Change:
+def server(way: str, name: str, value: Callable[[int], Any], pause: bool = True) -> Change:
+    """A change of what the parameter server of C17 saw, by seed."""
+
     def change(measurements: Measurements) -> None:
-        runs = [run for run in measurements["server"] if run["way"] == way]
-        for run, value in zip(runs, values, strict=True):
-            run["wait_percent"] = value
+        for run in measurements["server"]:
+            if run["way"] == way and bool(run["pause"]) == pause:
+                run[name] = value(run["seed"])
 
     return change
+
+
+def server_wave(height: Callable[[int], float]) -> Change:
+    """A change of the asynchronous server's loss, the same for the three gradients of a step."""
+    return server("asynchronous", "losses", lambda seed: [loss for loss in wave(height(seed)) for _ in range(3)])
+
+
+NO_WAIT = server("synchronous", "wait_seconds", lambda seed: 0.002)
+BOTH_WAIT = server("asynchronous", "wait_seconds", lambda seed: 0.02)
+CALM_SERVER, CALM_STALE = server_wave(lambda seed: 0.05), staleness_8(lambda seed: 0.5)
 
 
 SENDS_MORE = {"sent": 300.0, "received": 300.0, "gradients": 100, "buffers": 3}
@@ -165,10 +178,12 @@ TURNS += [
     ("c16", "perhaps kept", both(*(ended(k, True, "test_accuracy", 95.0, 97.0) for k in (2, 8))), OPEN),
     ("c16", "lost everywhere", both(*(ended(k, True, "test_accuracy", 95.0) for k in (2, 8))), REFUTED),
     ("c16", "too few seeds", fewer_seeds, OPEN),
-    ("c17", "no more jitter", staleness_8(lambda seed: 0.5 * (1 + 0.01 * seed)), REFUTED),
-    ("c17", "noise", staleness_8(lambda seed: 0.5 + 0.3 * seed), OPEN),
-    ("c17", "synchronous does not wait", waits("synchronous", 1.0, 2.0), REFUTED),
-    ("c17", "waiting overlaps", waits("synchronous", 7.0, 60.0), OPEN),
+    ("c17", "less jitter with staleness", CALM_STALE, PARTLY),
+    ("c17", "less jitter in the server", CALM_SERVER, PARTLY),
+    ("c17", "noise", staleness_8(lambda seed: 0.5 + 0.3 * seed), PARTLY),
+    ("c17", "synchronous does not wait", NO_WAIT, PARTLY),
+    ("c17", "asynchronous waits", BOTH_WAIT, PARTLY),
+    ("c17", "nothing holds", both(NO_WAIT, BOTH_WAIT, CALM_SERVER, CALM_STALE), REFUTED),
     ("c17", "diverged", at("delayed", 1, "losses", value=[1.0, DIVERGED]), CONFIRMED),
     ("c18", "survives", at("without_restart", "status", value="completed"), REFUTED),
     ("c18", "not killed", at("without_restart", "killed", value=False), OPEN),
@@ -274,8 +289,24 @@ def test_c21_names_no_smaller_batch_where_there_is_none() -> None:
     assert "instead" not in judged("c21", at("global_batch_size", value=256)).reason
 
 
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (None, [CONFIRMED] * 4),
+        (NO_WAIT, [REFUTED, CONFIRMED, CONFIRMED, CONFIRMED]),
+        (BOTH_WAIT, [CONFIRMED, REFUTED, CONFIRMED, CONFIRMED]),
+        (CALM_SERVER, [CONFIRMED, CONFIRMED, REFUTED, CONFIRMED]),
+        (server_wave(lambda seed: 0.05 + 0.02 * seed), [CONFIRMED, CONFIRMED, OPEN, CONFIRMED]),
+        (CALM_STALE, [CONFIRMED, CONFIRMED, CONFIRMED, REFUTED]),
+        (staleness_8(lambda seed: 0.5 + 0.3 * seed), [CONFIRMED, CONFIRMED, CONFIRMED, OPEN]),
+    ],
+)
+def test_c17_judges_waiting_and_jitter_each_by_itself(change: Change | None, verdicts: list[str]) -> None:
+    assert [part.verdict for part in judged("c17", change).parts] == verdicts
+
+
 def test_jitter_leaves_a_trend_out_and_knows_divergence() -> None:
-    falling = [1 - step / 100 for step in range(100)]
-    assert jitter(falling) < 1e-12
-    assert jitter([*falling[:50], *wave(0.1)]) > 0.009
+    bent = [(1 - step / 100) ** 3 for step in range(100)]
+    assert jitter(bent) < 1e-12
+    assert jitter([*bent[:50], *wave(0.1)]) > 0.009
     assert jitter([1.0, DIVERGED]) == DIVERGED
