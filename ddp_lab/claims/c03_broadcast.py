@@ -4,8 +4,8 @@ Construction broadcasts rank 0's parameters, and its buffers too unless `broadca
 started with, all go on with rank 0's values. After that, parameters are never sent again. They stay equal because every
 rank applies the same mean gradient to the same values. If one rank changes a parameter on its own, it stays different,
 and nothing reports it. Buffers (BatchNorm's running mean, a counter) have no gradient that could keep them equal, so
-DDP copies rank 0's buffers before each forward; what the other ranks wrote into theirs is lost. Source 000 says
-"parameters and buffers ... before every forward"; for parameters that is not so.
+DDP copies rank 0's buffers before each forward; what the other ranks wrote into theirs is lost. Source 000 says that
+both are synchronised before every forward; for parameters that is not so.
 """
 
 from __future__ import annotations
@@ -17,28 +17,39 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Figure
 
 claim = Claim(
     id="C03",
-    title="DDP broadcasts rank 0's parameters at construction, its buffers before every forward",
-    claim="DDP broadcasts rank 0's parameters at construction and its buffers before every forward.",
+    title="DDP broadcasts parameters and buffers at construction and before every forward",
+    claim="DDP broadcasts rank 0's parameters and buffers to the other ranks at construction and before every forward.",
     original="DDP在构建及每次前向传递开始前会同步各进程之间的parameters及buffers"
     "（DistributedDataParallel类的\\_\\_init\\_\\_及forward方法中）\n"
     "广播权重(Broadcast):训练开始时,Rank 0 节点的模型权重被广播到所有其他节点,确保初始状态一致。",
     sources=("000", "004"),
     method="Every rank starts with different weights and a different counter `cnt`, and adds a different amount to its "
-    "counter after each forward. Looked at: the parameters after construction, the counter on entry to each forward, "
-    "with broadcast_buffers on and off; and whether the next forward mends a parameter that one rank has changed.",
-    rule="Confirmed when parameters are equal on all ranks after construction, and on entry to each forward the "
-    "counters are equal with broadcast_buffers on and different with it off. Otherwise refuted.",
-    seconds=(3, 5),
+    "counter after each forward. Looked at: the parameters and the counter after construction, the counter on entry to "
+    "each forward, with broadcast_buffers on (the default) and off; and, when a rank has changed its parameters on its "
+    "own, whether the next forward makes them equal again.",
+    rule="Four parts. Parameters at construction, and buffers at construction: confirmed when they are equal on all "
+    "ranks, else refuted. Buffers before every forward: confirmed when the counters are equal on entry to each forward "
+    "with broadcast_buffers on and different with it off, so that nothing else makes them equal; else refuted. "
+    "Parameters before every forward: confirmed when the next forward makes parameters equal again that ranks have "
+    "changed, else refuted.",
+    loads={"ranks": ((2,), (2, 4)), "forwards": (3, 5)},
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule before judged what DDP does instead of what the source says. The source names parameters and "
+            "buffers, at construction and before every forward: that is four parts, the last of which was not judged.",
+            "9bb49dafabb30e86",
+        ),
+    ),
+    seconds=(3, 6),
 )
-
-FORWARDS = 3
 
 
 class Counter(nn.Module):
@@ -62,25 +73,26 @@ class Counter(nn.Module):
 
 def measure(setting: Setting) -> Measurements:
     """What each rank saw, by number of ranks."""
-    return {"by_ranks": {str(count): _by_switch(count) for count in setting.choose((2,), (2, 4))}}
+    load = claim.load(setting)
+    return {"by_ranks": {str(count): _by_switch(count, load.forwards) for count in load.ranks}}
 
 
-def _by_switch(count: int) -> dict[str, Any]:
-    seen = run_ranks(observe, count)
+def _by_switch(count: int, forwards: int) -> dict[str, Any]:
+    seen = run_ranks(observe, count, forwards)
     return {switch: [rank[switch] for rank in seen] for switch in ("on", "off")}
 
 
-def observe(rank: int, world_size: int) -> dict[str, Any]:
+def observe(rank: int, world_size: int, forwards: int) -> dict[str, Any]:
     """One rank's parameters and counters, with the broadcast of buffers on and off."""
-    return {switch: _observe(rank, switch == "on") for switch in ("on", "off")}
+    return {switch: _observe(rank, switch == "on", forwards) for switch in ("on", "off")}
 
 
-def _observe(rank: int, broadcast_buffers: bool) -> dict[str, Any]:
+def _observe(rank: int, broadcast_buffers: bool, forwards: int) -> dict[str, Any]:
     model = Counter(rank)
     module = DistributedDataParallel(model, broadcast_buffers=broadcast_buffers)
     constructed = model.fc.weight.flatten().tolist()
     counter = float(model.cnt)
-    for _ in range(FORWARDS):
+    for _ in range(forwards):
         module(torch.ones(2, 3)).sum().backward()
         model.cnt += 10 * rank
     with torch.no_grad():
@@ -90,7 +102,7 @@ def _observe(rank: int, broadcast_buffers: bool) -> dict[str, Any]:
     return {
         "weights": constructed,
         "counter_after_construction": counter,
-        "counters": model.seen[:FORWARDS],
+        "counters": model.seen[:forwards],
         "weights_changed": model.fc.weight.flatten().tolist(),
     }
 
@@ -99,26 +111,39 @@ def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     cases = list(measurements["by_ranks"].values())
     weights = all(_same(case[switch], "weights") for case in cases for switch in ("on", "off"))
+    counter = all(_same(case["on"], "counter_after_construction") for case in cases)
     on = all(_same(case["on"], "counters") for case in cases)
     off = all(_all_differ(case["off"], "counters") for case in cases)
     mended = all(_same(case["on"], "weights_changed") for case in cases)
-    figures = [
-        Figure("parameters equal after construction", weights),
-        Figure("buffers equal on entry to each forward, broadcast_buffers on", on),
-        Figure("buffers different on entry to each forward, broadcast_buffers off", off),
-        Figure("a parameter that one rank changed is mended by the next forward", mended),
+    names = [
+        f"{what} {when}" for when in ("at construction", "before every forward") for what in ("parameters", "buffers")
     ]
-    ranks = " and ".join(measurements["by_ranks"])
-    if weights and on and off:
-        rest = "" if mended else "; parameters are not sent again: a changed one stays changed"
-        return Judgement(
-            "confirmed",
-            f"on {ranks} ranks parameters are equal after construction, and buffers before each forward only with "
-            f"broadcast_buffers on{rest}",
-            figures,
-        )
-    failed = [str(figure.name) for figure in figures[:3] if not figure.value]
-    return Judgement("refuted", f"on {ranks} ranks this did not hold: {'; '.join(failed)}", figures)
+    figures = [
+        Figure("equal after construction", weights, part=names[0]),
+        Figure("equal after construction, broadcast_buffers on", counter, part=names[1]),
+        Figure("equal on entry to each forward, broadcast_buffers on", on, part=names[3]),
+        Figure("different on entry to each forward, broadcast_buffers off", off, part=names[3]),
+        Figure("equal again after the next forward, when ranks have changed them", mended, part=names[2]),
+    ]
+    ranks = f"on {' and '.join(measurements['by_ranks'])} ranks"
+    return composed(
+        [
+            _part(names[0], weights, f"{ranks} equal after construction", f"{ranks} different after construction"),
+            _part(names[1], counter, f"{ranks} equal after construction", f"{ranks} different after construction"),
+            _part(
+                names[3],
+                on and off,
+                "equal with broadcast_buffers on, different with it off",
+                f"{'equal' if on else 'different'} with broadcast_buffers on, {'different' if off else 'equal'} off",
+            ),
+            _part(names[2], mended, "ranks that differ are made equal", "not sent again: a changed one stays changed"),
+        ],
+        figures,
+    )
+
+
+def _part(name: str, holds: bool, so: str, otherwise: str) -> Part:
+    return Part(name, "confirmed" if holds else "refuted", so if holds else otherwise)
 
 
 def _same(ranks: list[dict[str, Any]], name: str) -> bool:

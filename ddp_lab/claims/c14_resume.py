@@ -1,27 +1,30 @@
 """Who writes a checkpoint, and what a killed run still has.
 
-All ranks hold the same weights, so one file from one rank is enough. If several ranks write to one path at once, the
-file may mix what they wrote, or be unreadable; this is shown here with ranks whose weights differ. A run resumes from
-the newest checkpoint that is whole. The order of the data, the augmentation and the dropout follow from the position
-(epoch and step), so nothing else has to be remembered, and the run ends with the weights of a run that nobody killed,
-bit by bit.
+All ranks hold the same weights, so one file from one rank is enough. If several ranks save to one path at once, each
+empties the file and writes from its start. With different weights the file may end as a mixture, or unreadable. With
+equal weights, which is what the ranks of DDP have, every byte ends as it should; but a rank whose save has returned may
+find the file emptied again by another, and if the machine stops then, there is no checkpoint.
+
+A run resumes from the newest checkpoint that is whole. The order of the data, the augmentation and the dropout follow
+from the position (epoch and step), so nothing else has to be remembered, and the run ends with the weights of a run
+that nobody killed, bit by bit. It would end with the same bits from any of its checkpoints, so which one it resumed
+from is looked at by itself.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from ddp_core.checkpoint import newest_valid
 from ddp_core.run.directory import RunDirectory
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.file_watch import watch_files
 from ddp_lab.claims.measuring.ranks import run_ranks
+from ddp_lab.claims.measuring.shared_path import save_together
 from ddp_lab.claims.measuring.training import run_command, train
 from ddp_lab.records import Figure
 
@@ -34,123 +37,183 @@ claim = Claim(
     "避免多进程同时写文件造成损坏。\n"
     "if dist.get_rank() == 0 and epoch == num_epoch - 1:",
     sources=("000", "002", "004"),
-    method="A run of `digits` is killed (SIGKILL) after an arbitrary step and resumed with --resume, on one process "
-    "and on two ranks, for several steps; its final weights are compared with an undisturbed run's. Beside it, ranks "
-    "with different weights save to one path at the same time, and the file is read back.",
-    rule="Confirmed when every resumed run ends with the bits of the undisturbed one. Refuted when one does not, or "
-    "cannot be resumed.",
-    seconds=(25, 120),
+    method="A run of `digits` is killed (SIGKILL) after an arbitrary step, resumed with --resume, killed again and "
+    "resumed again, on one process and on two ranks. Before each resumption the newest checkpoint that is whole is "
+    "looked up. In another run of `ddp train` on several ranks every process notes which files it opens for writing in "
+    "the checkpoints' folder. And two processes save 4 MB to one path with torch.save at the same time, with different "
+    "and with equal weights, and one process alone for comparison; the file is read back by each process as soon as "
+    "its own save has returned, and once more when all have finished.",
+    rule="Four parts. Resuming: confirmed when every resumption starts from the newest whole checkpoint and every run "
+    "ends with the bits of the undisturbed one, refuted when not. Only rank 0 writes: confirmed when every rank was "
+    "watched, rank 0 opened files for writing, no other rank did, and every file found afterwards is one that rank 0 "
+    "opened; refuted when another rank opened one; otherwise inconclusive. Several processes, with different and with "
+    "equal weights: each confirmed when at least one file was damaged after all had finished; confirmed in part when "
+    "files were damaged only at the moment when a save had returned; refuted when none was; inconclusive when the "
+    "process that saved alone found one damaged.",
+    loads={
+        "runs_killed_twice": (2, 6),
+        "checkpoint_every": (5, 5),
+        "settings": (("model.width=8", "epochs=2"), ("model.width=8", "epochs=2")),
+        "steps": (44, 44),
+        "watched_ranks": (2, 4),
+        "files_saved_together": (16, 60),
+    },
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule before judged the final bits only. That a run resumes from the newest checkpoint, that rank 0 "
+            "alone writes, and that several writers damage a file, also with equal weights, are now parts.",
+            "4db0fd30babfc0be",
+        ),
+    ),
+    seconds=(30, 100),
 )
-
-CHECKPOINT_EVERY = 5
-SETTINGS = ("model.width=8", "epochs=2")
-STEPS = 44
-_OPTIONS = ("--checkpoint-every", str(CHECKPOINT_EVERY))
 
 
 def measure(setting: Setting) -> Measurements:
-    """Digests of the undisturbed and the resumed runs, and how many files were damaged that all ranks wrote."""
-    device = setting.device_type(2)
-    whole = train(setting, "C14", "digits", settings=SETTINGS, options=_OPTIONS, device=device)
+    """Digests of the undisturbed and the resumed runs, who wrote, and how many files were damaged."""
+    load, device = claim.load(setting), setting.device_type(2)
+    options = ("--checkpoint-every", str(load.checkpoint_every))
+    whole = train(setting, "C14", "digits", settings=load.settings, options=options, device=device)
     generator = random.Random(14)
     cases = []
-    for layout in setting.choose(("single", "ddp"), ("single", "ddp") * 5):
-        steps = sorted(generator.sample(range(1, STEPS), 2))
+    for number in range(load.runs_killed_twice):
+        layout = ("single", "ddp")[number % 2]
+        steps = sorted(generator.sample(range(load.checkpoint_every + 1, load.steps), 2))
         setting.say(f"{layout}, killed after steps {steps[0]} and {steps[1]}")
         cases.append(_killed_and_resumed(setting, layout, steps, device))
     return {
         "undisturbed": whole.record["weights_sha256"],
-        "checkpoint_every": CHECKPOINT_EVERY,
         "cases": cases,
-        "shared_path": run_ranks(save_together, 2, setting.choose(8, 40))[0],
+        "written": _written(setting, load.watched_ranks),
+        "shared_path": run_ranks(save_together, 2, load.files_saved_together)[0],
     }
 
 
 def _killed_and_resumed(setting: Setting, layout: str, steps: list[int], device: str) -> dict[str, Any]:
-    """One run that is killed at two steps.
-
-    A single process is resumed from here with --resume; the ranks of ddp are started again by their launcher.
-    """
-    count = 2 if layout == "ddp" else 1
+    """One run that is killed at two steps and resumed with --resume each time."""
+    load, count = claim.load(setting), 2 if layout == "ddp" else 1
     # The second kill hits the other rank, where there are two.
     faults = [word for number, step in enumerate(steps) for word in ("--fault", f"kill@{step}:{number % count}")]
-    options = (*_OPTIONS, *faults)
-    run = train(setting, "C14", "digits", layout, count, SETTINGS, options, device, must_succeed=False)
-    exit_code = run.exit_code
-    for _ in range(len(steps) if layout == "single" else 0):
-        words = [sys.executable, "-m", "ddp_core", "train", "digits", "--device", device, "--resume", str(run.path)]
-        words += ["--output", str(setting.runs("C14")), *options]
-        words += [word for assignment in SETTINGS for word in ("--set", assignment)]
+    options = ["--checkpoint-every", str(load.checkpoint_every), *faults]
+    options += ["--max-restarts", "0"] if layout == "ddp" else []
+    run = train(setting, "C14", "digits", layout, count, load.settings, options, device, must_succeed=False)
+    exit_code, newest = run.exit_code, []
+    for _ in steps:
+        checkpoint = newest_valid(run.path / "checkpoints")
+        newest.append(checkpoint.step if checkpoint else None)
+        words = [sys.executable, "-m", "ddp_core", "train", "digits", "--layout", layout, "--device", device]
+        words += ["--nproc-per-node", str(count)] if layout == "ddp" else []
+        words += ["--resume", str(run.path), "--output", str(setting.runs("C14")), *options]
+        words += [word for assignment in load.settings for word in ("--set", assignment)]
         exit_code, _ = run_command(words, 120)
     record = RunDirectory(run.path).read()
     return {
         "layout": layout,
         "killed_after": steps,
+        "newest": newest,
         "resumed_at": [line["step"] for line in run.metrics("resume")],
         "exit_code": exit_code,
         "weights_sha256": record["weights_sha256"] if record["status"] == "completed" else None,
     }
 
 
-def save_together(rank: int, world_size: int, rounds: int) -> dict[str, int]:
-    """All ranks save their rank's number to one path at once; counts the files that are damaged afterwards."""
-    place = [tempfile.mkdtemp(prefix="ddp-claim-") if rank == 0 else ""]
-    dist.broadcast_object_list(place)
-    path = Path(place[0]) / "weights.pt"
-    counts = {"rounds": rounds, "unreadable": 0, "mixed": 0}
-    for _ in range(rounds):
-        weights = {str(layer): torch.full((64 * 1024,), float(rank)) for layer in range(16)}
-        dist.all_reduce(torch.zeros(1))
-        torch.save(weights, path)
-        dist.all_reduce(torch.zeros(1))
-        if rank == 0:
-            found = _look(path)
-            counts[found] = counts.get(found, 0) + 1
-        dist.all_reduce(torch.zeros(1))
-    if rank == 0:
-        path.unlink(missing_ok=True)
-        path.parent.rmdir()
-    return {name: counts[name] for name in ("rounds", "unreadable", "mixed")}
-
-
-def _look(path: Path) -> str:
-    try:
-        weights = torch.load(path, weights_only=True)
-    except Exception:
-        return "unreadable"
-    values = {float(value) for tensor in weights.values() for value in tensor.unique()}
-    return "whole" if len(values) == 1 else "mixed"
+def _written(setting: Setting, count: int) -> dict[str, Any]:
+    """Which ranks of a run were watched, what each opened for writing, and which files were there afterwards."""
+    load = claim.load(setting)
+    setting.say(f"ddp, {count} ranks, watched")
+    options = ("--checkpoint-every", str(load.checkpoint_every))
+    with watch_files("checkpoints") as watch:
+        path = os.pathsep.join(filter(None, [watch.search_path, os.environ.get("PYTHONPATH", "")]))
+        run = train(
+            *(setting, "C14", "digits", "ddp", count, load.settings, options, setting.device_type(count)),
+            environment={"PYTHONPATH": path},
+        )
+        opened = watch.opened()
+    return {
+        "ranks": count,
+        "opened": {str(rank): sorted(set(names)) for rank, names in opened.items()},
+        "files": sorted(path.name for path in (run.path / "checkpoints").iterdir() if not path.is_symlink()),
+    }
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, shared = measurements["cases"], measurements["shared_path"]
-    same = [case for case in cases if case["weights_sha256"] == measurements["undisturbed"]]
-    damaged = shared["unreadable"] + shared["mixed"]
+    parts, figures = [], []
+    for part, found in (
+        _judge_resumed(measurements["cases"], measurements["undisturbed"]),
+        _judge_written(measurements["written"]),
+        *(_judge_shared(measurements["shared_path"], way) for way in ("different", "equal")),
+    ):
+        parts.append(part)
+        figures += found
+    return composed(parts, figures)
+
+
+def _judge_resumed(cases: list[dict[str, Any]], undisturbed: str) -> tuple[Part, list[Figure]]:
+    name = "training goes on from the latest checkpoint"
+    same = [case for case in cases if case["weights_sha256"] == undisturbed]
+    latest = [case for case in cases if case["resumed_at"] == case["newest"] and None not in case["newest"]]
     figures = [
-        Figure("runs killed twice and resumed", len(cases)),
-        Figure("of them with the undisturbed run's bits", len(same)),
-        Figure("files damaged when two ranks with different weights wrote one path", damaged, f"of {shared['rounds']}"),
+        Figure("runs killed twice and resumed", len(cases), part=name),
+        Figure("of them resumed from the newest whole checkpoint each time", len(latest), part=name),
+        Figure("of them with the undisturbed run's bits", len(same), part=name),
     ]
     figures += [
-        Figure(
-            f"{case['layout']}, killed after steps {_words(case['killed_after'])}: resumed at",
-            _words(case["resumed_at"]),
-        )
-        for case in cases
+        Figure(f"{_case(case)}: resumed at", " and ".join(map(str, case["resumed_at"])), part=name) for case in cases
     ]
-    if cases and len(same) == len(cases):
-        where = "; ".join(f"{_words(case['killed_after'])} ({case['layout']})" for case in cases[:4])
-        return Judgement(
-            "confirmed",
-            f"killed after steps {where} and resumed, every run ended with the undisturbed run's bits; two ranks with "
-            f"different weights that wrote one path damaged {damaged} of {shared['rounds']} files",
-            figures,
-        )
-    bad = [case for case in cases if case not in same]
-    words = "; ".join(f"{_words(case['killed_after'])} ({case['layout']}, exit {case['exit_code']})" for case in bad)
-    return Judgement("refuted", f"other weights, or none, where the run was killed after steps {words}", figures)
+    bad = [f"{_case(case)}, exit {case['exit_code']}" for case in cases if case not in same or case not in latest]
+    if bad or not cases:
+        return Part(name, "refuted", f"other weights, or another checkpoint: {'; '.join(bad) or 'no run'}"), figures
+    text = f"{len(cases)} runs killed twice resumed from the newest whole checkpoint and ended with the same bits"
+    return Part(name, "confirmed", text), figures
 
 
-def _words(steps: list[int]) -> str:
-    return " and ".join(str(step) for step in steps)
+def _case(case: dict[str, Any]) -> str:
+    return f"{case['layout']}, killed after steps {' and '.join(map(str, case['killed_after']))}"
+
+
+def _judge_written(written: dict[str, Any]) -> tuple[Part, list[Figure]]:
+    name, opened = "only rank 0 writes", written["opened"]
+    others = {rank: names for rank, names in opened.items() if rank != "0" and names}
+    rank_0 = opened.get("0", [])
+    # A file is written under a temporary name, .NAME.<12 hexadecimal digits>.tmp, and then renamed.
+    unexplained = [file for file in written["files"] if not any(_made(file, opening) for opening in rank_0)]
+    figures = [
+        Figure("ranks watched", len(opened), f"of {written['ranks']}", part=name),
+        Figure("files opened for writing by rank 0", len(rank_0), part=name),
+        Figure("files opened for writing by other ranks", sum(map(len, others.values())), part=name),
+        Figure("files there that rank 0 was not seen to open", len(unexplained), part=name),
+    ]
+    if others:
+        return Part(name, "refuted", f"rank {', '.join(others)} opened files for writing, too"), figures
+    if len(opened) < written["ranks"] or not rank_0 or unexplained:
+        return Part(name, "inconclusive", "not every rank, or not every file, was seen"), figures
+    text = f"rank 0 opened {len(rank_0)} files for writing, the other {written['ranks'] - 1} ranks none"
+    return Part(name, "confirmed", text), figures
+
+
+def _made(file: str, opened: str) -> bool:
+    return opened == file or opened.startswith(f".{file}.")
+
+
+def _judge_shared(shared: dict[str, dict[str, int]], way: str) -> tuple[Part, list[Figure]]:
+    name, counts, alone = f"two processes with {way} weights damage one file", shared[way], shared["alone"]
+    rounds = f"of {counts['rounds']}"
+    figures = [
+        Figure("files damaged after both had finished", counts["at_end"], rounds, part=name),
+        Figure("files damaged when a save had returned", counts["at_return"], rounds, part=name),
+        Figure("files damaged when one process saved alone", alone["at_return"] + alone["at_end"], rounds, part=name),
+    ]
+    text = (
+        f"{counts['at_end']} {rounds} damaged after both had finished, {counts['at_return']} at the moment when a "
+        "save had returned"
+    )
+    verdict: Verdict = "refuted"
+    if alone["at_return"] or alone["at_end"]:
+        verdict, text = "inconclusive", f"{text}; but files that one process saved alone were damaged, too"
+    elif counts["at_end"]:
+        verdict = "confirmed"
+    elif counts["at_return"]:
+        verdict = "confirmed in part"
+    return Part(name, verdict, text), figures

@@ -1,21 +1,35 @@
 """Where differences between layouts come from.
 
-Floating-point addition is not associative: a gradient summed over two ranks, or by nn.DataParallel on its first device,
-is added in another order than on one device and differs in its last bits; training lets that difference grow. Nothing
-else need differ. When the order is fixed for all layouts (exact reduction) and the micro-batches are the same, the
-weights are identical, to the last bit. BatchNorm's running statistics are another matter under plain DDP: each rank
-computes its own, and those of rank 0 count.
+Floating-point addition is not associative: a gradient that is summed over two ranks, or by nn.DataParallel on its first
+device, is added in another order than on one device and differs in its last bits; training lets that difference grow.
+That the main device alone updates the weights loses nothing by itself: it adds as precisely as any other. Nor do DDP's
+ranks compute more precisely; what they have is that all of them end with the same bits, since all apply the same summed
+gradient. When the order of additions is fixed for all layouts (exact reduction) and the micro-batches are the same,
+every layout has the same bits.
+
+The network here has no BatchNorm, which computes another function when a batch is cut, under DP and DDP alike: that
+difference is no matter of precision. Without two CUDA devices nn.DataParallel cannot be measured. A rendering of what
+it does on CPU (replicas copied from the weights at every step, one loss over the gathered outputs, one backward that
+adds up the replicas' gradients) stands in for it and decides nothing: a GPU's kernels add in an order of their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_core.shares import share_of
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.measuring.training import TrainedRun, train
+from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
+from ddp_lab.claims.measuring.ranks import own_device, run_ranks
+from ddp_lab.claims.measuring.training import train
 from ddp_lab.records import Figure
 
 claim = Claim(
@@ -26,73 +40,178 @@ claim = Claim(
     original="由于参数更新在主 GPU 上进行,可能存在精度损失或不一致的情况。"
     "各进程的模型参数同步更新,训练结果一致性更好。",
     sources=("003",),
-    method="One experiment on single, dp and ddp layouts with the same micro-batches, with plain and with exact "
-    "reduction: SHA-256 over the final weights, and the largest difference from single's parameters and buffers.",
-    rule="Confirmed when plain reduction gives other bits than single on some layout and exact reduction gives the "
-    "same on all: results may differ, and the order of addition is the cause. Refuted when plain reduction gives the "
-    "same bits everywhere. Inconclusive when exact differs, too: then something else is the cause.",
-    seconds=(22, 60),
+    method="One small CNN without BatchNorm, the same initial weights and the same batches for each seed, trained on "
+    "one device, under torch's DDP and under nn.DataParallel (on CPU: its rendering, a stand-in): SHA-256 over the "
+    "parameters of every rank of DDP, and the largest difference of a parameter from one device's. And `ddp train "
+    "digits` with exact reduction on single, dp and ddp layouts: SHA-256 over the final weights.",
+    rule="Five parts. DDP's ranks agree: confirmed when with every seed all ranks end with the same bits, else "
+    "refuted. DDP's results, and DP's results, may differ from one device's: each confirmed when they do with at least "
+    "one seed, else refuted. DDP is nearer to one device than DP: confirmed when the interval of the ratio of the "
+    "largest differences, DP's to DDP's, lies above 1, refuted when below, inconclusive otherwise. What speaks of DP "
+    "is not measurable here without two CUDA devices. The order of additions is the cause: confirmed when exact "
+    "reduction gives every layout the same bits, else refuted.",
+    loads={
+        "seeds": (8, 15),
+        "ranks": (2, 2),
+        "steps": (40, 40),
+        "batch": (64, 64),
+        "rate": (0.05, 0.05),
+        "exact_layouts": (
+            (("single", 1), ("dp", 2), ("ddp", 2)),
+            (("single", 1), ("dp", 2), ("ddp", 2), ("dp", 4), ("ddp", 3), ("ddp", 4)),
+        ),
+        "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
+    },
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule before was met by any difference from one device, and took this project's threads for DP. The "
+            "sentence compares DP with DDP: now each half is a part, paired by seed, and what speaks of DP needs CUDA.",
+            "54059bbd625c176c",
+        ),
+    ),
+    seconds=(25, 45),
 )
 
-SETTINGS = ("model.width=8", "epochs=1")
+AGREE, DDP_DIFFERS, DP_DIFFERS = "DDP's ranks agree", "DDP may differ from one device", "DP may differ from one device"
+NEARER, CAUSE = "DDP is nearer to one device than DP", "the order of additions is the cause"
+STAND_IN = "nn.DataParallel rendered on CPU"
+_SMALLEST = 1e-12
+"""Added to both differences of a ratio, against a division by 0; far below the last bit of a weight."""
 
 
 def measure(setting: Setting) -> Measurements:
-    """Digest and differences by reduction and layout; all on the same type of device."""
-    layouts = [("single", 1), ("dp", 2), ("ddp", 2), *setting.choose((), (("dp", 4), ("ddp", 4), ("ddp", 3)))]
-    device = setting.device_type(max(count for _, count in layouts))
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for reduction in ("plain", "exact"):
-        reference: TrainedRun | None = None
-        for layout, count in layouts:
-            if reduction == "exact" and layout == "dp" and device == "cuda":
-                continue  # nn.DataParallel on CUDA adds inside autograd, in an order of its own
-            setting.say(f"{reduction}, {layout} x{count}")
-            run = train(
-                setting, "C19", "digits", layout, count, SETTINGS, ("--reduction", reduction), device, timeout=120
-            )
-            reference = reference or run
-            entry = {"layout": layout, "count": count, "weights_sha256": run.record["weights_sha256"]}
-            runs.setdefault(reduction, []).append(entry | _differences(run, reference))
-    return {"device": device, "runs": runs}
+    """Digests by rank and differences by seed, and the digests of exact reduction by layout."""
+    load = claim.load(setting)
+    device = setting.device_type(load.ranks)
+    cases = run_ranks(observe, load.ranks, device, load.seeds, load.steps, load.batch, load.rate, device=device)
+    exact = []
+    for layout, count in load.exact_layouts:
+        if layout == "dp" and setting.device_type(count) == "cuda":
+            continue  # nn.DataParallel on CUDA adds inside autograd, in an order of its own
+        setting.say(f"exact, {layout} x{count}")
+        place = setting.device_type(max(count for _, count in load.exact_layouts))
+        run = train(
+            setting, "C19", "digits", layout, count, load.settings, ("--reduction", "exact"), place, timeout=120
+        )
+        exact.append({"layout": layout, "count": count, "weights_sha256": run.record["weights_sha256"]})
+    return {
+        "device": device,
+        "ranks": load.ranks,
+        "steps": load.steps,
+        "cases": [
+            case | {"digests": [rank[number]["digest"] for rank in cases]} for number, case in enumerate(cases[0])
+        ],
+        "exact": exact,
+    }
 
 
-def _differences(run: TrainedRun, reference: TrainedRun) -> dict[str, float]:
-    ours, theirs = run.weights(), reference.weights()
-    apart = {"parameters": 0.0, "buffers": 0.0}
-    for name, tensor in theirs.items():
-        if name.endswith("num_batches_tracked"):
-            continue  # counts this rank's own forwards
-        kind = "buffers" if "running_" in name else "parameters"
-        apart[kind] = max(apart[kind], float((ours[name].double() - tensor.to(torch.float64)).abs().max()))
-    return {f"difference_{kind}": value for kind, value in apart.items()}
+def observe(
+    rank: int, world_size: int, device: str, seeds: int, steps: int, batch: int, rate: float
+) -> list[dict[str, Any]]:
+    """By seed: the digest of this rank's parameters under DDP, and on rank 0 how far DP and DDP end from one device."""
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    place, found = own_device(rank, device), []
+    for seed in range(seeds):
+        share = list(share_of(batch, rank, world_size))
+        model = _network(seed).to(place)
+        module = DistributedDataParallel(model, device_ids=[place] if device == "cuda" else None)
+        for inputs, targets in _batches(seed, steps, batch, place):
+            _step(model, module(inputs[share]), targets[share], rate)
+        ours = _parameters(model)
+        case: dict[str, Any] = {"seed": seed, "digest": hashlib.sha256(ours.numpy().tobytes()).hexdigest()}
+        if rank == 0:
+            alone = _alone(seed, steps, batch, rate, place, 1)
+            parallel = _alone(seed, steps, batch, rate, place, world_size)
+            case |= {"ddp": float((ours - alone).abs().max()), "dp": float((parallel - alone).abs().max())}
+        found.append(case)
+    return found
+
+
+def _alone(seed: int, steps: int, batch: int, rate: float, place: torch.device, replicas: int) -> Tensor:
+    """Parameters after training in this process: on one device, or with several replicas as nn.DataParallel does."""
+    model = _network(seed).to(place)
+    on_cuda = place.type == "cuda" and replicas > 1
+    module = nn.DataParallel(model, device_ids=list(range(replicas))) if on_cuda else model
+    for inputs, targets in _batches(seed, steps, batch, place):
+        if replicas == 1 or on_cuda:
+            outputs = module(inputs)
+        else:
+            outputs = torch.cat([functional_call(model, _replica(model), (part,)) for part in inputs.chunk(replicas)])
+        _step(model, outputs, targets, rate)
+    return _parameters(model)
+
+
+def _replica(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, whose gradients backward adds up in the parameters themselves."""
+    return {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+
+def _network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10)),
+    )
+
+
+def _batches(seed: int, steps: int, batch: int, place: torch.device) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(batch, 1, 8, 8, generator=generator).to(place),
+            torch.randint(0, 10, (batch,), generator=generator).to(place),
+        )
+        for _ in range(steps)
+    ]
+
+
+def _step(model: nn.Module, outputs: Tensor, targets: Tensor, rate: float) -> None:
+    """Backward of the mean loss, and a step of SGD."""
+    model.zero_grad()
+    functional.cross_entropy(outputs, targets).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter -= rate * parameter.grad
+
+
+def _parameters(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    runs = measurements["runs"]
-    figures, other = [], {}
-    for reduction in ("plain", "exact"):
-        reference = runs[reduction][0]["weights_sha256"]
-        other[reduction] = [run for run in runs[reduction] if run["weights_sha256"] != reference]
-        figures.append(
-            Figure(f"layouts with single's bits, {reduction}", len(runs[reduction]) - 1 - len(other[reduction]))
-        )
-        for run in runs[reduction][1:]:
-            name = f"{reduction}, {run['layout']} x{run['count']}: largest difference of"
-            figures.append(Figure(f"{name} a parameter", run["difference_parameters"]))
-            figures.append(Figure(f"{name} a buffer", run["difference_buffers"]))
-    names = {kind: ", ".join(f"{run['layout']} x{run['count']}" for run in found) for kind, found in other.items()}
-    if other["exact"]:
-        return Judgement(
-            "inconclusive", f"exact reduction differs, too ({names['exact']}): not the order of addition alone", figures
-        )
-    if not other["plain"]:
-        return Judgement("refuted", "plain reduction gave single's bits on every layout", figures)
-    largest = max(run["difference_parameters"] for run in other["plain"])
-    return Judgement(
-        "confirmed",
-        f"with plain reduction {names['plain']} differ from single (parameters by up to {largest:.1g}); with exact "
-        f"reduction all {len(runs['exact'])} layouts have the same bits",
-        figures,
-    )
+    cases, ranks, on_cuda = measurements["cases"], measurements["ranks"], measurements["device"] == "cuda"
+    stand_in = "" if on_cuda else STAND_IN
+    agree = [case for case in cases if len(set(case["digests"])) == 1]
+    figures = [Figure("seeds with which all ranks have the same bits", len(agree), f"of {len(cases)}", part=AGREE)]
+    text = f"{len(agree)} of {len(cases)} seeds end with the same bits on all {ranks} ranks"
+    parts = [Part(AGREE, "confirmed" if len(agree) == len(cases) else "refuted", text)]
+    for name, way, marked in ((DDP_DIFFERS, "ddp", ""), (DP_DIFFERS, "dp", stand_in)):
+        differences = [case[way] for case in cases]
+        count = sum(difference > 0 for difference in differences)
+        figures.append(Figure("seeds that end with other bits", count, f"of {len(cases)}", part=name, stand_in=marked))
+        figures.append(median_interval(differences).figure("largest difference of a parameter", "", name, marked))
+        text = f"{count} of {len(cases)} seeds end with other bits, parameters by up to {max(differences):.1g}"
+        parts.append(_part(name, "confirmed" if count else "refuted", text, bool(marked)))
+    ratio = ratio_interval(*([case[way] + _SMALLEST for case in cases] for way in ("dp", "ddp")))
+    figures.append(ratio.figure("largest difference, DP's against DDP's", "times", NEARER, stand_in))
+    verdict: Verdict = "confirmed" if ratio.above_one else "refuted" if ratio.below_one else "inconclusive"
+    parts.append(_part(NEARER, verdict, f"DP's largest difference is {ratio} times DDP's", not on_cuda))
+    found = measurements["exact"]
+    layouts = ", ".join(f"{run['layout']} x{run['count']}" for run in found)
+    digests = {run["weights_sha256"] for run in found}
+    figures += [
+        Figure(f"exact, {run['layout']} x{run['count']}", run["weights_sha256"][:12], part=CAUSE) for run in found
+    ]
+    text = f"exact reduction gives {len(digests)} digest{'s' if len(digests) > 1 else ''} on {layouts}"
+    parts.append(Part(CAUSE, "confirmed" if len(digests) == 1 else "refuted", text))
+    return composed(parts, figures)
+
+
+def _part(name: str, verdict: Verdict, text: str, stood_in: bool) -> Part:
+    if stood_in:
+        return Part(name, "not measurable here", f"needs 2 CUDA devices; {STAND_IN} decides nothing: {text}")
+    return Part(name, verdict, text)

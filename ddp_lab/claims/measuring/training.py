@@ -48,12 +48,14 @@ def train(
     device: str | None = None,
     timeout: float = 300,
     must_succeed: bool = True,
+    environment: dict[str, str] | None = None,
 ) -> TrainedRun:
     """Run `ddp train` below the claim's own output directory.
 
-    `settings` are what `--set` takes, `options` further words of the command. Without a `device`, it is CUDA where each
-    process has a device of its own, else the CPU. Raises UserError with the command's last line where it fails (unless
-    `must_succeed` is false), takes longer than `timeout` seconds, or leaves no run directory.
+    `settings` are what `--set` takes, `options` further words of the command, `environment` further variables of its
+    processes. Without a `device`, it is CUDA where each process has a device of its own, else the CPU. Raises UserError
+    with the command's last line where it fails (unless `must_succeed` is false), takes longer than `timeout` seconds,
+    or leaves no run directory.
     """
     output = setting.runs(claim)
     before = {directory.path for directory, _ in find_runs(output)}
@@ -63,7 +65,7 @@ def train(
         words += ["--nproc-per-node", str(nproc_per_node)]
     for assignment in settings:
         words += ["--set", assignment]
-    code, said = run_command([*words, *options], timeout)
+    code, said = run_command([*words, *options], timeout, environment)
     made = [(directory, record) for directory, record in find_runs(output) if directory.path not in before]
     if (code and must_succeed) or not made:
         raise UserError(f"`ddp {' '.join(words[3:])}` ended with {code}: {said or 'it said nothing'}")
@@ -77,14 +79,15 @@ def run_command(words: Sequence[str], timeout: float, environment: dict[str, str
     All of its processes are gone afterwards. Raises UserError after `timeout` seconds.
     """
     root = str(Path(__file__).parents[3])
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([root, *_search_path()])}
+    variables = os.environ | (environment or {}) | {"OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=variables | (environment or {}),
+        env=variables,
     )
     try:
         said, _ = process.communicate(timeout=timeout)
@@ -96,7 +99,3 @@ def run_command(words: Sequence[str], timeout: float, environment: dict[str, str
         process.wait()
     lines = said.strip().splitlines()
     return process.returncode, lines[-1] if lines else ""
-
-
-def _search_path() -> list[str]:
-    return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]

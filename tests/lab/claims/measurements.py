@@ -1,7 +1,8 @@
-"""Made-up measurements of every claim. Unchanged, they confirm the claim (C18: refute it)."""
+"""Made-up measurements of every claim. Unchanged, they confirm the claim (C03: in part; C18: refute it)."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 Measurements = dict[str, Any]
@@ -42,7 +43,8 @@ def c02(weak: float = 1.1, apart: float = 1.02, devices: int = 2) -> Measurement
 def c03() -> Measurements:
     def rank(number: int, on: bool) -> dict[str, Any]:
         counters = [100.0, 101.0] if on else [100.0 + 50 * number, 200.0 + 50 * number]
-        return {"weights": [1.0], "counters": counters, "weights_changed": [1.0 + number]}
+        weights = {"weights": [1.0], "weights_changed": [1.0 + number]}
+        return weights | {"counters": counters, "counter_after_construction": counters[0]}
 
     return {"by_ranks": {"2": {"on": [rank(0, True), rank(1, True)], "off": [rank(0, False), rank(1, False)]}}}
 
@@ -132,9 +134,16 @@ def c13() -> Measurements:
 
 
 def c14() -> Measurements:
-    case = {"layout": "single", "killed_after": [7, 30], "resumed_at": [5, 30], "exit_code": 0, "weights_sha256": "a"}
-    shared = {"rounds": 8, "unreadable": 1, "mixed": 1}
-    return {"undisturbed": "a", "checkpoint_every": 5, "cases": [case, case | {"layout": "ddp"}], "shared_path": shared}
+    case = {"layout": "single", "killed_after": [7, 31], "newest": [5, 30], "resumed_at": [5, 30], "exit_code": 0}
+    case |= {"weights_sha256": "a"}
+    opened = {"0": [".step-00005.pt.0123456789ab.tmp", "fence.lock"], "1": []}
+    damaged = {"rounds": 16, "at_return": 9, "at_end": 4}
+    return {
+        "undisturbed": "a",
+        "cases": [case, case | {"layout": "ddp"}],
+        "written": {"ranks": 2, "opened": opened, "files": ["fence.lock", "step-00005.pt"]},
+        "shared_path": {"alone": damaged | {"at_return": 0, "at_end": 0}, "different": damaged, "equal": dict(damaged)},
+    }
 
 
 def c15() -> Measurements:
@@ -190,27 +199,25 @@ def c18() -> Measurements:
     }
 
 
-def c19() -> Measurements:
-    def runs(*digests: str) -> list[dict[str, Any]]:
-        return [
-            {"layout": layout, "count": count, "weights_sha256": digest}
-            | {"difference_parameters": 1e-7, "difference_buffers": 0.1}
-            for (layout, count), digest in zip((("single", 1), ("dp", 2), ("ddp", 2)), digests, strict=True)
-        ]
-
-    return {"device": "cpu", "runs": {"plain": runs("a", "b", "c"), "exact": runs("d", "d", "d")}}
+def c19(device: str = "cuda", dp: float = 2e-7, ddp: float = 1e-7) -> Measurements:
+    """On a CUDA machine: DP ends farther from a single device than DDP."""
+    layouts = (("single", 1), ("dp", 2), ("ddp", 2))
+    exact = [{"layout": layout, "count": count, "weights_sha256": "d"} for layout, count in layouts]
+    cases = [
+        {"seed": seed, "digests": ["a", "a"], "dp": dp * (1 + 0.01 * seed), "ddp": ddp * (1 + 0.01 * seed)}
+        for seed in range(8)
+    ]
+    return {"device": device, "ranks": 2, "steps": 40, "cases": cases, "exact": exact}
 
 
 def c20() -> Measurements:
     return {"cores": 2, "device": "cpu", "wait_percent": {"0": [50.0, 51, 52, 49, 50], "1": [10.0, 11, 9, 10, 12]}}
 
 
-def c21() -> Measurements:
-    case = {"completed": True, "losses": [2.5, 2.4], "images_per_second": 4.0, "peak_memory_bytes": 2**30}
-    return {
-        **{"device": "cpu", "global_batch_size": 4, "image_size": 224, "count": 2},
-        "cases": {"dp": dict(case), "ddp": dict(case)},
-    }
+def c21(device: str = "cuda", batch: int = 256) -> Measurements:
+    case = {"completed": True, "losses": [2.5, 2.4, 1.9, 1.7], "images_per_second": 4.0, "peak_memory_bytes": 2**30}
+    cases = {layout: deepcopy(case) for layout in ("dp", "ddp")}
+    return {"device": device, "global_batch_size": batch, "images": 2 * batch, "cases": cases}
 
 
 def c22() -> Measurements:

@@ -21,6 +21,7 @@ from tests.lab.claims.measurements import (
     c09,
     c11,
     c19,
+    c21,
     noise,
     wave,
 )
@@ -107,12 +108,27 @@ BOTH_WAIT = server("asynchronous", "wait_seconds", lambda seed: 0.02)
 CALM_SERVER, CALM_STALE = server_wave(lambda seed: 0.05), staleness_8(lambda seed: 0.5)
 
 
+def shared_path(way: str, at_return: int, at_end: int) -> Change:
+    return at("shared_path", way, value={"rounds": 16, "at_return": at_return, "at_end": at_end})
+
+
+def c03_mended(measurements: Measurements) -> None:
+    for rank in measurements["by_ranks"]["2"]["on"]:
+        rank["weights_changed"] = [1.0]
+
+
+C03_WRONG = [
+    at("by_ranks", "2", "on", 1, "weights", value=[2.0]),
+    at("by_ranks", "2", "on", 1, "counter_after_construction", value=200.0),
+    at("by_ranks", "2", "on", 1, "counters", value=[100.0, 7.0]),
+]
+RISES = at("cases", "ddp", "losses", value=[2.4, 2.4, 5.0, 8.7])
 SENDS_MORE = {"sent": 300.0, "received": 300.0, "gradients": 100, "buffers": 3}
 MOVES_LESS = {"weights": 300.0, "gradients": -200.0, "batch": 9.0}
 ONE_CORE = {"devices": 1, "ranks": 0, "replicas": 0, "networks": {}, "experiments": {}}
 
 TURNS: list[tuple[str, str, Change | None, str]] = [
-    (number, "good", None, {"c18": REFUTED}.get(number, CONFIRMED)) for number in MEASUREMENTS
+    (number, "good", None, {"c03": PARTLY, "c18": REFUTED}.get(number, CONFIRMED)) for number in MEASUREMENTS
 ]
 TURNS += [
     ("c01", "another weight", at("runs", 1, "w", value=2.03), REFUTED),
@@ -122,9 +138,8 @@ TURNS += [
     ("c02", "noise", at("models", "resnet18", "seconds", "weak 2", value=noise(1.17)), OPEN),
     ("c02", "cores are taken", instead(c02(weak=1.5, apart=1.4)), MISSING),
     ("c02", "one core", instead(c02(devices=1)), MISSING),
-    ("c03", "parameters differ", at("by_ranks", "2", "on", 1, "weights", value=[2.0]), REFUTED),
-    ("c03", "buffers differ although on", at("by_ranks", "2", "on", 1, "counters", value=[100.0, 7.0]), REFUTED),
-    ("c03", "buffers equal although off", at("by_ranks", "2", "off", 1, "counters", value=[100.0, 250.0]), REFUTED),
+    ("c03", "parameters are sent again", c03_mended, CONFIRMED),
+    ("c03", "nothing holds", both(*C03_WRONG), REFUTED),
     ("c04", "faster after", at("seconds", "after", value=around(0.9)), REFUTED),
     ("c04", "communication costs nothing", at("seconds", "after", value=around(0.7)), REFUTED),
     ("c04", "noise", at("seconds", "after", value=noise(1.05)), OPEN),
@@ -162,8 +177,19 @@ TURNS += [
     ("c13", "slower", at("cases", 0, "seconds", "all_ranks", value=[1.5, 1.6, 1.5, 1.4, 1.5, 1.6, 1.5]), REFUTED),
     ("c13", "noise", at("cases", 0, "seconds", "all_ranks", value=[0.8, 1.3, 0.9, 1.1, 1.0, 1.2, 0.7]), OPEN),
     ("c13", "one core", at("devices", value=1), MISSING),
-    ("c14", "other weights", at("cases", 1, "weights_sha256", value="b"), REFUTED),
-    ("c14", "not resumed", at("cases", 0, "weights_sha256", value=None), REFUTED),
+    ("c14", "other weights", at("cases", 1, "weights_sha256", value="b"), PARTLY),
+    ("c14", "nothing damaged with equal weights", shared_path("equal", 0, 0), PARTLY),
+    (
+        "c14",
+        "nothing holds",
+        both(
+            at("cases", 0, "weights_sha256", value=None),
+            at("written", "opened", "1", value=["step-00005.pt"]),
+            shared_path("different", 0, 0),
+            shared_path("equal", 0, 0),
+        ),
+        REFUTED,
+    ),
     ("c15", "other digest", at("cases", 1, "weights_sha256", value="def"), REFUTED),
     ("c15", "does not start", at("cases", 0, "exit_code", value=1), REFUTED),
     ("c15", "never ends", at("cases", 0, "exit_code", value=None), REFUTED),
@@ -188,13 +214,25 @@ TURNS += [
     ("c18", "survives", at("without_restart", "status", value="completed"), REFUTED),
     ("c18", "not killed", at("without_restart", "killed", value=False), OPEN),
     ("c18", "not recovered", at("with_restart", 0, "status", value="failed"), REFUTED),
-    ("c19", "same bits in plain", at("runs", "plain", value=c19()["runs"]["exact"]), REFUTED),
-    ("c19", "exact differs", at("runs", "exact", value=c19()["runs"]["plain"]), OPEN),
+    ("c19", "on CPU", instead(c19("cpu")), PARTLY),
+    ("c19", "DDP is farther", instead(c19(dp=1e-8)), PARTLY),
+    (
+        "c19",
+        "nothing holds on CPU",
+        both(
+            instead(c19("cpu", ddp=0.0)),
+            at("cases", 0, "digests", value=["a", "b"]),
+            at("exact", 1, "weights_sha256", value="e"),
+        ),
+        REFUTED,
+    ),
     ("c20", "workers make it worse", at("wait_percent", "1", value=[80.0, 81, 82, 80, 79]), REFUTED),
     ("c20", "overlap", at("wait_percent", "1", value=[40.0, 55, 45, 60, 48]), OPEN),
     ("c20", "one core", at("cores", value=1), MISSING),
-    ("c21", "dp fails", at("cases", "dp", value={"completed": False, "said": "out of memory"}), REFUTED),
-    ("c21", "not finite", at("cases", "ddp", "losses", value=[2.5, None]), REFUTED),
+    ("c21", "dp fails", at("cases", "dp", value={"completed": False, "said": "out of memory"}), PARTLY),
+    ("c21", "on CPU", instead(c21("cpu", 4)), PARTLY),
+    ("c21", "not finite on CPU", both(instead(c21("cpu", 4)), at("cases", "ddp", "losses", 1, value=None)), REFUTED),
+    ("c21", "it does not learn on CPU", both(instead(c21("cpu", 4)), RISES), OPEN),
     ("c22", "too small", at("cases", 0, "peak", value=140), REFUTED),
     ("c22", "too large", at("cases", 0, "peak", value=80), REFUTED),
     ("c22", "nothing tells", at("cases", value=[]), MISSING),
@@ -238,7 +276,7 @@ def test_verdict(number: str, change: Change | None, verdict: str) -> None:
         ("c11", instead(c11(0.9, devices=2)), "needs 8 cores"),
         ("c18", at("with_restart", 0, "status", value="failed"), "did not save"),
         ("c20", at("wait_percent", "4", value=[12.0, 13, 12, 14, 12]), "2 cores"),
-        ("c21", None, "batch 4 instead of 256"),
+        ("c21", instead(c21("cpu", 4)), "batch 4 instead of 256"),
     ],
     ids=["c02 cores are taken", "c02 one core", "c07", "c11", "c18", "c20", "c21"],
 )
@@ -273,6 +311,24 @@ def test_c02_shows_whole_runs_with_their_digests() -> None:
     assert figures["digits: one digest per global batch, whatever the layout"] is False
 
 
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (None, [CONFIRMED, CONFIRMED, CONFIRMED, REFUTED]),
+        (C03_WRONG[0], [REFUTED, CONFIRMED, CONFIRMED, REFUTED]),
+        (C03_WRONG[1], [CONFIRMED, REFUTED, CONFIRMED, REFUTED]),
+        (C03_WRONG[2], [CONFIRMED, CONFIRMED, REFUTED, REFUTED]),
+        (
+            at("by_ranks", "2", "off", 1, "counters", value=[100.0, 250.0]),
+            [CONFIRMED, CONFIRMED, REFUTED, REFUTED],
+        ),
+        (c03_mended, [CONFIRMED] * 4),
+    ],
+)
+def test_c03_judges_parameters_and_buffers_at_both_moments(change: Change | None, verdicts: list[str]) -> None:
+    assert [part.verdict for part in judged("c03", change).parts] == verdicts
+
+
 def test_c04_tells_the_hidden_share() -> None:
     (share,) = [figure.value for figure in judged("c04").figures if figure.name.startswith("hidden share")]
     assert share == pytest.approx(50, abs=5)
@@ -285,8 +341,64 @@ def test_c18_is_confirmed_only_by_a_run_that_goes_on_alone() -> None:
     assert judged("c18", survives).verdict == CONFIRMED
 
 
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (None, [CONFIRMED] * 5),
+        (at("cases", 3, "digests", value=["a", "b"]), [REFUTED, CONFIRMED, CONFIRMED, CONFIRMED, CONFIRMED]),
+        (instead(c19(ddp=0.0)), [CONFIRMED, REFUTED, CONFIRMED, CONFIRMED, CONFIRMED]),
+        (instead(c19(dp=0.0)), [CONFIRMED, CONFIRMED, REFUTED, REFUTED, CONFIRMED]),
+        (instead(c19(dp=1e-7)), [CONFIRMED, CONFIRMED, CONFIRMED, OPEN, CONFIRMED]),
+        (at("exact", 1, "weights_sha256", value="e"), [CONFIRMED, CONFIRMED, CONFIRMED, CONFIRMED, REFUTED]),
+        (instead(c19("cpu")), [CONFIRMED, CONFIRMED, MISSING, MISSING, CONFIRMED]),
+    ],
+)
+def test_c19_judges_dp_only_where_dp_was_measured(change: Change | None, verdicts: list[str]) -> None:
+    found = judged("c19", change)
+    assert [part.verdict for part in found.parts] == verdicts
+    assert any(figure.stand_in for figure in found.figures) == (MISSING in verdicts)
+
+
 def test_c21_names_no_smaller_batch_where_there_is_none() -> None:
-    assert "instead" not in judged("c21", at("global_batch_size", value=256)).reason
+    assert "instead" not in judged("c21").reason
+
+
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (None, [CONFIRMED, CONFIRMED, CONFIRMED]),
+        (at("cases", "dp", "losses", 1, value=None), [CONFIRMED, REFUTED, REFUTED]),
+        (RISES, [OPEN, CONFIRMED, CONFIRMED]),
+        (instead(c21("cpu", 4)), [CONFIRMED, MISSING, MISSING]),
+        (
+            both(instead(c21("cpu", 4)), at("cases", "ddp 256", value=c21()["cases"]["ddp"])),
+            [CONFIRMED, MISSING, CONFIRMED],
+        ),
+    ],
+)
+def test_c21_judges_ddp_dp_and_the_batch(change: Change | None, verdicts: list[str]) -> None:
+    found = judged("c21", change)
+    assert [part.verdict for part in found.parts] == verdicts
+    threads = [figure for figure in found.figures if figure.part == "nn.DataParallel trains"]
+    assert {bool(figure.stand_in) for figure in threads} <= {MISSING in verdicts}
+
+
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (None, [CONFIRMED] * 4),
+        (at("cases", 0, "resumed_at", value=[5, 25]), [REFUTED, CONFIRMED, CONFIRMED, CONFIRMED]),
+        (at("cases", 0, "weights_sha256", value=None), [REFUTED, CONFIRMED, CONFIRMED, CONFIRMED]),
+        (at("written", "opened", "1", value=["a"]), [CONFIRMED, REFUTED, CONFIRMED, CONFIRMED]),
+        (at("written", "opened", value={"0": ["fence.lock"]}), [CONFIRMED, OPEN, CONFIRMED, CONFIRMED]),
+        (at("written", "files", value=["by another hand"]), [CONFIRMED, OPEN, CONFIRMED, CONFIRMED]),
+        (shared_path("different", 0, 0), [CONFIRMED, CONFIRMED, REFUTED, CONFIRMED]),
+        (shared_path("equal", 3, 0), [CONFIRMED, CONFIRMED, CONFIRMED, PARTLY]),
+        (shared_path("alone", 1, 0), [CONFIRMED, CONFIRMED, OPEN, OPEN]),
+    ],
+)
+def test_c14_judges_each_part_of_the_sentence(change: Change | None, verdicts: list[str]) -> None:
+    assert [part.verdict for part in judged("c14", change).parts] == verdicts
 
 
 @pytest.mark.parametrize(

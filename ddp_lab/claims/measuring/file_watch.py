@@ -1,0 +1,72 @@
+"""Which rank opens which files for writing, observed inside the processes of a training run.
+
+Python tells an audit hook (PEP 578) of every `open` and `os.open`. The hook comes into each process of a run by a
+module `sitecustomize` on its search path, which Python imports at start; a process that is forked from another has its
+hook. What libraries open in C alone is not seen, so the files that are there afterwards are compared with those seen.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_SITECUSTOMIZE = """
+import json, os, sys
+
+watched = set()
+
+def note(rank, name):
+    with open(os.path.join({notes!r}, f"{{os.getpid()}}.jsonl"), "a") as notes:
+        notes.write(json.dumps({{"rank": int(rank), "name": name}}) + "\\n")
+
+def hook(event, arguments):
+    rank = os.environ.get("RANK")
+    if event != "open" or rank is None:
+        return
+    path, _, flags = arguments
+    if (os.getpid(), rank) not in watched:
+        watched.add((os.getpid(), rank))
+        note(rank, None)
+    if isinstance(path, (str, bytes)) and flags & (os.O_WRONLY | os.O_RDWR):
+        directory, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+        if os.path.basename(directory) == {folder!r}:
+            note(rank, name)
+
+sys.addaudithook(hook)
+"""
+
+
+class FileWatch:
+    """Notes of the processes: which ranks were watched, and the names that each opened for writing."""
+
+    def __init__(self, place: Path, folder: str) -> None:
+        (self._modules, self._notes) = place / "modules", place / "notes"
+        self._modules.mkdir()
+        self._notes.mkdir()
+        (self._modules / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(notes=str(self._notes), folder=folder))
+
+    @property
+    def search_path(self) -> str:
+        """What has to stand first in PYTHONPATH of the processes."""
+        return str(self._modules)
+
+    def opened(self) -> dict[int, list[str]]:
+        """Names opened for writing, by the rank; a rank that was watched and opened none has an empty list."""
+        found: dict[int, list[str]] = {}
+        for path in sorted(self._notes.iterdir()):
+            for line in path.read_text().splitlines():
+                note = json.loads(line)
+                names = found.setdefault(note["rank"], [])
+                if note["name"] is not None:
+                    names.append(note["name"])
+        return found
+
+
+@contextmanager
+def watch_files(folder: str) -> Iterator[FileWatch]:
+    """Watch what is opened for writing in every folder of this name."""
+    with tempfile.TemporaryDirectory(prefix="ddp-claim-") as place:
+        yield FileWatch(Path(place), folder)
