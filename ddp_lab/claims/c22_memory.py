@@ -1,9 +1,14 @@
 """When data parallelism is enough: as long as one device holds a whole replica and all that its training needs.
 
 Data parallelism copies the model to every device, so it saves no memory for weights, gradients and optimizer state;
-only the batch is divided. Whether a replica fits can be told beforehand (`ddp_core.commands.memory`; `ddp doctor
-EXPERIMENT` prints it). Here that estimate is compared with the peak of CUDA's allocator or, on CPU, with the growth of
-a fresh process. The error is what the estimate leaves out: workspaces of libraries, and fragmentation.
+only the batch is divided. Model parallelism cuts the model, so that each device has a part of all three. The sentence
+leaves out what lies between: sharded data parallelism (ZeRO, FSDP) cuts weights, gradients and optimizer state, too,
+and gathers the weights of a layer only while it computes; it is not measured here.
+
+Whether a replica fits can be told beforehand (`ddp_core.commands.memory`; `ddp doctor EXPERIMENT` prints it). Here that
+estimate is compared with the peak of CUDA's allocator or, on CPU, with the growth of a fresh process. The error is what
+the estimate leaves out: workspaces of libraries, and fragmentation. Then the sentence itself is tried, on CPU: a device
+is a process whose memory the kernel limits, and a model that fits it, or does not, is trained in each way.
 """
 
 from __future__ import annotations
@@ -21,10 +26,14 @@ from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.spec.experiment import Optimizer
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Series
+
+QUICK = ("resnet18 64x64 batch 32 sgd", "resnet18 64x64 batch 8 adam", "small_cnn 32x32 batch 256 sgd")
+FULL = (*QUICK, "resnet18 112x112 batch 32 sgd", "resnet18 224x224 batch 8 adam", "small_cnn 64x64 batch 256 adam")
 
 claim = Claim(
     id="C22",
@@ -35,31 +44,69 @@ claim = Claim(
     "每个 GPU 并行处理一部分数据,在反向传播时同步梯度。\n"
     "当模型大到单张 GPU 放不下时使用。将模型切分成不同部分,分配给不同 GPU。",
     sources=("002", "004"),
-    method="Whether a model fits is told by an estimate (weights, gradients, optimizer state, inputs, activations) "
-    "from one watched micro-batch; the same training is then run for three steps in a fresh process and its peak "
-    "measured: CUDA's allocator, or the growth of the resident size on CPU. Several models, batches and optimizers.",
-    rule="Confirmed when every estimate is within 15 % of the measured peak: then the question can be decided "
-    "beforehand. Refuted when one is not. Not measurable here where the system does not tell a process's peak memory.",
-    seconds=(15, 60),
+    method="An estimate (weights, gradients, optimizer state, inputs, activations) is made from one watched "
+    "micro-batch; the same training is then run for three steps in a fresh process and its peak measured: CUDA's "
+    "allocator, or the growth of the resident size on CPU. Several models, batches and optimizers. And processes on "
+    "CPU, each with a limit of memory set by the kernel (RLIMIT_DATA), as devices: linear layers with SGD and momentum "
+    "are trained under DDP on two such processes, once so few that they fit and once too many; the latter in one such "
+    "process, in one without a limit, and cut in two halves over two such processes that send each other activations "
+    "and gradients.",
+    rule="Four parts. The estimate: confirmed when each is within the tolerance of the measured peak, else refuted. "
+    "Data parallelism for a model that fits: confirmed when it trains (no process fails and the loss is no higher at "
+    "the end), else refuted. Data parallelism for a model that does not fit: confirmed (it is no help) when one "
+    "process and DDP both run out of memory, refuted when DDP trains it, inconclusive when it fails for another "
+    "reason. Model parallelism for such a model: confirmed when the halves train it and their losses equal those of "
+    "the process without a limit, else refuted. Not measurable here where the system does not tell a process's peak "
+    "memory, or does not keep to the limit.",
+    loads={
+        "cases": (QUICK, FULL),
+        "tolerance": (0.15, 0.15),
+        "limit_mib": (320, 320),
+        "layers_that_fit": (3, 3),
+        "layers_that_do_not": (8, 8),
+        "width": (2048, 2048),
+        "steps": (5, 10),
+        "relative_difference_of_loss": (1e-6, 1e-6),
+    },
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule before judged the estimate of memory alone, and said nothing of model parallelism. Now both "
+            "halves of the sentence are tried with processes whose memory is limited.",
+            "d7f68b654075631c",
+        ),
+    ),
+    seconds=(30, 75),
 )
 
-TOLERANCE = 0.15
-M_MMAP_THRESHOLD = -3
 PEAK_FILE = Path("/proc/self/clear_refs")
-QUICK = ("resnet18 64x64 batch 32 sgd", "resnet18 64x64 batch 8 adam", "small_cnn 32x32 batch 256 sgd")
-FULL = (*QUICK, "resnet18 112x112 batch 32 sgd", "resnet18 224x224 batch 8 adam", "small_cnn 64x64 batch 256 adam")
 
 
 def measure(setting: Setting) -> Measurements:
-    """Estimate and peak of each case, in bytes; no cases where the peak cannot be measured."""
-    device = setting.device_type(1)
-    if device == "cpu" and not PEAK_FILE.exists():
-        return {"device": device, "cases": []}
+    """Estimate and peak of each case, in bytes, and what trained within the limit; empty where neither can be told."""
+    load, device, tells = claim.load(setting), setting.device_type(1), PEAK_FILE.exists()
     # A fresh process for each case: memory that an earlier case freed would hide what a later case takes.
     cases = [
-        {"name": name} | run_ranks(observe, 1, name, device, device=device)[0] for name in setting.choose(QUICK, FULL)
+        {"name": name} | run_ranks(observe, 1, name, device, device=device)[0]
+        for name in (load.cases if device == "cuda" or tells else ())
     ]
-    return {"device": device, "cases": cases}
+    limits = {name: getattr(load, name) for name in ("tolerance", "limit_mib", "relative_difference_of_loss")}
+    return limits | {"device": device, "cases": cases, "limited": _limited(setting) if tells else {}}
+
+
+def _limited(setting: Setting) -> dict[str, Any]:
+    """What was trained in processes with a limit; nothing where the limit is not kept."""
+    load = claim.load(setting)
+    fits, too_many, sizes = load.layers_that_fit, load.layers_that_do_not, (load.width, load.steps)
+    if train_within("probe", 1, 2 * load.limit_mib, load.limit_mib, *sizes)["trained"]:
+        return {}
+    return {
+        "fits, DDP": train_within("whole", 2, fits, load.limit_mib, *sizes),
+        "too many, no limit": train_within("whole", 1, too_many, None, *sizes),
+        "too many, one process": train_within("whole", 1, too_many, load.limit_mib, *sizes),
+        "too many, DDP": train_within("whole", 2, too_many, load.limit_mib, *sizes),
+        "too many, halves": train_within("halves", 2, too_many, load.limit_mib, *sizes),
+    }
 
 
 def observe(rank: int, world_size: int, name: str, device: str) -> dict[str, Any]:
@@ -122,15 +169,21 @@ def _status(name: str) -> int:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases = measurements["cases"]
+    part, figures, plots = _judge_estimates(measurements)
+    parts, more = _judge_limited(measurements)
+    return composed([part, *parts], [*figures, *more], plots)
+
+
+def _judge_estimates(measurements: Measurements) -> tuple[Part, list[Figure], list[Series]]:
+    name, cases = "whether a model fits can be told beforehand", measurements["cases"]
     if not cases:
-        return Judgement("not measurable here", "needs a system that tells a process's peak memory (Linux, or CUDA)")
+        return Part(name, "not measurable here", "needs a system that tells a process's peak memory"), [], []
     errors = {case["name"]: case["estimate"] / case["peak"] - 1 for case in cases}
     figures = []
     for case in cases:
-        figures.append(Figure(f"{case['name']}: estimate", case["estimate"] / 2**20, "MiB"))
-        figures.append(Figure(f"{case['name']}: measured peak", case["peak"] / 2**20, "MiB"))
-        figures.append(Figure(f"{case['name']}: error", 100 * errors[case["name"]], "%"))
+        figures.append(Figure(f"{case['name']}: estimate", case["estimate"] / 2**20, "MiB", part=name))
+        figures.append(Figure(f"{case['name']}: measured peak", case["peak"] / 2**20, "MiB", part=name))
+        figures.append(Figure(f"{case['name']}: error", 100 * errors[case["name"]], "%", part=name))
     plot = Series(
         f"Memory, estimated and measured ({measurements['device']})",
         Axis("case", "", [case["name"] for case in cases]),
@@ -142,6 +195,49 @@ def judge(measurements: Measurements) -> Judgement:
     )
     worst = max(errors, key=lambda name: abs(errors[name]))
     text = f"the worst of {len(cases)} estimates is {100 * errors[worst]:+.1f} % off ({worst})"
-    if abs(errors[worst]) <= TOLERANCE:
-        return Judgement("confirmed", f"{text}: whether a replica fits can be told beforehand", figures, [plot])
-    return Judgement("refuted", text, figures, [plot])
+    near = abs(errors[worst]) <= measurements["tolerance"]
+    return Part(name, "confirmed" if near else "refuted", text), figures, [plot]
+
+
+def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]]:
+    fit, no_help, cut = (
+        "data parallelism trains a model that fits",
+        "data parallelism is no help for a model that does not fit",
+        "model parallelism trains a model that does not fit",
+    )
+    found, limit = measurements["limited"], f"{measurements['limit_mib']} MiB for each process"
+    if not found:
+        needs = "needs a system that limits a process's memory (Linux, RLIMIT_DATA)"
+        return [Part(name, "not measurable here", needs) for name in (fit, no_help, cut)], []
+    figures = [
+        Figure(
+            name, "trained" if each["trained"] else "out of memory" if each["out_of_memory"] else "failed", part=part
+        )
+        for name, part, each in zip(found, (fit, cut, no_help, no_help, cut), found.values(), strict=True)
+    ]
+    one, ddp = found["too many, one process"], found["too many, DDP"]
+    parts = [_trained(fit, found["fits, DDP"], limit)]
+    if ddp["trained"]:
+        parts.append(Part(no_help, "refuted", f"two replicas trained it within {limit}"))
+    elif one["out_of_memory"] and ddp["out_of_memory"]:
+        parts.append(Part(no_help, "confirmed", f"one process and two replicas ran out of memory, {limit}"))
+    else:
+        said = one["said"] or ddp["said"] or "one process trained it, two replicas did not"
+        parts.append(Part(no_help, "inconclusive", f"not all failed for want of memory: {said}"))
+    halves, free = found["too many, halves"], found["too many, no limit"]
+    pairs = list(zip(halves["losses"], free["losses"], strict=False))
+    apart = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
+    if not free["trained"]:
+        parts.append(Part(cut, "inconclusive", f"without a limit it was not trained either: {free['said']}"))
+    elif halves["trained"] and apart > measurements["relative_difference_of_loss"]:
+        parts.append(Part(cut, "refuted", f"the losses of the halves differ by {apart:.2g}"))
+    else:
+        parts.append(_trained(cut, halves, f"{limit}, losses {apart:.1g} from those without a limit"))
+    figures.append(Figure("largest relative difference of the halves' losses", apart, part=cut))
+    return parts, figures
+
+
+def _trained(name: str, found: dict[str, Any], where: str) -> Part:
+    if found["trained"]:
+        return Part(name, "confirmed", f"trained with {where}")
+    return Part(name, "refuted", f"not trained: {found['said'] or 'the loss rose'}")

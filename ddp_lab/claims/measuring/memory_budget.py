@@ -1,0 +1,141 @@
+"""Training in processes whose memory is limited by the kernel: whole, as replicas, or cut in two halves.
+
+The device here is a process: `setrlimit(RLIMIT_DATA)` bounds the private writable memory of each, and an allocation
+beyond the bound fails as it does on a full device. The bound is set when torch is loaded and the process group is
+there, so it counts what the training itself takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_core.errors import UserError
+from ddp_lab.claims.measuring.ranks import run_ranks
+
+M_MMAP_THRESHOLD = -3
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
+
+
+def train_within(way: str, processes: int, layers: int, budget_mib: int | None, width: int, steps: int) -> Any:
+    """Train so many layers in such a way: `{"trained": whether, "losses": by step, "said": why not, ...}`.
+
+    Trained means that no process failed and that the loss is no higher at the end than at the start.
+
+    `whole`: each process has all layers; several of them are replicas under torch's DDP. `halves`: the first of two
+    processes has the first half of the layers and the second the rest; they send activations and gradients to each
+    other. `probe`: takes twice the budget, to see whether the limit holds at all.
+    """
+    try:
+        found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, timeout=60)
+    except UserError as error:
+        found = [{"trained": False, "losses": [], "said": str(error)}]
+    said = [rank["said"] for rank in found if rank["said"]]
+    return {
+        "trained": all(rank["trained"] for rank in found) and found[-1]["losses"][-1] <= found[-1]["losses"][0],
+        "losses": found[-1]["losses"],
+        "out_of_memory": any(word in line for line in said for word in _OUT_OF_MEMORY),
+        "said": "; ".join(dict.fromkeys(said)),
+    }
+
+
+def _train(rank: int, world_size: int, way: str, layers: int, budget: int | None, width: int, steps: int) -> Any:
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # freed memory goes back at once
+    ways: dict[str, Callable[..., list[float]]] = {"whole": _whole, "halves": _halves, "probe": _probe}
+    ways["whole"](rank, world_size, 1, 16, 1)  # loads libraries and starts threads
+    try:
+        with _limit(budget):
+            losses = ways[way](rank, world_size, layers, width, steps)
+    except (RuntimeError, MemoryError) as error:
+        first = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return {"trained": False, "losses": [], "said": first}
+    return {"trained": True, "losses": losses, "said": ""}
+
+
+@contextmanager
+def _limit(budget: int | None) -> Iterator[None]:
+    """Allow this process so many MiB more than it has now."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if budget is not None:
+        status = Path("/proc/self/status").read_text().splitlines()
+        (kibibytes,) = [int(line.split()[1]) for line in status if line.startswith("VmData:")]
+        resource.setrlimit(resource.RLIMIT_DATA, (kibibytes * 1024 + budget * 2**20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _probe(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+    return [float(torch.ones(layers * 2**18).sum())]  # `layers` MiB
+
+
+def _whole(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+    """All layers in this process; where there are several processes, as a replica under DDP."""
+    model = _layers(range(layers), width)
+    module = DistributedDataParallel(model) if world_size > 1 else model
+    inputs, targets = (data.chunk(world_size)[rank] for data in _data(width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = functional.cross_entropy(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _halves(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+    """Half of the layers in this process: activations go to the second process, their gradients come back."""
+    half = layers // 2
+    model = _layers(range(half) if rank == 0 else range(half, layers), width)
+    inputs, targets = _data(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        if rank == 0:
+            outputs = model(inputs)
+            dist.send(outputs.detach(), 1)
+            gradient = torch.empty_like(outputs)
+            dist.recv(gradient, 1)
+            outputs.backward(gradient)
+        else:
+            received = torch.empty_like(inputs)
+            dist.recv(received, 0)
+            received.requires_grad_()
+            loss = functional.cross_entropy(model(received), targets)
+            loss.backward()
+            assert received.grad is not None
+            dist.send(received.grad, 0)
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses
+
+
+def _layers(numbers: range, width: int) -> nn.Sequential:
+    """Linear layers, each with the initial weights of its number, wherever it is."""
+    found: list[nn.Module] = []
+    for number in numbers:
+        torch.manual_seed(number)
+        layer = nn.Linear(width, width, bias=False)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        found += [nn.ReLU(), layer] if number else [layer]
+    return nn.Sequential(*found)
+
+
+def _data(width: int) -> tuple[Tensor, Tensor]:
+    """Sixteen samples, each of a class of its own."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, width, generator=generator), torch.arange(16)
