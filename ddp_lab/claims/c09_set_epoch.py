@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Series
@@ -22,18 +22,26 @@ claim = Claim(
     id="C09",
     title="Without set_epoch every epoch has the same order",
     claim="Call set_epoch(epoch) before each epoch; otherwise the order of the data is exactly the same in every "
-    "epoch.",
+    "epoch, and the model sees only part of the data.",
     original="注意:必须在每个 epoch 开始前调用 set_epoch(epoch),否则每个 epoch 的数据切分顺序将完全一样"
     "导致模型只见过部分数据,影响泛化能力。",
     sources=("004",),
     method="The sample ids that each rank gets from a DataLoader with DistributedSampler over several epochs, with and "
     "without set_epoch, and with shuffle=False as in the source's own code.",
-    rule="Confirmed when on every rank all epochs are equal without set_epoch and all are different with it (shuffle "
-    "on). Otherwise refuted.",
+    rule="Two parts. The order repeats: confirmed when on every rank all epochs are equal without set_epoch and all "
+    "different with it (shuffle on), else refuted. The model sees only part of the data: confirmed when in some epoch "
+    "without set_epoch all ranks together, whose gradients are averaged, do not see every sample, else refuted.",
+    loads={"samples": (64, 1000), "epochs": (4, 8), "ranks": (2, 4), "batch": (8, 8)},
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "That the model sees only part of the data was quoted and measured, but not judged; now it is a part.",
+            "d2cd38bc1cd055a5",
+        ),
+    ),
     seconds=(2, 2),
 )
 
-SAMPLES, EPOCHS, WORLD_SIZE = 64, 4, 2
 WAYS = {"without": (False, True), "with": (True, True), "with_unshuffled": (True, False)}
 
 
@@ -52,20 +60,21 @@ class Ids(Dataset[int]):
 
 def measure(setting: Setting) -> Measurements:
     """Ids by way, rank and epoch."""
-    ranks = run_ranks(observe, WORLD_SIZE)
-    return {"samples": SAMPLES, "ids": {way: [rank[way] for rank in ranks] for way in WAYS}}
+    load = claim.load(setting)
+    ranks = run_ranks(observe, load.ranks, load.samples, load.epochs, load.batch)
+    return {"samples": load.samples, "ids": {way: [rank[way] for rank in ranks] for way in WAYS}}
 
 
-def observe(rank: int, world_size: int) -> dict[str, Any]:
+def observe(rank: int, world_size: int, samples: int, epochs: int, batch: int) -> dict[str, Any]:
     """The ids that this rank loads, epoch by epoch."""
-    return {way: _epochs(*switches) for way, switches in WAYS.items()}
+    return {way: _epochs(*switches, samples, epochs, batch) for way, switches in WAYS.items()}
 
 
-def _epochs(set_epoch: bool, shuffle: bool) -> list[list[int]]:
-    sampler: DistributedSampler[int] = DistributedSampler(Ids(SAMPLES), shuffle=shuffle)
-    loader = DataLoader(Ids(SAMPLES), batch_size=8, sampler=sampler)
+def _epochs(set_epoch: bool, shuffle: bool, samples: int, count: int, batch: int) -> list[list[int]]:
+    sampler: DistributedSampler[int] = DistributedSampler(Ids(samples), shuffle=shuffle)
+    loader = DataLoader(Ids(samples), batch_size=batch, sampler=sampler)
     epochs = []
-    for epoch in range(EPOCHS):
+    for epoch in range(count):
         if set_epoch:
             sampler.set_epoch(epoch)
         epochs.append([int(number) for batch in loader for number in batch])
@@ -93,23 +102,21 @@ def judge(measurements: Measurements) -> Judgement:
         Axis("seen so far", "%"),
         [Line(f"{way} set_epoch", seen[way]["rank"]) for way in ("with", "without")],
     )
-    if equal and different:
-        return Judgement(
-            "confirmed",
-            "all epochs are equal without set_epoch and all different with it; but the model does not see less data: "
-            f"all ranks together see {seen['without']['job']:.0f} % of it in each epoch either way",
-            figures,
-            [plot],
-        )
     words = [
-        word
-        for word, wrong in (
-            ("epochs differ without set_epoch", not equal),
-            ("epochs repeat with set_epoch", not different),
-        )
-        if wrong
+        *(["epochs differ without set_epoch"] if not equal else []),
+        *(["epochs repeat with set_epoch"] if not different else []),
     ]
-    return Judgement("refuted", "; ".join(words), figures, [plot])
+    text = "; ".join(words) or "all epochs are equal without set_epoch and all different with it"
+    together, alone = seen["without"]["job"], seen["without"]["rank"][-1]
+    seen_text = (
+        f"all ranks together see {together:.0f} % of the data in each epoch without set_epoch; each rank by itself "
+        f"sees the same {alone:.0f} % every time"
+    )
+    parts = [
+        Part("the order repeats", "refuted" if words else "confirmed", text),
+        Part("the model sees only part of the data", "confirmed" if together < 100 else "refuted", seen_text),
+    ]
+    return composed(parts, figures, [plot])
 
 
 def _distinct(epochs: list[list[int]]) -> int:

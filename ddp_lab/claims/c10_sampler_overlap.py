@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ddp_core.sampler import ElasticSampler
 from ddp_lab.claims.c09_set_epoch import Ids
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Axis, Figure, Line, Series
@@ -35,19 +35,26 @@ claim = Claim(
     "it does not, from torch's DistributedSampler and from this project's ElasticSampler.",
     rule="Confirmed when no sample is given out twice in an epoch by torch's sampler, for any length; refuted when one "
     "is.",
+    loads={"ranks": ((2, 3), (2, 3, 4, 8)), "lengths": ((96, 97, 100, 101), (96, 97, 100, 101, 1000, 1003))},
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule is the one before, with what is measured among the loads; two longer lengths are new.",
+            "47a725486d4839e9",
+        ),
+    ),
     seconds=(3, 6),
 )
-
-LENGTHS = (96, 97, 100, 101)
 
 
 def measure(setting: Setting) -> Measurements:
     """Samples given out twice, and left out, by sampler, ranks and length."""
     cases = []
-    for count in setting.choose((2, 3), (2, 3, 4, 8)):
-        ranks = run_ranks(observe, count)
+    load = claim.load(setting)
+    for count in load.ranks:
+        ranks = run_ranks(observe, count, load.lengths)
         for name in ("torch", "elastic"):
-            for length in LENGTHS:
+            for length in load.lengths:
                 given = Counter(number for rank in ranks for number in rank[name][str(length)])
                 cases.append(
                     {
@@ -61,10 +68,10 @@ def measure(setting: Setting) -> Measurements:
     return {"cases": cases}
 
 
-def observe(rank: int, world_size: int) -> dict[str, Any]:
+def observe(rank: int, world_size: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     """The ids that this rank loads, by sampler and length."""
     return {
-        name: {str(length): _load(kind(Ids(length)), length) for length in LENGTHS}
+        name: {str(length): _load(kind(Ids(length)), length) for length in lengths}
         for name, kind in (("torch", DistributedSampler), ("elastic", ElasticSampler))
     }
 

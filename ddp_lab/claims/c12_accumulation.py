@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.shares import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.records import Figure
@@ -37,13 +37,18 @@ claim = Claim(
     method="y = x² at x = 4, backward twice; and a small CNN whose gradient over k micro-batches is compared with the "
     "one over the whole batch: mean and sum losses, on one process and under DDP with and without no_sync, rescaled "
     "and not.",
-    rule="Confirmed when x² gives 8 and then 16, every rightly scaled case differs by at most 1e-6 of the gradient's "
-    "norm, and a mean loss that is not divided by k gives k times the gradient. Otherwise refuted.",
-    seconds=(4, 5),
+    rule="Confirmed when x² gives 8 and then 16, every rightly scaled case differs by at most the tolerance times the "
+    "gradient's norm, and a mean loss that is not divided by k gives k times the gradient. Otherwise refuted.",
+    loads={"samples": (64, 64), "micro_batches": ((4,), (2, 4, 8)), "ranks": (2, 4), "tolerance": (1e-6, 1e-6)},
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule is the one before with its tolerance among the loads; several k and more ranks are new.",
+            "4fa300071486cfe3",
+        ),
+    ),
+    seconds=(4, 8),
 )
-
-TOLERANCE = 1e-6
-SAMPLES, MICRO_BATCHES, WORLD_SIZE = 64, 4, 2
 
 
 def measure(setting: Setting) -> Measurements:
@@ -55,37 +60,42 @@ def measure(setting: Setting) -> Measurements:
         y.backward(retain_graph=True)
         assert x.grad is not None
         square.append(float(x.grad))
-    cases = run_ranks(observe, WORLD_SIZE)[0]
-    return {"square": square, "micro_batches": MICRO_BATCHES, "ranks": WORLD_SIZE, "cases": cases}
+    load = claim.load(setting)
+    cases = [
+        {"micro_batches": count} | case
+        for count in load.micro_batches
+        for case in run_ranks(observe, load.ranks, load.samples, count)[0]
+    ]
+    return {"square": square, "ranks": load.ranks, "tolerance": load.tolerance, "cases": cases}
 
 
-def observe(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Every case; all ranks get the same figures under DDP."""
-    inputs, targets = _data()
-    share = list(share_of(SAMPLES, rank, world_size))
+def observe(rank: int, world_size: int, samples: int, micro_batches: int) -> list[dict[str, Any]]:
+    """Every case with this number of micro-batches; all ranks get the same figures under DDP."""
+    inputs, targets = _data(samples)
+    share = list(share_of(samples, rank, world_size))
     cases: list[dict[str, Any]] = []
     for loss in ("mean", "sum"):
         whole = _gradient(_network(), inputs, targets, loss, 1, 1.0)
         for rescaled in (True, False) if loss == "mean" else (True,):
-            weight = 1 / MICRO_BATCHES if loss == "mean" and rescaled else 1.0
-            alone = _gradient(_network(), inputs, targets, loss, MICRO_BATCHES, weight)
+            weight = 1 / micro_batches if loss == "mean" and rescaled else 1.0
+            alone = _gradient(_network(), inputs, targets, loss, micro_batches, weight)
             cases.append({"where": "one process", "loss": loss, "rescaled": rescaled} | _compare(alone, whole))
             # DDP averages over the ranks: right for a loss that averages, but to be undone for one that sums.
             undo = world_size if loss == "sum" else 1
             for no_sync in (True, False):
                 module = DistributedDataParallel(_network())
-                ours = _gradient(module, inputs[share], targets[share], loss, MICRO_BATCHES, weight * undo, no_sync)
+                ours = _gradient(module, inputs[share], targets[share], loss, micro_batches, weight * undo, no_sync)
                 case = {"where": "DDP", "loss": loss, "rescaled": rescaled, "no_sync": no_sync}
                 cases.append(case | _compare(ours, whole))
     normalised = _gradient(_network(True), inputs, targets, "sum", 1, 1.0)
-    cut = _gradient(_network(True), inputs, targets, "sum", MICRO_BATCHES, 1.0)
+    cut = _gradient(_network(True), inputs, targets, "sum", micro_batches, 1.0)
     cases.append({"where": "BatchNorm", "loss": "sum", "rescaled": True} | _compare(cut, normalised))
     return cases
 
 
-def _data() -> tuple[Tensor, Tensor]:
+def _data(samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(SAMPLES, 1, 8, 8, generator=generator), torch.randint(0, 10, (SAMPLES,), generator=generator)
+    return torch.randn(samples, 1, 8, 8, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
 
 
 def _network(batch_norm: bool = False) -> nn.Module:
@@ -118,37 +128,48 @@ def _compare(ours: Tensor, whole: Tensor) -> dict[str, float]:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    count, cases = measurements["micro_batches"], measurements["cases"]
+    cases, tolerance = measurements["cases"], measurements["tolerance"]
     right = [case for case in cases if case["rescaled"] and case["where"] != "BatchNorm"]
     wrong = [case for case in cases if not case["rescaled"]]
     normalised = [case for case in cases if case["where"] == "BatchNorm"]
     worst = max(right, key=lambda case: case["difference"])
-    factors = [case["factor"] for case in wrong]
+    counts = sorted({case["micro_batches"] for case in cases})
+    said = " or ".join(map(str, counts))
     figures = [
         Figure("gradient of x² at 4, first backward", measurements["square"][0]),
         Figure("gradient of x² at 4, second backward", measurements["square"][1]),
         Figure("largest relative difference, rightly scaled", worst["difference"]),
-        Figure("gradient too large by, mean loss not divided by k", max(factors), "times"),
+    ]
+    figures += [
+        Figure(
+            f"gradient too large by, mean loss not divided by k = {count}",
+            max(case["factor"] for case in wrong if case["micro_batches"] == count),
+            "times",
+        )
+        for count in counts
     ]
     figures += [Figure(f"relative difference, {_name(case)}", case["difference"]) for case in [*right, *normalised]]
     faults = []
     if measurements["square"] != [8.0, 16.0]:
         faults.append(f"x² gave {measurements['square']}")
-    if worst["difference"] > TOLERANCE:
+    if worst["difference"] > tolerance:
         faults.append(f"{_name(worst)} differs by {worst['difference']:.2g}")
-    if any(abs(factor - count) > TOLERANCE * count for factor in factors):
-        faults.append(f"a mean loss that is not divided by k = {count} gave {factors} times the gradient")
+    faults += [
+        f"a mean loss that is not divided by k = {case['micro_batches']} gave {case['factor']:.6g} times the gradient"
+        for case in wrong
+        if abs(case["factor"] - case["micro_batches"]) > tolerance * case["micro_batches"]
+    ]
     if faults:
         return Judgement("refuted", "; ".join(faults), figures)
     rest = f"; BatchNorm breaks it ({normalised[0]['difference']:.2g})" if normalised else ""
     return Judgement(
         "confirmed",
-        f"x² gives 8, then 16; {count} micro-batches differ from one large batch by at most {worst['difference']:.1g} "
-        f"of its norm, with and without no_sync; a mean loss not divided by k is wrong by {max(factors):.6g}{rest}",
+        f"x² gives 8, then 16; {said} micro-batches differ from one large batch by at most {worst['difference']:.1g} "
+        f"of its norm, with and without no_sync; a mean loss not divided by k is wrong by k{rest}",
         figures,
     )
 
 
 def _name(case: dict[str, Any]) -> str:
     switch = "" if case.get("no_sync") is None else f", {'with' if case['no_sync'] else 'without'} no_sync"
-    return f"{case['where']}, {case['loss']} loss{switch}"
+    return f"{case['where']}, {case['loss']} loss, k = {case['micro_batches']}{switch}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddp_core.errors import UserError
 from ddp_core.run.directory import find_runs
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import run_command
 from ddp_lab.records import Figure
@@ -32,17 +32,28 @@ claim = Claim(
     method="The same experiment on the same layout, started by each: torch's own two launchers from outside, and `ddp "
     "train` with --launcher torchrun and --launcher spawn. Compared: the SHA-256 over the final weights.",
     rule="Confirmed when all end with the same digest. Refuted when one fails or ends with another.",
+    loads={
+        "ranks": ((2,), (2, 4)),
+        "settings": (("model.width=8", "epochs=1"), ("model.width=8", "epochs=1")),
+        "seconds_allowed": (120, 120),
+    },
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The rule is the one before, with what is measured among the loads.",
+            "edff62d5e96d714e",
+        ),
+    ),
     seconds=(20, 50),
 )
 
-SETTINGS = ("model.width=8", "epochs=1")
 OUTSIDE = {"torchrun": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}
 
 
 def measure(setting: Setting) -> Measurements:
     """Exit code and digest of each launcher, for each number of ranks."""
     cases = []
-    for count in setting.choose((2,), (2, 4)):
+    for count in claim.load(setting).ranks:
         device = setting.device_type(count)
         for name in (*OUTSIDE, "ddp train --launcher torchrun", "ddp train --launcher spawn"):
             setting.say(f"{name}, {count} ranks")
@@ -51,17 +62,17 @@ def measure(setting: Setting) -> Measurements:
 
 
 def _start(setting: Setting, name: str, count: int, device: str) -> dict[str, Any]:
-    output = setting.runs("C15")
+    load, output = claim.load(setting), setting.runs("C15")
     before = {directory.path for directory, _ in find_runs(output)}
     words = ["train", "digits", "--layout", "ddp", "--device", device, "--output", str(output)]
-    for assignment in SETTINGS:
+    for assignment in load.settings:
         words += ["--set", assignment]
     if name in OUTSIDE:
         words = ["-m", OUTSIDE[name], "--standalone", "--nproc-per-node", str(count), "--module", "ddp_core", *words]
     else:
         words = ["-m", "ddp_core", *words, "--nproc-per-node", str(count), "--launcher", name.rpartition(" ")[2]]
     try:
-        exit_code, said = run_command([sys.executable, *words], 120)
+        exit_code, said = run_command([sys.executable, *words], load.seconds_allowed)
     except UserError as error:
         exit_code, said = None, str(error)
     made = [record for directory, record in find_runs(output) if directory.path not in before]

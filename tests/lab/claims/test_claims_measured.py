@@ -13,6 +13,7 @@ from ddp_core.errors import UserError
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files
+from ddp_lab.claims.measuring.memory_budget import train_within
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.training import run_command
 from tests.support.processes import HANG
@@ -59,7 +60,7 @@ def test_c03_parameters_once_and_buffers_before_each_forward(tmp_path: Path) -> 
 
 def test_c09_the_order_repeats_without_set_epoch_but_no_data_are_lost(tmp_path: Path) -> None:
     content = measured("C09", tmp_path)
-    assert content["verdict"] == "confirmed"
+    assert [part["verdict"] for part in content["parts"]] == ["confirmed", "refuted"]
     assert figure(content, "data that all ranks together see") == pytest.approx(100)
     assert figure(content, "with shuffle=False") is True
 
@@ -130,3 +131,10 @@ def test_c19_ddps_ranks_agree_and_only_exact_reduction_is_the_same_everywhere(tm
     verdicts = [part["verdict"] for part in content["parts"]]
     assert verdicts == ["confirmed", "confirmed", "not measurable here", "not measurable here", "confirmed"]
     assert all(len(set(case["digests"])) == 1 for case in content["measurements"]["cases"])
+
+
+@pytest.mark.slow
+def test_c22_halves_train_within_a_limit_that_replicas_break() -> None:
+    sizes = {"width": 1024, "steps": 3}
+    assert train_within("whole", 2, 8, 80, **sizes)["out_of_memory"]
+    assert train_within("halves", 2, 8, 80, **sizes)["losses"] == train_within("whole", 1, 8, None, **sizes)["losses"]
