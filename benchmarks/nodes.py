@@ -26,10 +26,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks import namespaces
 from benchmarks.record import record
 from ddp_core.distributed.world import free_port
 from ddp_core.reduction import OrderedSum
+from ddp_lab.claims.measuring import namespaces
 
 ELEMENTS = 1_000_000
 TARGETS = {200: 0.62, 1000: 0.80, 0: 1.00}

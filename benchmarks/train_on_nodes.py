@@ -18,10 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import namespaces
 from benchmarks.record import record
 from benchmarks.slow_link import SAMPLES, ways
 from ddp_core.distributed.world import free_port
+from ddp_lab.claims.measuring import namespaces
 
 NODES = 2
 PATIENCE = 300.0

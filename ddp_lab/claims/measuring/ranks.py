@@ -14,6 +14,7 @@ from typing import Any
 
 from ddp_core.distributed.world import free_port
 from ddp_core.errors import ExitCode, UserError
+from ddp_lab.claims.measuring import namespaces
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = (
@@ -27,20 +28,38 @@ _PRELOAD = (
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, device: str = "cpu", timeout: float = 120
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    device: str = "cpu",
+    timeout: float = 120,
+    own_nodes: bool = False,
+    with_children: bool = False,
 ) -> list[Any]:
     """Run `function(rank, world_size, *arguments)` as `world_size` ranks; returns what each returned, by rank.
 
     `function` must stand at module level. Its process group (gloo, and nccl for `device` cuda) is there when it starts,
-    and ends after it. One thread per rank on CPU. Results must be plain Python or numpy. Raises UserError, naming the
-    rank, where a rank fails or `timeout` seconds are over; leaves no process behind.
+    and ends after it. One thread per rank on CPU. Results must be plain Python or numpy. With `own_nodes` each rank
+    enters the namespace of that number, which must be there (`namespaces.joined`). A rank may start processes of its
+    own only `with_children`, and has to end them. Raises UserError, naming the rank, where a rank fails or `timeout`
+    seconds are over; leaves no process behind.
     """
     _CONTEXT.set_forkserver_preload(list(_PRELOAD))
+    # torch reads this where it is imported, in the server. A node of its own has nobody to ask for names, and torch
+    # warns of every name that it cannot find.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     port, results = free_port(), _CONTEXT.Queue()
-    place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": 1 if own_nodes else world_size,
+        "MASTER_ADDR": namespaces.address(0) if own_nodes else "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     workers = [
         _CONTEXT.Process(
-            target=_enter, args=(function, rank, world_size, place, device, timeout, arguments, results), daemon=True
+            target=_enter,
+            args=(function, rank, world_size, place, own_nodes, device, timeout, arguments, results),
+            daemon=not with_children,
         )
         for rank in range(world_size)
     ]
@@ -91,6 +110,7 @@ def _enter(
     rank: int,
     world_size: int,
     place: dict[str, Any],
+    own_node: bool,
     device: str,
     timeout: float,
     arguments: tuple[Any, ...],
@@ -100,8 +120,8 @@ def _enter(
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", OMP_NUM_THREADS="1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    node, local = (rank, 0) if own_node else (0, rank)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), GROUP_RANK=str(node), OMP_NUM_THREADS="1")
     import torch
 
     from ddp_core.distributed.process_group import local_device, process_group
@@ -109,6 +129,8 @@ def _enter(
 
     torch.set_num_threads(1)
     try:
+        if own_node:
+            namespaces.enter(rank)
         world = World.from_environment()
         with process_group(world, local_device(world, device), timeout, even_alone=True):
             value = function(rank, world_size, *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,14 +36,23 @@ EXPERIMENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 class Stepper:
     """A trainer of one layout; `step` makes its optimizer steps.
 
-    `dp` and `single` live in this process alone; for `ddp` all ranks have to step together. Plain reduction, and every
-    rank or replica takes its share of the global batch at once, as torch's own modules do.
+    `dp` and `single` live in this process alone; for `ddp` all ranks have to step together. The reduction is plain or
+    exact. Without `cut`, every rank or replica takes its share of the global batch at once, as torch's own modules do;
+    with it, in the experiment's micro-batches.
     """
 
-    def __init__(self, name: str, layout: Layout, settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        settings: Sequence[str] = (),
+        reduction: Literal["plain", "exact"] = "plain",
+        cut: bool = False,
+    ) -> None:
         file, ours = EXPERIMENTS[name]
         loaded = load_with_settings(file, [*ours, *settings])
-        loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"micro_batch": None}))
+        if not cut:
+            loaded = replace(loaded, experiment=loaded.experiment.model_copy(update={"micro_batch": None}))
         world = World.from_environment()
         device = torch.device(layout.device, world.local_rank) if layout.device == "cuda" else torch.device("cpu")
         if device.type == "cpu":
@@ -54,7 +63,7 @@ class Stepper:
             Job(
                 experiment=loaded.experiment,
                 layout=layout,
-                options=Options(reduction="plain"),
+                options=Options(reduction=reduction),
                 model=parts.model,
                 loss=parts.loss,
                 hits=parts.hits,
