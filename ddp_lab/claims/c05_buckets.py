@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.model.builders import mlp, resnet18
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.torch_internals import ddp_facts
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -35,33 +35,61 @@ claim = Claim(
     original="为了避免频繁发送小包导致网络拥塞,DDP 会将梯度打包进 Bucket(默认 25MB)。\n"
     "这种批量处理大幅降低了通信开销。",
     sources=("004",),
-    method="Step time of DDP with bucket_cap_mb 0.1 to 100, against a bucket_cap_mb of one byte, so that DDP sends "
-    "each gradient on its own as soon as it is there. The same is also done by hand, with one all-reduce in each "
-    "parameter's hook. In interleaved rounds, on ResNet-18 at 32x32 (62 tensors, 45 MB) and a deep, narrow network "
-    "(200 tensors, 0.4 MB).",
-    rule="Judged on both networks, the fastest bucket size against DDP's one by one: confirmed when buckets are faster "
-    "beyond noise on at least one and slower beyond noise on none; refuted when they are slower beyond noise on one; "
-    "else inconclusive. Not measurable with fewer than two cores or CUDA devices.",
-    seconds=(25, 90),
+    method="Step time of DDP with its default bucket_cap_mb of 25, against a bucket_cap_mb of one byte, so that DDP "
+    "sends each gradient on its own as soon as it is there. Other sizes are measured too, and the same by hand, with "
+    "one all-reduce in each parameter's hook. In interleaved rounds, on a deep, narrow network (200 tensors, 0.4 MB) "
+    "and ResNet-18 at 32x32 (62 tensors, 45 MB). The default is read from DDP itself.",
+    rule="Three parts. The default: confirmed when a DDP module made without bucket_cap_mb says that its buckets hold "
+    "25 MB (MiB), else refuted. Each network: confirmed when a step with one message per gradient takes longer than "
+    "with buckets of 25 MB beyond noise, refuted when it takes less, else inconclusive; not measurable with fewer than "
+    "two cores or CUDA devices. The other sizes are reported.",
+    loads={
+        "narrow_rounds": (15, 51),
+        "narrow_steps_in_a_round": (5, 5),
+        "resnet18_rounds": (8, 31),
+        "resnet18_steps_in_a_round": (1, 1),
+        "bucket_cap_mb": ((1.0, 25.0), (0.1, 1.0, 5.0, 25.0, 50.0, 100.0)),
+        "default_mb": (25.0, 25.0),
+    },
+    history=(
+        RuleVersion(
+            "2026-11-22",
+            "The default of 25 MB is judged, not the fastest of several sizes, which is chosen by the same "
+            "measurements; and each network is a part, so that the page tells where buckets gain.",
+            "3901e3629b88aa20",
+        ),
+    ),
+    seconds=(20, 75),
 )
 
 ONE_BY_ONE, BY_HAND = "one by one", "by hand"
 ONE_BYTE = 1 / 2**20
+NETWORKS = {"narrow": "many small gradients (narrow network)", "resnet18": "few large gradients (ResNet-18)"}
 
 
 def measure(setting: Setting) -> Measurements:
     """Seconds per round by network and way of sending."""
     count = max((count for count in (2, 4, 8) if count <= setting.devices), default=0)
     measured: dict[str, Any] = {"devices": setting.devices, "ranks": count, "networks": {}}
+    measured |= {"default": claim.load(setting).default_mb, "found_default": run_ranks(default_bucket, 1)[0]}
     if not count:
         return measured
+    load = claim.load(setting)
     device = setting.device_type(count)
-    for network, steps, rounds in (("narrow", 5, setting.choose(21, 51)), ("resnet18", 1, setting.choose(15, 41))):
+    for network, steps, rounds in (
+        ("narrow", load.narrow_steps_in_a_round, load.narrow_rounds),
+        ("resnet18", load.resnet18_steps_in_a_round, load.resnet18_rounds),
+    ):
         setting.say(f"{network} on {count} ranks")
-        sizes = setting.choose((0.1, 1.0, 25.0, 100.0), (0.1, 1.0, 5.0, 25.0, 50.0, 100.0))
-        ranks = run_ranks(time_ways, count, device, network, sizes, steps, rounds, device=device, timeout=300)
+        arguments = (device, network, load.bucket_cap_mb, steps, rounds)
+        ranks = run_ranks(time_ways, count, *arguments, device=device, timeout=300)
         measured["networks"][network] = {"steps": steps, **ranks[0]}
     return measured
+
+
+def default_bucket(rank: int, world_size: int) -> float:
+    """Megabytes (MiB) that a bucket holds by default, as DDP says."""
+    return float(ddp_facts(DistributedDataParallel(mlp([2, 2])))["bucket_cap_bytes"]) / 2**20
 
 
 def time_ways(
@@ -79,7 +107,7 @@ def time_ways(
     model, inputs = model.to(place), inputs.to(place)
     ways: dict[str, Callable[[], None]] = {}
     modules = {}
-    for name, size in [(ONE_BY_ONE, ONE_BYTE), *((f"{size:g} MB", size) for size in sizes)]:
+    for name, size in [(ONE_BY_ONE, ONE_BYTE), *((_name(size), size) for size in sizes)]:
         # Buffers travel apart from the buckets, so their broadcast would only add time.
         module = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=size, broadcast_buffers=False)
         modules[name], ways[name] = module, _steps(module, inputs, steps)
@@ -139,42 +167,38 @@ class OneByOne(nn.Module):
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    if measurements["ranks"] < 2:
-        return missing("two cores or two CUDA devices that can work at the same time")
-    figures, series, said, outcomes = [], [], [], []
-    for network, found in measurements["networks"].items():
-        seconds, steps = found["seconds"], found["steps"]
+    default, found_default = measurements["default"], measurements["found_default"]
+    same: Verdict = "confirmed" if found_default == default else "refuted"
+    parts = [Part(f"buckets of {default:g} MB by default", same, f"DDP says {found_default:g} MB")]
+    figures, series = [Figure("bucket by default", found_default, "MB", part=parts[0].name)], []
+    for network, name in NETWORKS.items():
+        found = measurements["networks"].get(network)
+        if found is None:
+            needs = "needs two cores or two CUDA devices that can work at the same time"
+            parts.append(Part(name, "not measurable here", needs))
+            continue
+        seconds, steps, buckets = found["seconds"], found["steps"], _name(default)
         each = {way: median_interval([1000 * taken / steps for taken in rounds]) for way, rounds in seconds.items()}
-        best = min((way for way in each if way.endswith(" MB")), key=lambda way: each[way].value)
-        gain = ratio_interval(seconds[ONE_BY_ONE], seconds[best])
-        figures.append(Figure(f"{network}: one by one / buckets of {best}", gain.value, "x", gain.low, gain.high))
+        gain = ratio_interval(seconds[ONE_BY_ONE], seconds[buckets])
+        figures.append(gain.figure(f"one by one / buckets of {buckets}", "x", name))
         figures += [
-            Figure(f"{network}: step, {way}, {found['messages'][way]} messages", one.value, "ms", one.low, one.high)
-            for way, one in each.items()
+            one.figure(f"step, {way}, {found['messages'][way]} messages", "ms", name) for way, one in each.items()
         ]
-        said.append(
-            f"sent one by one a step of {network} takes {gain} times as long as with buckets of {best} "
-            f"({found['messages'][ONE_BY_ONE]} messages against {found['messages'][best]})"
-        )
-        outcomes.append(gain)
+        said = f"sent one by one a step takes {gain} times as long as with buckets of {buckets} "
+        said += f"({found['messages'][ONE_BY_ONE]} messages against {found['messages'][buckets]})"
+        verdict: Verdict = "confirmed" if gain.above_one else "refuted" if gain.below_one else "inconclusive"
+        parts.append(Part(name, verdict, said))
+        values = [[getattr(one, which) for one in each.values()] for which in ("value", "low", "high")]
         series.append(
             Series(
                 f"Step time by bucket size, {network}",
                 Axis("bucket_cap_mb", "", list(each)),
                 Axis("step", "ms"),
-                [
-                    Line(
-                        f"{measurements['ranks']} ranks",
-                        [one.value for one in each.values()],
-                        [one.low for one in each.values()],
-                        [one.high for one in each.values()],
-                    )
-                ],
+                [Line(f"{measurements['ranks']} ranks", *values)],
             )
         )
-    reason = "; ".join(said)
-    if any(gain.below_one for gain in outcomes):
-        return Judgement("refuted", reason, figures, series)
-    if any(gain.above_one for gain in outcomes):
-        return Judgement("confirmed", reason, figures, series)
-    return Judgement("inconclusive", f"{reason}: not beyond noise", figures, series)
+    return composed(parts, figures, series)
+
+
+def _name(size: float) -> str:
+    return f"{size:g} MB"

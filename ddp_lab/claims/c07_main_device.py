@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ddp_core.spec.layout import Layout
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, missing
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
@@ -35,6 +35,12 @@ claim = Claim(
     rule="Confirmed when under DP the first device has the highest peak memory and the most kernel time, and max/mean "
     "over the devices is higher under DP than under DDP for both; refuted when neither holds, else inconclusive. Not "
     "measurable with fewer than two CUDA devices.",
+    loads={"steps": (10, 50), "samples_per_device": (64, 64), "first_steps": (3, 3)},
+    history=(
+        RuleVersion(
+            "2026-11-22", "The first version with stated loads; the rule is the one before.", "255af1f37511a3d9"
+        ),
+    ),
     seconds=(1, 60),
 )
 
@@ -47,29 +53,30 @@ def measure(setting: Setting) -> Measurements:
     measured: dict[str, Any] = {"cuda_devices": setting.cuda_devices}
     if not count:
         return measured
-    steps = setting.choose(10, 50)
-    (dp,) = run_ranks(observe_dp, 1, count, steps, device="cuda", timeout=300)
-    ranks = run_ranks(observe_ddp, count, steps, device="cuda", timeout=300)
+    load = claim.load(setting)
+    how = (load.samples_per_device, load.first_steps, load.steps)
+    (dp,) = run_ranks(observe_dp, 1, count, *how, device="cuda", timeout=300)
+    ranks = run_ranks(observe_ddp, count, *how, device="cuda", timeout=300)
     ddp = {name: [rank[name] for rank in ranks] for name in QUANTITIES}
-    return measured | {"steps": steps, "layouts": {"dp": dp, "ddp": ddp}}
+    return measured | {"steps": load.steps, "layouts": {"dp": dp, "ddp": ddp}}
 
 
-def observe_dp(rank: int, world_size: int, count: int, steps: int) -> dict[str, list[float]]:
+def observe_dp(rank: int, world_size: int, count: int, samples: int, first: int, steps: int) -> dict[str, list[float]]:
     """Memory and kernel time of every device under DP, whose one process uses them all."""
     layout = Layout.model_validate({"kind": "dp", "device": "cuda", "nproc_per_node": count})
-    return _observe(layout, steps, list(range(count)))
+    return _observe(layout, samples, first, steps, list(range(count)))
 
 
-def observe_ddp(rank: int, world_size: int, steps: int) -> dict[str, float]:
+def observe_ddp(rank: int, world_size: int, samples: int, first: int, steps: int) -> dict[str, float]:
     """Memory and kernel time of this rank's device under DDP."""
     layout = Layout.model_validate({"kind": "ddp", "device": "cuda", "nproc_per_node": world_size})
-    found = _observe(layout, steps, [rank])
+    found = _observe(layout, samples, first, steps, [rank])
     return {name: values[0] for name, values in found.items()}
 
 
-def _observe(layout: Layout, steps: int, devices: list[int]) -> dict[str, list[float]]:
-    with Stepper("resnet18", layout, [f"global_batch_size={64 * layout.shares}"]) as stepper:
-        stepper.step(3)
+def _observe(layout: Layout, samples: int, first: int, steps: int, devices: list[int]) -> dict[str, list[float]]:
+    with Stepper("resnet18", layout, [f"global_batch_size={samples * layout.shares}"]) as stepper:
+        stepper.step(first)
         for device in devices:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)

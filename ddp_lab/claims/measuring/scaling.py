@@ -1,4 +1,4 @@
-"""Weak and strong scaling of whole runs: `ddp train digits` on single, dp and ddp with 1 to 8 workers.
+"""Weak and strong scaling of whole runs: `ddp train digits` on single, dp and ddp.
 
 Strong scaling cuts the same global batch finer, weak scaling keeps the batch of each worker. With exact reduction all
 layouts of one global batch end with the same weights, however fast they were; the digests show it.
@@ -6,30 +6,31 @@ layouts of one global batch end with the same weights, however fast they were; t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
 from ddp_lab.records import Axis, Figure, Line, Series
 
-COUNTS = (2, 4, 8)
-GLOBAL_BATCH_SIZE = 64
-EPOCHS = 3
-
 Row = dict[str, Any]
 
 
-def measure_scaling(setting: Setting, claim: str) -> list[Row]:
+def measure_scaling(
+    setting: Setting, claim: str, counts: Sequence[int], epochs: int, global_batch_size: int
+) -> list[Row]:
     """One row per mode, layout and count: samples per second, cores kept busy by a worker, weights digest."""
-    rows = []
-    for mode, count in [("strong", 1), *((mode, count) for mode in ("strong", "weak") for count in COUNTS)]:
-        batch = GLOBAL_BATCH_SIZE * (count if mode == "weak" else 1)
+    rows: list[Row] = []
+    if not counts:
+        return rows
+    for mode, count in [("strong", 1), *((mode, count) for mode in ("strong", "weak") for count in counts)]:
+        batch = global_batch_size * (count if mode == "weak" else 1)
         layouts = ["single"] if count == 1 else ["dp", "ddp"]
         if mode == "weak":
             layouts.insert(0, "single")  # the digest that the others must have
         for layout in layouts:
             workers = 1 if layout == "single" else count
-            settings = [f"epochs={EPOCHS}", f"global_batch_size={batch}"]
+            settings = [f"epochs={epochs}", f"global_batch_size={batch}"]
             setting.say(f"digits, {mode} scaling, {layout} x {workers}")
             run = train(setting, claim, "digits", layout, workers, settings, ["--reduction", "exact"])
             result = run.record["result"]
@@ -76,10 +77,11 @@ def _name(row: Row, alone: bool) -> str:
 
 def _plot(mode: str, rows: list[Row], single: Row) -> Series:
     found = {(row["layout"], row["count"]): row["samples_per_second"] for row in rows if row["mode"] == mode}
-    counts = [1, *COUNTS]
+    more = sorted({row["count"] for row in rows} - {1})
+    counts = [1, *more]
     lines = [Line("N times faster", list(map(float, counts)))]
     for layout, name in (("dp", "DP"), ("ddp", "DDP")):
-        speeds = [found.get((layout, count)) for count in COUNTS]
+        speeds = [found.get((layout, count)) for count in more]
         base = single["samples_per_second"]
         lines.append(Line(name, [1.0, *(speed / base if speed else None for speed in speeds)]))
     title = f"Speed-up of whole runs, digits, {mode} scaling"
