@@ -12,11 +12,12 @@ and 1.22 s, give 1.76 for two GPUs. Weak scaling keeps the batch of each worker,
 keeps the global batch, so each worker has less work per step.
 
 No speed-up can be greater than n, so an interval above n says that the single process was slowed down by something
-else. An earlier measurement found 2.2 times for two processes that do not even communicate. While another rank works, a
-waiting rank takes no processor time (5 ms in a step of 2 s), so that was not the cause. But freed memory went back to
-the kernel, and each way to train had its own model: by the chance of its place in memory, one way took 16,000 pages
-anew in every step and another way 5. Now the ranks keep freed memory, and the single process and the control train the
-same model.
+else. An earlier measurement found 2.2 times for two processes that do not even communicate. It is not that the waiting
+rank disturbs the working one: it took 5 ms of processor time in a step of 2 s. What was found is that freed memory went
+back to the kernel, and that each way to train had its own model: by the chance of its place in memory, one way took
+16,000 pages anew in every step and another way 5, and pages can cost a tenth of a step and more. That is the likely
+cause. Now all ranks keep freed memory, and the single process and the control train the same model. Should something
+else still slow down the single process, the rule calls the part inconclusive.
 """
 
 from __future__ import annotations

@@ -109,12 +109,13 @@ def time_ways(
     """Time every way among the first n ranks; on CPU also count what leaves this rank."""
     place = own_device(rank, device)
     backend = "nccl" if device == "cuda" else "gloo"
-    message = torch.zeros(int(megabytes * 1e6) // 4, device=place)
+    message = torch.full((int(megabytes * 1e6) // 4,), float(rank == 0), device=place)
     ways: dict[str, Callable[[], Any]] = {}
     for count in counts:
         group = dist.new_group(range(count), backend=backend)
         ways |= {f"{way} {count}": _way(way, rank, count, group, message) for way in WAYS}
     seconds = timed_rounds(ways, rounds)
+    assert bool(message.eq(1).all()), "the message has not arrived"
     leaving = {}
     if device == "cpu" and can_count():
         leaving = {way: _sent(ways[f"{way} {world_size}"]) / (message.numel() * 4) for way in WAYS}
