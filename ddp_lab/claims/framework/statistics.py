@@ -104,7 +104,7 @@ def difference_interval(minuends: Sequence[float], subtrahends: Sequence[float])
 
 def level_reached(count: int, place: int) -> float:
     """The probability that the true median lies between the `place`-th smallest and largest of `count` values."""
-    return 1 - sum(comb(count, heads) for heads in range(place)) / 2 ** (count - 1)
+    return 1 - sum(comb(count, heads) for heads in range(place)) / float(2 ** (count - 1))
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

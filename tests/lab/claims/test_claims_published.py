@@ -1,0 +1,46 @@
+"""The raw measurements in docs/reference/claims: one full run of all claims, under rules that were fixed before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_lab.claims.framework import suite
+from ddp_lab.claims.framework.document import document
+
+PUBLISHED = Path(__file__).parents[3] / "docs" / "reference"
+CLAIMS = {known.claim.id: known for known in suite.known_claims()}
+
+
+def published(number: str) -> dict[str, Any]:
+    content = suite.read(PUBLISHED / "claims" / f"{number}.json")
+    assert content is not None, f"{number} is not published: measure all with ddp claims --full, and copy its file"
+    return content
+
+
+@pytest.mark.parametrize("number", CLAIMS)
+def test_the_verdict_follows_from_the_raw_measurements(number: str) -> None:
+    content, known = published(number), CLAIMS[number]
+    assert content["measurements"] is not None, content["reason"]
+    again = suite.describe(known.claim, known.judge(content["measurements"]))
+    assert {name: content[name] for name in again} == again
+
+
+@pytest.mark.parametrize("number", CLAIMS)
+def test_the_rule_was_there_before_the_measurement(number: str) -> None:
+    content, claim = published(number), CLAIMS[number].claim
+    assert content["measured_by_rule"] == claim.digest, "the rule has changed since: measure again"
+    assert claim.history[-1].date <= content["measured_at"][:10]
+
+
+def test_all_were_measured_in_one_full_run() -> None:
+    runs = [published(number)["run"] for number in CLAIMS]
+    assert all(run == runs[0] for run in runs)
+    assert runs[0]["claims"] == list(CLAIMS)
+    assert not any(published(number)["environment"]["quick"] for number in CLAIMS)
+
+
+def test_the_page_is_made_from_them() -> None:
+    assert (PUBLISHED / "claims.md").read_text() == document(list(CLAIMS.values()), PUBLISHED)
