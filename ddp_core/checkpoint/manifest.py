@@ -109,6 +109,13 @@ def read_manifest(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def require_data(checkpoint: Checkpoint) -> None:
+    """Raise Damaged unless the data file has the size that the manifest says, or OSError where it is not there."""
+    size = checkpoint.path.stat().st_size
+    if size != checkpoint.bytes:
+        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
+
+
 def pointed_step(path: Path) -> int | None:
     """The step that `latest.json` or `best.json` points to; None if there is no such file, or an unreadable one."""
     try:

@@ -18,6 +18,7 @@ from ddp_core.checkpoint.manifest import (
     Damaged,
     pointed_step,
     read_manifest,
+    require_data,
     stem,
     step_of_data,
     step_of_manifest,
@@ -50,11 +51,9 @@ def _complete(path: Path) -> Checkpoint:
     """The checkpoint of a manifest, if its data file is there with the right size; raises Damaged."""
     try:
         checkpoint = read_manifest(path)
-        size = checkpoint.path.stat().st_size
+        require_data(checkpoint)
     except OSError as error:
         raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from None
-    if size != checkpoint.bytes:
-        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
     return checkpoint
 
 

@@ -225,6 +225,8 @@ class Checkpointer:
             self._at("data synced")
             with self._current():
                 data.rename()
+            # A power cut could otherwise keep the manifest's name alone: a checkpoint without data.
+            sync_directory(self.directory)
             self._at("data renamed")
             checkpoint = Checkpoint(
                 directory=self.directory,
@@ -285,7 +287,9 @@ class Checkpointer:
         sound, names = [], {}
         for step, path in sorted(found.items(), reverse=True):
             with contextlib.suppress(OSError, Damaged):
-                names[step] = manifests.read_manifest(path).file
+                checkpoint = manifests.read_manifest(path)
+                names[step] = checkpoint.file
+                manifests.require_data(checkpoint)
                 sound.append(step)
         keep = {*sound[: self._keep_last], manifests.pointed_step(self.directory / "best.json")}
         for step in sorted(found.keys() - keep):

@@ -207,6 +207,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, damage: Any) -> None:
+    damage(_save(tmp_path, 10, 20, 30)[0])
+    Checkpointer(tmp_path, keep_last=2).save(state_of(40), step=40, epoch=0)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 20]
+    assert _leftovers(tmp_path) == set()
+
+
 def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
     _save(tmp_path, 10, 20)[0].manifest.unlink()
     newest = newest_valid(tmp_path)
