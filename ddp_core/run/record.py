@@ -157,6 +157,9 @@ class RunRecord:
         end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:
             return
+        if self.fence is not None:
+            # The weights of an old rank 0 must not take the place of its successor's.
+            self.fence.check()
         result = result_of(trainer, self.directory.metrics, time.time() - self.started) | end.usage
         save_weights(trainer.model, self.directory.path / "model.safetensors")
         if trainer.state.average is not None:

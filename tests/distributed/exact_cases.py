@@ -299,6 +299,60 @@ def canonical_leaves(span: Any) -> list[Any]:
     return [type(span)(leaf, leaf + 1) for leaf in range(*span)]
 
 
+class _Nothing(torch.autograd.Function):
+    """Passes numbers on and no gradient back, so that autograd comes by a parameter without one."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor) -> Tensor:
+        return numbers.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> None:
+        return None
+
+
+class ZeroNet(nn.Module):
+    """A weight whose gradient is -0.0 in the micro-batches named, and missing in all others."""
+
+    def __init__(self, present: Sequence[int], left_out: bool) -> None:
+        super().__init__()
+        self.present, self.left_out = present, left_out
+        self.weight, self.always = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def forward(self, index: int) -> Tensor:
+        total = self.always.sum()
+        if index in self.present:
+            return total + (self.weight * -0.0).sum()
+        return total if self.left_out else total + _Nothing.apply(self.weight).sum()
+
+
+ZEROS = ((0,), (2,), (4,), (0, 4))
+ZERO_MICRO_BATCHES = 5
+
+
+def zero_signs(world_size: int, present: Sequence[int]) -> dict[str, list[float]]:
+    """The signs of a weight's gradient by how it was reduced; a missing gradient that counts as +0.0 makes them +1."""
+    group = dist.group.WORLD if world_size else None
+    found = {}
+    for way in ("contiguous", "found unused", "without DDP", "strided") if world_size else ("alone",):
+        net = ZeroNet(present, left_out=way == "found unused")
+        wrapped = way in ("contiguous", "found unused", "strided")
+        module = wrap(net, find_unused_parameters=way == "found unused") if wrapped else net
+        shares: Literal["contiguous", "strided"] = "strided" if way == "strided" else "contiguous"
+        with ExactReduction(
+            module, ZERO_MICRO_BATCHES, process_group=None if wrapped else group, shares=shares
+        ) as exact:
+            exact.begin()
+            for index in exact.share:
+                with exact.micro_batch(index):
+                    module(index).backward()
+            exact.finish()
+        assert net.weight.grad is not None
+        found[way] = torch.copysign(torch.ones(3), net.weight.grad).tolist()
+        del exact, module
+    return found
+
+
 def everything(rank: int, world_size: int) -> dict[str, Any]:
     """Run all cases in the same processes; return their digests by name, and the sums that were wrong."""
     with process_group():
@@ -310,9 +364,10 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
                 digests[f"{count} micro-batches", "strided"] = train(
                     case_of(count), world_size, WAYS[1 + count // 2 % 2]
                 )
+        zeros = [zero_signs(world_size, present) for present in ZEROS]
         wrong = [message for seed in range(20) for message in random_sum(seed, rank, world_size)]
     threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
-    return {"digests": digests, "wrong sums": wrong, "threads": threads}
+    return {"digests": digests, "zeros": zeros, "wrong sums": wrong, "threads": threads}
 
 
 def everything_on_one_process(rank: int, world_size: int) -> dict[str, str]:

@@ -58,6 +58,15 @@ def test_strided_shares_of_any_number_of_micro_batches_end_with_one_digest(world
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_missing_gradient_leaves_even_the_sign_of_a_zero(world_size: int) -> None:
+    for number, present in enumerate(cases.ZEROS):
+        assert cases.zero_signs(0, present) == {"alone": [-1.0] * 3}
+        for result in results(world_size):
+            signs = result["zeros"][number]
+            assert signs == dict.fromkeys(signs, [-1.0] * 3), f"gradients in the micro-batches {present} alone"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ordered_sums_of_random_shapes_equal_the_tree_of_one_process(world_size: int) -> None:
     assert [result["wrong sums"] for result in results(world_size)] == [[]] * world_size
 

@@ -26,10 +26,13 @@ from ddp_core.reduction import (
     share,
     take_gradients,
 )
+from ddp_core.reduction.buckets import _fold_into_bucket
 from ddp_core.reduction.communication import CommunicationThreads
+from ddp_core.reduction.contiguous import _flatten
 from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction.flat import fill_
 from ddp_core.reduction.one_level import cut
-from ddp_core.reduction.plan import plan_for
+from ddp_core.reduction.plan import Plan, plan_for
 
 quick = settings(deadline=None, max_examples=60)
 
@@ -120,6 +123,37 @@ def test_the_plan_of_an_aligned_step_sends_one_subtree_a_rank() -> None:
     assert plan_for(2, 3).spans == [[], [Span(0, 1)], [Span(1, 2)]]
 
 
+@quick
+@given(st.integers(1, 24), st.data())
+def test_subtrees_are_added_in_the_order_of_the_tree_not_in_that_of_their_arrival(
+    micro_batches: int, data: st.DataObject
+) -> None:
+    leaves = random_leaves(micro_batches, 5, data.draw(st.integers(0, 999)))
+    trees = trees_of(leaves, data.draw(st.integers(1, micro_batches)))
+    members = [[(each.span, each.tensors[0].clone()) for each in tree.subtrees] for tree in trees]
+    (root,) = fold(data.draw(st.permutations([each for tree in trees for each in tree.subtrees])), micro_batches)
+    assert torch.equal(root.tensors[0], by_definition(leaves))
+
+    # The members of a sum may also come in any order: on several nodes, ranks are dealt as the launcher likes.
+    members = data.draw(st.permutations(members))
+    plan = Plan(micro_batches, [[span for span, _ in member] for member in members])
+    arrivals = [Late(tensor).arrival for member in members for _, tensor in member]
+    out = torch.full((5,), torch.nan)
+    plan.add_(arrivals, out)
+    assert plan.rest == [Span(0, micro_batches)]
+    assert torch.equal(out, by_definition(leaves))
+
+
+class Late:
+    """A tensor whose numbers are there only after `wait`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.numbers, self.arrival = tensor, (torch.full_like(tensor, torch.nan), self)
+
+    def wait(self) -> None:
+        self.arrival[0].copy_(self.numbers)
+
+
 def test_a_left_fold_has_other_bits() -> None:
     leaves = random_leaves(8, 1000, 0)
     folded = leaves[0].clone()
@@ -152,6 +186,30 @@ def test_a_missing_gradient_adds_nothing_wherever_it_is(values: list[float | Non
         assert one is not None
         assert several is not None
         assert one.view(torch.int32) == several.view(torch.int32) == written_out.view(torch.int32)
+
+
+def test_a_missing_gradient_is_written_as_the_zero_that_adds_nothing() -> None:
+    minus = torch.tensor([-0.0])
+    view = torch.ones(1)
+    fill_([view], [None])
+    assert same_bits(view, minus)
+    assert same_bits(_flatten([None], [view]), minus)
+    # Two parameters, of which only the first has a gradient in the last micro-batch, and only the second before it.
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    tree = GradientTree(2)
+    tree.push([None, minus.clone()])
+    parameters[0].grad = minus.clone()
+    (bucket,) = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
+    assert same_bits(bucket, torch.tensor([-0.0, -0.0]))
+    tree = GradientTree(3, 1)
+    tree.push([None, minus.clone()])
+    earlier, last = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
+    assert same_bits(earlier, torch.tensor([-0.0, -0.0]))
+    assert same_bits(last, torch.tensor([-0.0, -0.0]))
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
 
 
 def test_the_tree_refuses_what_does_not_fit() -> None:

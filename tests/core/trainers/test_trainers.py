@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
 from ddp_core.data.splits import InMemory, Splits
 from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.distributed.process_group import Collectives
@@ -24,6 +26,7 @@ from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import FaultScript
+from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback
@@ -361,6 +364,14 @@ def test_a_run_may_end_inside_an_epoch() -> None:
     assert trainer.steps_per_epoch == expected.steps_per_epoch == 4
 
 
+@pytest.mark.parametrize("length", [{"epochs": 3}, {"epochs": 5, "max_steps": 6}], ids=["epochs", "max_steps"])
+def test_what_a_run_ends_with_is_evaluated_whenever_that_is(length: dict[str, int]) -> None:
+    """By `every_epochs` no epoch of these runs is due."""
+    evaluation = Evaluation(every_epochs=4)
+    trainer = finished(experiment(evaluation=evaluation, **length), test=samples(30, seed=9))
+    assert trainer.state.evaluation == trainer.evaluate()
+
+
 def test_a_request_to_stop_is_met_at_the_next_step() -> None:
     stop = StopRequest()
     with trainer_of(experiment(), stop=stop) as trainer:
@@ -410,6 +421,65 @@ def test_a_state_taken_in_the_middle_goes_on_to_the_same_bits() -> None:
             trainer.train()
         assert digests(trainer) == digests(expected)
         assert trainer.state.last_epoch_loss == expected.state.last_epoch_loss
+
+
+def _lived_in() -> TrainState:
+    """A state of which every entry is another than in a fresh one."""
+    state = _unlived_in()
+    assert state.scaler is not None
+    assert state.schedule is not None
+    assert state.average is not None
+    for _ in range(2):
+        loss = state.model(samples(4).inputs).square().sum()
+        state.scaler.scale(loss).backward()
+        state.scaler.step(state.optimizer)
+        state.scaler.update(3.0)
+        state.schedule.step()
+        state.average.update_parameters(state.model)
+    for number, each in enumerate(dataclasses.fields(state), 1):
+        if each.name in POSITION:
+            kept = {"loss": float(number)} if each.name == "evaluation" else number
+            setattr(state, each.name, kept)
+    return state
+
+
+def _unlived_in() -> TrainState:
+    torch.manual_seed(0)
+    model = batch_norm_and_dropout()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu"), schedule, WeightAverage(model, 0.9))
+
+
+PARTS = ("model", "optimizer", "scaler", "schedule", "average")
+NOT_SAVED = ("learning_rate",)
+POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED)]
+
+
+def _entries(state: TrainState) -> dict[str, Any]:
+    """Every field of the state by its name, in plain values; of a part what its `state_dict` gives, entry by entry."""
+    found: dict[str, Any] = {name: getattr(state, name) for name in POSITION}
+    for part in PARTS:
+        for path, value in torch.utils._pytree.tree_flatten_with_path(getattr(state, part).state_dict())[0]:
+            name = part + torch.utils._pytree.keystr(path)
+            found[name] = value.tolist() if isinstance(value, Tensor) else value
+    return found
+
+
+def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
+    """A new field of TrainState is one more entry here, unless NOT_SAVED names it."""
+    fresh, lived = _unlived_in(), _lived_in()
+    expected, before = _entries(lived), _entries(fresh)
+    unchanged = [
+        name
+        for name in (*POSITION, *PARTS)
+        if all(before.get(entry) == value for entry, value in expected.items() if entry.startswith(name))
+    ]
+    assert unchanged == [], "nothing would be seen of their loss"
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(lived.state_dict(), step=lived.step, epoch=0)
+    fresh.load_state_dict(load(find_checkpoints(tmp_path)[0]))
+    assert _entries(fresh) == expected
 
 
 def test_the_state_holds_tensors_and_plain_types_only() -> None:
@@ -512,6 +582,20 @@ def test_observers_hear_of_a_skipped_step() -> None:
     assert [moment for moment, step in recorder.seen if step == 2] == [*MOMENTS[:3], "skipped", "after_step"]
     assert ("skipped", 1) not in recorder.seen
     assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
+@pytest.mark.parametrize("reduction", ["plain", "exact"])
+def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, reduction: str) -> None:
+    """The forward of the bad batch has made NaN of the batch-norm statistics."""
+    data, recorder = samples(64), Recorder()
+    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
+    record, details = experiment(reduction=reduction), {"train": data, "on_nan": "skip", "observers": (recorder,)}
+    with trainer_of(record, batch_norm_and_dropout, layout, **details) as recorder.trainer:
+        recorder.trainer.train()
+    before, after = (recorder.weights[recorder.seen.index((moment, 2))] for moment in ("before_step", "after_step"))
+    assert after == before
+    assert all(value.isfinite().all() for value in recorder.trainer.model.state_dict().values())
 
 
 def test_a_job_stays_as_it_was_given() -> None:

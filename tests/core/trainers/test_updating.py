@@ -146,6 +146,20 @@ def test_an_overflow_moves_neither_the_schedule_nor_the_average() -> None:
     assert int(state.average.n_averaged) == 2
 
 
+def test_gradients_are_clipped_by_their_true_size_not_by_the_scaled_one() -> None:
+    ends = []
+    for scale in (1.0, 1024.0):
+        state, update = fresh(experiment(clip_norm=0.5, **OWN))
+        if scale > 1:
+            state.scaler = torch.amp.GradScaler("cpu", scale)
+            state.scaler.scale(torch.zeros(()))
+        for parameter, size in zip(state.model.parameters(), (0.01, 4.0), strict=True):
+            parameter.grad = torch.full_like(parameter, size * scale)
+        update.make(0)
+        ends.append(digests(state))
+    assert ends[1] == ends[0]
+
+
 def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
     """torch's fused SGD makes its momentum buffers uninitialised, and skips the kernel that would fill them.
 
