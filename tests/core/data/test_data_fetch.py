@@ -9,7 +9,7 @@ import io
 import os
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -107,6 +107,16 @@ def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> N
     fetch("thing", tmp_path, quiet, sources)
     assert len(server.asked) == 1
     assert (tmp_path / "sub" / "thing").is_file()
+
+
+def test_a_file_of_the_right_name_is_not_believed(server: Server, tmp_path: Path) -> None:
+    sources = one_file(server, b"as published" * 100)
+    there = tmp_path / "sub" / "thing.gz"
+    there.parent.mkdir()
+    there.write_bytes(gzip.compress(b"something else"))
+    fetch("thing", tmp_path, quiet, sources)
+    assert (tmp_path / "sub" / "thing").read_bytes() == b"as published" * 100
+    assert there.read_bytes() == server.files["thing.gz"]
 
 
 def test_an_interrupted_download_is_continued(server: Server, tmp_path: Path) -> None:
@@ -224,6 +234,39 @@ def test_only_expected_members_leave_an_archive(server: Server, tmp_path: Path) 
     incomplete = {"a": (Archive((url,), md5(packed.getvalue()), "a.tar.gz", members | {"folder/more": "0" * 32}),)}
     with pytest.raises(UserError, match="folder/more"):
         fetch("a", root, quiet, incomplete)
+
+
+def _changed(entry: tarfile.TarInfo) -> io.BytesIO | None:
+    return io.BytesIO(b"54321")
+
+
+def _cut_off(entry: tarfile.TarInfo) -> io.BytesIO | None:
+    entry.size = 4
+    return io.BytesIO(b"1234")
+
+
+def _link(entry: tarfile.TarInfo) -> io.BytesIO | None:
+    entry.size, entry.type, entry.linkname = 0, tarfile.SYMTYPE, "../../outside"
+    return None
+
+
+@pytest.mark.parametrize("spoil", [_changed, _cut_off, _link])
+def test_a_member_that_is_not_as_published_is_refused(
+    server: Server, tmp_path: Path, spoil: Callable[[tarfile.TarInfo], io.BytesIO | None]
+) -> None:
+    (tmp_path / "outside").write_bytes(b"12345")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        entry = tarfile.TarInfo("folder/wanted")
+        entry.size = 5
+        content = spoil(entry)
+        archive.addfile(entry, content)
+    server.files["a.tar.gz"] = packed.getvalue()
+    members = {"folder/wanted": md5(b"12345")}
+    sources = {"a": (Archive((server.url("a.tar.gz"),), md5(packed.getvalue()), "a.tar.gz", members),)}
+    with pytest.raises(UserError, match="does not hold folder/wanted as published"):
+        fetch("a", tmp_path / "data", quiet, sources)
+    assert not (tmp_path / "data" / "folder" / "wanted").is_symlink()
 
 
 def test_fetched_files_in_the_published_formats_can_be_trained_on(server: Server, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.errors import UserError
+from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
 from ddp_lab.cluster import __main__ as command
@@ -50,6 +51,20 @@ def of(*codes: int) -> list[NodeResult]:
 )
 def test_verdict_is_success_only_of_all_and_else_the_most_telling(codes: tuple[int, ...], expected: int) -> None:
     assert judge(of(*codes)).exit_code == expected
+
+
+# A cause tells more than its consequence: a node that lost a peer, or was asked to stop, did so because of another.
+TELLING = (5, 4, 3, 2, 70, 1, 6, 75, 0)
+
+
+def test_of_two_nodes_the_more_telling_one_decides_whichever_comes_first() -> None:
+    for more, less in itertools.combinations(TELLING, 2):
+        assert [judge(of(more, less)).exit_code, judge(of(less, more, less)).exit_code] == [more, more], (more, less)
+
+
+def test_every_exit_code_has_its_place_among_the_telling_ones() -> None:
+    assert set(ExitCode) <= set(TELLING)
+    assert judge(of(9, 1, 6)).exit_code == 1, "of codes that nobody has foreseen, always the same one"
 
 
 def test_no_node_is_no_success() -> None:
