@@ -326,8 +326,8 @@ class ZeroNet(nn.Module):
         return total if self.left_out else total + _Nothing.apply(self.weight).sum()
 
 
-ZEROS = ((0,), (2,), (4,), (0, 4))
-ZERO_MICRO_BATCHES = 5
+ZEROS = ((0,), (3,), (7,), (0, 7))
+ZERO_MICRO_BATCHES = 8
 
 
 def zero_signs(world_size: int, present: Sequence[int]) -> dict[str, list[float]]:

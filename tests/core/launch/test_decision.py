@@ -59,9 +59,18 @@ def test_what_follows_a_failure(case: str) -> None:
     assert after_failure(codes, reason, room, restarts_left) == decision
 
 
-@pytest.mark.parametrize("code", FINAL)
-def test_nothing_is_tried_again_that_would_come_to_the_same_end(code: ExitCode) -> None:
-    assert after_failure({int(code), KILLED}, None, room=False, restarts_left=3) == Decision(Next.END)
+# Bad input, no checkpoint, a missing resource, NaN, a fault of ours, a request to stop.
+FINAL_CODES = (2, 3, 4, 5, 70, 75)
+
+
+@pytest.mark.parametrize("code", FINAL_CODES)
+def test_nothing_is_tried_again_that_would_come_to_the_same_end(code: int) -> None:
+    assert after_failure({code, KILLED}, None, room=False, restarts_left=3) == Decision(Next.END)
+    assert patience([code, KILLED]) == FINISHING_SECONDS
+
+
+def test_nothing_else_is_final() -> None:
+    assert set(FINAL_CODES) == FINAL == set(ExitCode) - {0, 6}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,10 @@ def test_who_waits_matters_where_another_launcher_may_have_asked(
         (STOPPED, Next.MAKE_ROOM),
         (LOST, Next.MAKE_ROOM),
         (ExitCode.BAD_INPUT, Next.END),
+        (ExitCode.NO_CHECKPOINT, Next.END),
         (ExitCode.RESOURCES, Next.END),
+        (ExitCode.NUMERICS, Next.END),
+        (ExitCode.INTERNAL, Next.END),
     ],
 )
 def test_what_follows_when_room_was_made(code: int | None, follows: Next) -> None:

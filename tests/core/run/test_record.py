@@ -58,6 +58,10 @@ ENDS: dict[str, tuple[Exception, tuple[str, int]]] = {
 }
 
 
+def files_of(directory: RunDirectory) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("what", ENDS)
 def test_how_a_run_ended_is_written_by_rank_0_alone(directory: RunDirectory, what: str) -> None:
     error, expected = ENDS[what]
@@ -73,6 +77,22 @@ def test_how_a_run_ended_is_written_by_rank_0_alone(directory: RunDirectory, wha
     assert (record["status"], record["exit_code"]) == expected
     assert record["message"]
     assert record["finished_at"]
+    traces = {path.name: path.read_text() for path in directory.path.glob("error-*")}
+    assert traces.keys() == ({"error-rank-0.txt", "error-rank-1.txt"} if what == "a fault" else set())
+    assert all("ZeroDivisionError: here" in trace for trace in traces.values())
+
+
+def test_on_a_full_disk_the_user_is_told_of_the_failure_itself(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begun(directory)
+
+    def fail(**_: Any) -> None:
+        raise UserError("disk full", ExitCode.RESOURCES)
+
+    monkeypatch.setattr(directory, "update", fail)
+    with pytest.raises(UserError, match="loss is nan"):
+        end(record, UserError("loss is nan", ExitCode.NUMERICS))
 
 
 @pytest.mark.parametrize("what", ENDS)
@@ -89,10 +109,11 @@ def test_a_superseded_rank_0_leaves_the_result_to_its_successor(directory: RunDi
     trainer = finished(experiment(max_steps=1))
     late = begun(directory)
     begun(directory)
-    before = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+    before = files_of(directory)
     with pytest.raises(Superseded):
         late.finish(trainer, {})
-    assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == before
+    begun(directory, World(rank=1, world_size=2), start=False).finish(trainer, {})
+    assert files_of(directory) == before, "nor does another rank write it"
 
 
 def test_a_change_of_the_fingerprint_is_remembered_in_all_later_attempts(
