@@ -118,15 +118,18 @@ def test_worker_processes_change_nothing_and_the_position_does_not_run_ahead() -
 
 
 def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> None:
-    def numbers(world_size: int) -> dict[tuple[int, int], float]:
+    def numbers(world_size: int, epoch: int = 0, seed: int = 7) -> dict[tuple[int, int], float]:
         found = {}
         for rank in range(world_size):
-            for step in MicroBatches(Ids(), sampler_of(), Dealt(rank, world_size, True), SIZE):
+            sampler = ElasticSampler(Ids(), 1, 0, seed=seed)
+            sampler.set_epoch(epoch)
+            for step in MicroBatches(Ids(), sampler, Dealt(rank, world_size, True), SIZE):
                 found |= {(step.first, index): torch.rand(()).item() for index, _ in step}
         return found
 
     assert numbers(1) == numbers(2)
-    assert len(set(numbers(1).values())) == len(numbers(1))
+    everywhere = [*numbers(1).values(), *numbers(1, epoch=1).values(), *numbers(1, seed=8).values()]
+    assert len(set(everywhere)) == len(everywhere) == 3 * len(numbers(1))
     before = torch.random.get_rng_state()
     for step in MicroBatches(Ids(), sampler_of(), Dealt(0, 1, True), SIZE, keyed_random=False):
         assert [index for index, _ in step] == list(range(step.micro_batches))
