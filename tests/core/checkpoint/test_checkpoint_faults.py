@@ -489,6 +489,29 @@ def test_a_writer_that_was_stopped_and_superseded_can_commit_nothing(tmp_path: P
         assert _is_whole(newest_valid(directory))
 
 
+@pytest.mark.parametrize("point", POINTS[: POINTS.index("old manifest removed")])
+def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp_path: Path, point: str) -> None:
+    """The successor saves the same step, so what the stale writer would write has the same names."""
+    before: dict[str, str] = {}
+
+    def supersede(reached: str) -> None:
+        if reached == point:
+            successor = Checkpointer(tmp_path, keep_last=9, fence=Fence.take(tmp_path))
+            successor.save(state_of(30, floats=7), step=30, epoch=1, best=True)
+            before.update(_contents(tmp_path))
+
+    _save(tmp_path, 10)
+    stale = Checkpointer(tmp_path, keep_last=1, fence=Fence.take(tmp_path), at=supersede)
+    with pytest.raises(Superseded):
+        stale.save(state_of(30, floats=9), step=30, epoch=0, best=True)
+    after = _contents(tmp_path)
+    gone = before.keys() - after.keys()
+    assert all(name.endswith(".tmp") or name == "step-000000030.pt" for name in gone), "only its own leftovers go"
+    assert after == {name: digest for name, digest in before.items() if name not in gone}
+    assert _leftovers(tmp_path) == {"fence.json", "fence.lock"}
+    assert load(find_checkpoints(tmp_path)[0])["model"]["weight"].tolist() == [30.0] * 7
+
+
 def test_a_stale_writer_does_not_even_start(tmp_path: Path) -> None:
     first = Checkpointer(tmp_path, fence=Fence.take(tmp_path), asynchronous=True)
     first.save(state_of(10), step=10, epoch=0)
