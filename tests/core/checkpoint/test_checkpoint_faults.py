@@ -497,7 +497,7 @@ def test_a_writer_that_is_superseded_at_any_point_changes_nothing_afterwards(tmp
     def supersede(reached: str) -> None:
         if reached == point:
             successor = Checkpointer(tmp_path, keep_last=9, fence=Fence.take(tmp_path))
-            successor.save(state_of(30, floats=7), step=30, epoch=1, best=True)
+            successor.save(state_of(30, floats=7), step=30, epoch=1, metric=0.5, best=True)
             before.update(_contents(tmp_path))
 
     _save(tmp_path, 10)
