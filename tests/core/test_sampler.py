@@ -307,6 +307,12 @@ def test_a_position_in_another_order_is_refused(length: int, options: dict[str, 
         ElasticSampler(Numbers(length), 2, 0, **options).load_state_dict(state)
 
 
+def test_a_position_in_an_order_of_another_format_is_refused() -> None:
+    sampler = ElasticSampler(Numbers(10), 2, 0)
+    with pytest.raises(ValueError, match="format was 0"):
+        sampler.load_state_dict(sampler.state_dict() | {"format": 0})
+
+
 def test_misuse_is_refused() -> None:
     for rank in (-1, 2):
         with pytest.raises(ValueError, match="rank must be"):

@@ -30,7 +30,7 @@ from ddp_core.reduction.buckets import _fold_into_bucket
 from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.contiguous import _flatten
 from ddp_core.reduction.exchange import LINE_BYTES
-from ddp_core.reduction.flat import fill_
+from ddp_core.reduction.flat import fill_, views_of
 from ddp_core.reduction.one_level import cut
 from ddp_core.reduction.plan import Plan, plan_for
 
@@ -344,6 +344,24 @@ def test_weights_and_layers_that_were_not_called_are_heard() -> None:
     for untouched in (idle, frozen):
         assert untouched.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
         assert all(torch.equal(a, b) for a, b in zip(untouched.buffers(), nn.BatchNorm1d(3).buffers(), strict=True))
+
+
+def test_statistics_of_low_precision_are_summed_in_float32() -> None:
+    layer = nn.BatchNorm1d(3).bfloat16()
+    statistics = BatchStatistics(layer)
+    statistics.begin()
+    layer(inputs()[0].bfloat16())
+    assert statistics.take().dtype == statistics.zeros().dtype == torch.float32
+    statistics.restore()
+    assert layer.running_mean.dtype == torch.bfloat16
+
+
+def test_a_view_into_a_bucket_has_the_memory_order_of_its_parameter() -> None:
+    dense = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    sparse = nn.Parameter(torch.randn(4, 6)[:, ::2])
+    first, second = views_of(torch.arange(108.0), [dense, sparse])
+    assert first.stride() == dense.stride()
+    assert second.tolist() == torch.arange(96.0, 108.0).view(4, 3).tolist()
 
 
 def test_an_unfinished_step_leaves_the_buffers_as_they_were() -> None:
