@@ -34,6 +34,12 @@ def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int
     assert Layout.model_validate(layout.model_dump()) == layout
 
 
+@pytest.mark.parametrize("count", ["nnodes", "nproc_per_node"])
+def test_a_layout_without_processes_is_refused(count: str) -> None:
+    with pytest.raises(ValueError, match=count):
+        Layout(kind="ddp", **{count: 0})
+
+
 def test_dp_on_cpu_says_what_it_is() -> None:
     assert "threads" in Layout(kind="dp", nproc_per_node=2).description
     assert "threads" not in Layout(kind="dp", nproc_per_node=2, device="cuda").description
