@@ -215,6 +215,18 @@ def test_a_damaged_checkpoint_is_none_of_those_that_are_kept(tmp_path: Path, dam
     assert _leftovers(tmp_path) == set()
 
 
+def test_a_removal_that_is_cut_short_leaves_only_what_is_swept(tmp_path: Path) -> None:
+    def fail(point: str) -> None:
+        if point == "old manifest removed":
+            raise KeyError(point)
+
+    _save(tmp_path, 10)
+    with pytest.raises(KeyError):
+        Checkpointer(tmp_path, keep_last=1, at=fail).save(state_of(20), step=20, epoch=0)
+    assert [path.name for path in sweep(tmp_path)] == ["step-000000010.pt"]
+    assert _leftovers(tmp_path) == set()
+
+
 def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
     _save(tmp_path, 10, 20)[0].manifest.unlink()
     newest = newest_valid(tmp_path)
