@@ -110,14 +110,19 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     _quiet()
     from ddp_core.cli.entry import main
     from ddp_core.distributed.world import World, node_here
-    from ddp_core.launch.launch import Meeting, launch
+    from ddp_core.run.early import require_free
     from ddp_core.run.following import follow_launcher
-    from ddp_core.run.prepare import prepare
 
     asked, config = asked_in(context), config_of(context)
     # What a file says is written out, so that the run's record and its workers need the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
-    asked, is_host = follow_launcher(asked, World.from_environment(), node_here())
+    world = World.from_environment()
+    asked, is_host = follow_launcher(asked, world, node_here())
+    require_free(asked, world)
+    # These load torch, which takes seconds.
+    from ddp_core.launch.launch import Meeting, launch
+    from ddp_core.run.prepare import prepare
+
     with config.blamed():
         request = prepare(asked, shlex.join(["ddp", *words]))
     if only_said:

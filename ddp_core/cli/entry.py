@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if not World.is_set():
             raise
-        from ddp_core.launch.worker import report_error
+        from ddp_core.launch.reports import report_error
 
         return report_error(error)
 

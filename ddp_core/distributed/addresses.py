@@ -13,11 +13,14 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
-import torch.distributed as dist
 
 from ddp_core.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -67,8 +70,21 @@ def store_at(
     Raises UserError (4) where the port cannot be had, UserError (2) where this machine does not have the address, and
     torch's DistError where the store does not answer.
     """
+    return store_on(listen_at(address, port, name, remedy), timeout)
+
+
+def listen_at(
+    address: str | None, port: int, name: str = "port {port}", remedy: str = "choose another"
+) -> socket.socket:
+    """A socket that listens at this address of this machine (None: at every address), on `port` (0: a free one).
+
+    `name` is what the user calls the port, and `remedy` what to do where it is taken. Needs no torch, so whoever asks
+    first for a port that is taken need not wait for torch.
+
+    Raises UserError (4) where the port cannot be had, and UserError (2) where this machine does not have the address.
+    """
     try:
-        listening = _listen(address, port)
+        return _listen(address, port)
     except OSError as error:
         if address is not None and error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
@@ -76,10 +92,19 @@ def store_at(
             ) from None
         why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
         raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
-    port = listening.getsockname()[1]
+
+
+def store_on(listening: socket.socket, timeout: float) -> dist.TCPStore:
+    """A new store on a socket that listens; the store closes the socket. `timeout`, in seconds, limits every wait.
+
+    Raises torch's DistError where the store does not answer.
+    """
+    from torch.distributed import TCPStore
+
+    host, port = listening.getsockname()[:2]
     # The name of 127.0.0.1, which torch looks up for its messages, is known without a name server.
-    return dist.TCPStore(
-        address or _LOOPBACK,
+    return TCPStore(
+        _LOOPBACK if ipaddress.ip_address(host).is_unspecified else host,
         port,
         is_master=True,
         wait_for_workers=False,

@@ -180,16 +180,14 @@ def _meet(world: World, timeout: float) -> dist.Store:
     address, port = world.store_host, world.store_port
     assert address is not None
     assert port is not None
-    serves = world.is_first and not world.agent_serves_store
     try:
-        if serves:
-            name = f"{world.place}: MASTER_PORT={{port}}"
-            store = store_at(address_served(address), port, timeout, name, "give the ranks another one")
+        if world.serves_store:
+            store = store_at(address_served(address), port, timeout, world.port_name, "give the ranks another one")
         else:
             # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
             store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
-        why = "cannot be served" if serves else "is unreachable"
+        why = "cannot be served" if world.serves_store else "is unreachable"
         raise UserError(
             f"{world.place}: no process group at {address}:{port} within {timeout:.0f} s, "
             f"its store {why} ({_first_line(error)})",

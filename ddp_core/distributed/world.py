@@ -57,6 +57,16 @@ class World:
         """'rank 3 (node 1)', for messages."""
         return f"rank {self.rank} (node {self.node_rank})"
 
+    @property
+    def serves_store(self) -> bool:
+        """Whether this process serves the process group's store: it is rank 0, and no agent serves it."""
+        return self.world_size > 1 and self.is_first and not self.agent_serves_store
+
+    @property
+    def port_name(self) -> str:
+        """What the user calls the port of the process group's store, for `store_at` and `listen_at`."""
+        return f"{self.place}: MASTER_PORT={{port}}"
+
     @staticmethod
     def is_set(environ: Mapping[str, str] = os.environ) -> bool:
         """Whether a launcher has already made this process a worker."""

@@ -29,8 +29,8 @@ from ddp_core.launch.decision import (
     patience,
 )
 from ddp_core.launch.nursery import Nursery
+from ddp_core.launch.reports import Report, clear_reports, first_telling, read_reports
 from ddp_core.launch.starting import started_by
-from ddp_core.launch.worker import Report, clear_reports, first_telling, read_reports
 from ddp_core.torch_internals import workers_of
 
 _REPORT_SECONDS = 1.0

@@ -23,8 +23,9 @@ from ddp_core.launch.agent import Agent, WouldRepeat, say
 from ddp_core.launch.decision import FINISHING_SECONDS
 from ddp_core.launch.joining import RendezvousLost, ends_keep_alives, join, own_address
 from ddp_core.launch.nursery import Nursery
+from ddp_core.launch.reports import first_telling, read_reports
 from ddp_core.launch.watchdog import leaves_when_cut_off
-from ddp_core.launch.worker import first_telling, read_reports, write_launcher
+from ddp_core.launch.worker import write_launcher
 from ddp_core.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES
 
 _CUT_OFF_SECONDS = 20.0

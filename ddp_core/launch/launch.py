@@ -32,7 +32,8 @@ from ddp_core.distributed.stop import (
 from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.launch.worker import first_telling, read_reports, run_worker, write_launcher
+from ddp_core.launch.reports import first_telling, read_reports
+from ddp_core.launch.worker import run_worker, write_launcher
 from ddp_core.run.directory import find_launch
 from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Request

@@ -8,6 +8,7 @@ import socket
 import threading
 from datetime import timedelta
 
+from ddp_core.distributed.addresses import listen_at, store_on
 from ddp_core.errors import ExitCode, UserError
 
 _START_SECONDS = 30
@@ -20,17 +21,18 @@ def serve(port: int, bind: str | None = None) -> int:
     find there: private networks only. Raises UserError (2) where this machine does not have the address, and (4) where
     the store cannot be served.
     """
-    from torch.distributed import DistError
-
-    from ddp_core.distributed.addresses import store_at
-
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     _hurry_look_ups()
     address = None if bind is None else _address_of(bind)
+    listening = listen_at(address, port, remedy="choose another with --port")
+    # Torch takes seconds to load, and who asks for a port that is in use hears of it at once. Nodes that come meanwhile
+    # wait in the socket's queue.
+    from torch.distributed import DistError
+
     try:
-        store = store_at(address, port, _START_SECONDS, remedy="choose another with --port")
+        store = store_on(listening, _START_SECONDS)
     except DistError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ddp_core.distributed.processes import state_of
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import take_lock
 
@@ -49,11 +50,7 @@ class RunLock:
             ) from error
         if not take_lock(descriptor, patience=_PATIENCE_SECONDS):
             os.close(descriptor)
-            raise UserError(
-                f"another run is using {self.path.parent}: {_holder(self.path)}; wait for it, stop it, or give "
-                "another directory",
-                ExitCode.BAD_INPUT,
-            )
+            raise _in_use(self.path)
         self._descriptor = descriptor
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
@@ -83,16 +80,44 @@ class RunLock:
         self.release()
 
 
-def is_held(directory: str | Path) -> bool:
-    """Whether some process, on this host or in another container, runs in `directory`; a yes takes half a second."""
+def is_held(directory: str | Path, patience: float | None = None) -> bool:
+    """Whether some process, on this host or in another container, runs in `directory`.
+
+    A yes takes `patience`, by default half a second.
+    """
     try:
         descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        return not take_lock(descriptor, shared=True, patience=_PATIENCE_SECONDS)
+        return not take_lock(descriptor, shared=True, patience=_PATIENCE_SECONDS if patience is None else patience)
     finally:
         os.close(descriptor)
+
+
+def require_unlocked(directory: Path) -> None:
+    """Raises UserError (2), naming the holder, where another process runs in `directory`.
+
+    Does not wait where the process that the lock names lives on this machine: then it is no leftover of a killed run.
+    """
+    path = directory / _NAME
+    if is_held(directory, 0.0 if _holder_lives_here(path) else _PATIENCE_SECONDS):
+        raise _in_use(path)
+
+
+def _in_use(path: Path) -> UserError:
+    return UserError(
+        f"another run is using {path.parent}: {_holder(path)}; wait for it, stop it, or give another directory",
+        ExitCode.BAD_INPUT,
+    )
+
+
+def _holder_lives_here(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text())
+        return content["host"] == socket.gethostname() and state_of(int(content["pid"])) != "gone"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _holder(path: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.cli import main
+from ddp_core.distributed.world import free_port
 from ddp_core.run import run
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.processes import run_processes
@@ -270,7 +271,7 @@ def test_other_commands_say_what_they_need(words: list[str]) -> None:
 
 
 def test_workers_of_a_launcher_outside_say_it_once(tmp_path: Path) -> None:
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in ("0", "1"):
         own = world | {"RANK": rank, "LOCAL_RANK": rank}
         ended = ddp("train", "toy_mpl", "--layout", "ddp", "--output", tmp_path, env=own)
