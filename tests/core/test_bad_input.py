@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ddp_core.cli import main
 from ddp_core.distributed.world import free_port
 from ddp_core.run import run
+from tests.faults.matrix import REFUSAL, record_row
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.processes import run_processes
 
@@ -158,6 +160,8 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "wrong model": (["wrong_model.py"], 2, ["model", "int", "torch.nn.Module"]),
     "empty model": (["empty_model.py"], 2, ["no parameter that requires a gradient"]),
 }
+ROWS = {"small data": 18, "missing data": 21, "GPUs": 23}
+"""The rows of the fault matrix that these cases produce."""
 LAYOUT_OF_ITS_OWN = {"unknown layout", "wrong number", "GPUs"}
 ENDS_IN_THE_WORKERS = {"model raises", "wrong model", "empty model", "wrong optimizer", "wrong metrics"}
 
@@ -185,10 +189,15 @@ def refuse(name: str, mode: str, files: Path, output: Path) -> None:
     words = [str(output / "no-data") if word == "DATA" else word for word in words]
     device = [] if "--device" in words else ["--device", "cpu"]
     layout = MODES[mode] if name not in LAYOUT_OF_ITS_OWN else ["--layout", "ddp"] if "--layout" not in words else []
+    started = time.monotonic()
     ended = ddp("train", *words, *device, *layout, "--output", output)
+    seconds = time.monotonic() - started
     one_line(ended, code, parts)
     assert list(output.glob("**/run.json")) == []
     assert list(output.glob("*/*")) == []
+    if name in ROWS:
+        said = ended.errors.removeprefix("ddp: error: ").strip().replace(str(output), "OUTPUT")
+        record_row(ROWS[name], f"{ended.code}, {said}", {REFUSAL: seconds})
 
 
 @pytest.mark.parametrize("mode", ["single", "torchrun"])
@@ -218,6 +227,7 @@ def test_a_batch_that_does_not_divide_among_ranks_names_the_nearest_that_do(tmp_
     words = ["toy_mlp", "--reduction", "plain", "--set", "micro_batch=null", "--layout", "ddp", "--nproc-per-node", "3"]
     ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
     one_line(ended, 2, ["16", "3 ranks", "15 or 18"])
+    record_row(20, f"2, {ended.errors.removeprefix('ddp: error: ').strip()}")
     more = ["toy_mlp", "--layout", "dp", "--nproc-per-node", "5"]
     one_line(ddp("train", *more, "--device", "cpu", "--output", tmp_path), 2, ["5 replicas", "at most 4", "20"])
 
@@ -228,6 +238,8 @@ def test_an_output_that_cannot_be_written(mode: str, tmp_path: Path) -> None:
     for output in (tmp_path / "file" / "outputs", Path("/proc/outputs")):
         ended = ddp("train", "toy_mlp", "--device", "cpu", *MODES[mode], "--output", output)
         one_line(ended, 4, [str(output), "--output DIR"])
+        said = ended.errors.removeprefix("ddp: error: ").strip().replace(str(tmp_path), "FOLDER")
+    record_row(22, f"{ended.code}, {said}")
 
 
 @pytest.mark.parametrize("mode", ["single", pytest.param("spawn", marks=pytest.mark.slow), "torchrun"])
@@ -238,11 +250,12 @@ def test_a_checkpoint_of_another_experiment_is_refused(mode: str, tmp_path: Path
     other = ["toy_mlp", "--set", "seed=1", "--device", "cpu", *MODES[mode]]
     before = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
     ended = ddp("train", *other, "--resume", directory.path, "--output", tmp_path / "second")
-    one_line(ended, 3, ["experiment"])
+    one_line(ended, 3, ["experiment", "seed 0 there, 1 here"])
     assert list(tmp_path.glob("second/**/run.json")) == []
     checkpoints = {path: path.read_bytes() for path in before if "checkpoints" in path.parts}
     assert checkpoints.items() <= before.items()
     assert directory.read()["experiment"] == record["experiment"], "the run's own record was taken over"
+    record_row(12, "another experiment: 3, 'seed 0 there, 1 here'; the run and its checkpoints are left as they were")
 
 
 def test_a_completed_run_is_not_trained_on(tmp_path: Path) -> None:

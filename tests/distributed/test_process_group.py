@@ -15,6 +15,7 @@ from ddp_core.distributed.process_group import Collectives, local_device, proces
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.lost_peers import is_peer_loss
+from tests.faults.matrix import LATE, record_row
 from tests.support.processes import free_port, run_processes
 
 CPU = torch.device("cpu")
@@ -104,11 +105,15 @@ def test_a_missing_rank_is_named_within_the_timeout() -> None:
         assert "of 3 did not come within 2 s" in message
         assert code == ExitCode.PEERS_LOST
         assert seconds < 60, "torch alone would wait for minutes"
+    latest = max(seconds for _, _, seconds in answers)
+    record_row(26, f"6 on those that came, '{answers[0][0].partition(': ')[2].partition(':')[0]}'", {LATE: latest - 2})
 
 
 def test_a_rank_that_is_there_twice_is_named() -> None:
     answers = run_processes(_with_a_mistake, 3, "twice")
-    assert any("rank 1 was started twice" in message and code == ExitCode.BAD_INPUT for message, code, _ in answers)
+    [said] = {message for message, code, _ in answers if code == ExitCode.BAD_INPUT}
+    assert "rank 1 was started twice" in said
+    record_row(26, "2, 'rank 1 was started twice', with MASTER_ADDR and MASTER_PORT")
 
 
 def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
@@ -117,6 +122,9 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
         assert "lo" in message
         assert code == ExitCode.BAD_INPUT
         assert seconds < 60
+    record_row(
+        25, "2, 'GLOO_SOCKET_IFNAME=eth77: no such network interface; there are: …'", {"asked for a group": seconds}
+    )
 
 
 def test_no_first_rank_is_said_within_the_timeout() -> None:

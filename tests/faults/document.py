@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import machine
 from tests.faults.matrix import RECORDS, ROWS, Row
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 PAGE, KEPT = REFERENCE / "faults.md", REFERENCE / "faults.json"
-MACHINE = "the machine"
 BEGIN, END = "<!-- begin: python -m tests.faults.document -->", "<!-- end -->"
 
 
@@ -33,11 +31,10 @@ def main(folders: list[str]) -> int:
     if folders:
         write(merge(known(), [record for folder in folders for record in read(Path(folder))]))
         return 0
-    about = machine() | {"load": round(os.getloadavg()[0], 1), "date": datetime.now(UTC).strftime("%Y-%m-%d")}
     with tempfile.TemporaryDirectory(prefix="ddp-records-") as folder:
         code = run_tests(Path(folder))
-        others = [record for record in known() if record["test"] != MACHINE and not is_of_processes(record)]
-        write(merge(others, [{"test": MACHINE, **about}, *read(Path(folder))]))
+        others = [record for record in known() if not is_of_processes(record)]
+        write(merge(others, read(Path(folder))))
     return code
 
 
@@ -79,34 +76,55 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """One line per row of the matrix, in Markdown."""
+    """One line per row of the matrix, in Markdown, and below them the machines."""
     records = list(records)
+    letters = machines(records)
     lines = [
-        "| # | fault | what a run must do | seen on processes (P), in containers (D) | seconds | tests |",
-        "|---|---|---|---|---|---|",
+        "| # | fault | what a run must do | seen on processes (P), in containers (D) | seconds | tests | measured |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += [line(row, records) for row in ROWS]
-    notes = [note for note in map(colophon, records) if note]
+    lines += [line(row, records, letters) for row in ROWS]
+    notes = [f"- {letter}: {place}{busy(records, place)}" for place, letter in letters.items()]
     return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
 
 
-def colophon(record: dict[str, Any]) -> str:
-    """A sentence on where and when the tests on processes ran; empty for any other record."""
-    if record.get("test") != MACHINE:
-        return ""
-    load = f", load average {record['load']} before the start" if "load" in record else ""
-    return f"Processes: {record['date']}, {record['cores']} cores of {record['cpu']}, torch {record['torch']}{load}."
+def machines(records: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """A letter for each machine that something was measured on."""
+    places = dict.fromkeys(place_of(record) for record in records if "outcome" in record)
+    return dict(zip(sorted(places), string.ascii_lowercase, strict=False))
 
 
-def line(row: Row, records: list[dict[str, Any]]) -> str:
-    """One line of the table: the fault, what must happen, what was seen, the longest time, how the tests ended."""
+def place_of(record: dict[str, Any]) -> str:
+    """Where a record was measured, in words."""
+    about = record["measured"]
+    return f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}"
+
+
+def busy(records: Iterable[dict[str, Any]], place: str) -> str:
+    """How busy a machine was, where its records tell."""
+    loads = [record["measured"]["load"] for record in records if "outcome" in record and place_of(record) == place]
+    known = [load for load in loads if load is not None]
+    return f", load average {min(known):.1f} to {max(known):.1f} meanwhile" if known else ""
+
+
+def line(row: Row, records: Iterable[dict[str, Any]], letters: Mapping[str, str]) -> str:
+    """One row of the table. A row without records has empty cells."""
     seen = [record for record in records if record.get("row") == row.number]
     tests = [record for record in records if row.number in record.get("rows", [])]
     outcomes = list(dict.fromkeys(cell(record["outcome"]) for record in seen))
-    seconds = [record["seconds"] for record in seen if record.get("seconds") is not None]
-    longest = f"{max(seconds):.1f}" if seconds else ""
-    cells = [row.number, cell(row.fault), cell(row.expected), "; ".join(outcomes), longest, verdict(tests, row)]
-    return "| " + " | ".join(map(str, cells)) + " |"
+    dates = sorted({f"{record['measured']['date']} {letters[place_of(record)]}" for record in seen})
+    cells = [row.number, cell(row.fault), cell(row.expected), "; ".join(outcomes), longest(row, seen)]
+    return "| " + " | ".join(map(str, [*cells, verdict(tests, row), "; ".join(dates)])) + " |"
+
+
+def longest(row: Row, seen: Iterable[dict[str, Any]]) -> str:
+    """The longest of each time of the row, with its limit."""
+    times: dict[str, list[float]] = {}
+    for record in seen:
+        for what, took in record["seconds"].items():
+            times.setdefault(what, []).append(took)
+    limits = {what: f" of {row.limits[what]:g}" if what in row.limits else "" for what in times}
+    return "; ".join(f"{what} {max(took):.2f}{limits[what]}" for what, took in times.items())
 
 
 def verdict(tests: list[dict[str, Any]], row: Row) -> str:

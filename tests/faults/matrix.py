@@ -1,7 +1,7 @@
 """The fault matrix as a table: each fault, what a run must do about it, and the tests that produce it.
 
-`record_row` records what a test has seen. `python -m tests.faults.document` writes the records into the table of
-docs/reference/faults.md.
+`record_row` records what a test has seen, and fails the test where that took longer than the row allows.
+`python -m tests.faults.document` writes the records into the table of docs/reference/faults.md.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import json
 import os
 import re
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 RECORDS = "DDP_FAULT_RECORDS"
 """Environment variable: the folder that records are written to; without it none are."""
@@ -33,6 +36,7 @@ class Row:
     """One fault.
 
     `where`: P if it is tested on processes, D in containers. `tests`: the tests on processes, as FILE::FUNCTION.
+    `limits`: the most seconds that a time may take, by what is measured; `record_row` is given times by these names.
     """
 
     number: int
@@ -40,6 +44,19 @@ class Row:
     expected: str
     where: str
     tests: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+
+NOTICED = "noticed"
+"""From the fault to the first message of a process that is left."""
+AGAIN = "trains again"
+"""From the fault to the next step after it."""
+LATE = "noticed after --timeout"
+"""From the moment at which nothing had been heard for --timeout to the message."""
+COMMAND = "command"
+"""From the start of the command's Python to its end, without the time in which it waited for a core."""
+REFUSAL = "refusal"
+"""From the start of `ddp` in a process that has loaded torch to its end."""
 
 
 ROWS = (
@@ -53,6 +70,7 @@ ROWS = (
             f"{_LOSSES}::test_twenty_kills_are_twenty_recoveries",
             f"{_NODES}::test_killed_workers_of_two_nodes_are_replaced_every_time",
         ),
+        limits={NOTICED: 1, AGAIN: 10},
     ),
     Row(
         2,
@@ -60,6 +78,7 @@ ROWS = (
         "noticed within 1 s; the others train again within 10 s on what is left; the node is taken in when it is back",
         "P, D",
         (f"{_NODES}::test_a_killed_node_is_done_without_and_taken_in_again",),
+        limits={NOTICED: 1, AGAIN: 10},
     ),
     Row(
         3,
@@ -67,6 +86,7 @@ ROWS = (
         "noticed within 2 s; goes on when it is started again, else 6",
         "P, D",
         (f"{_NODES}::test_a_lost_rendezvous_is_waited_for", f"{_NODES}::test_a_rendezvous_that_stays_away_ends_in_6"),
+        limits={NOTICED: 2},
     ),
     Row(
         4,
@@ -74,6 +94,7 @@ ROWS = (
         "its workers are gone within 2 s",
         "P",
         (f"{_LOSSES}::test_workers_leave_with_their_launcher",),
+        limits={"workers gone": 2},
     ),
     Row(
         5,
@@ -84,8 +105,9 @@ ROWS = (
             f"{_LOSSES}::test_a_stopped_worker_is_replaced",
             f"{_NODES}::test_a_stopped_node_writes_nothing_when_it_wakes",
         ),
+        limits={LATE: 1},
     ),
-    Row(6, "the network is cut in two", "as 5; the minority exits 6 and writes nothing", "D"),
+    Row(6, "the network is cut in two", "as 5; the minority exits 6 and writes nothing", "D", limits={LATE: 1}),
     Row(
         7,
         "a slow worker, a slow link",
@@ -215,6 +237,7 @@ ROWS = (
         "2 within 5 s, one message, with the command that fetches it",
         "P",
         (f"{_INPUT}::test_bad_input_is_refused_before_anything_is_started",),
+        limits={REFUSAL: 5},
     ),
     Row(
         22,
@@ -239,6 +262,7 @@ ROWS = (
         "4 within 2 s",
         "P",
         (f"{_PLACES}::test_a_rendezvous_on_a_port_in_use", f"{_PLACES}::test_a_process_group_on_a_port_in_use"),
+        limits={COMMAND: 2},
     ),
     Row(
         25,
@@ -250,12 +274,13 @@ ROWS = (
     Row(
         26,
         "a peer missing at the start, or a rank started twice",
-        "6 within the timeout, naming the missing rank; 2 for the one that is there twice",
+        "6 when --timeout has passed (+ 1 s), naming the missing rank; 2 for the one that is there twice",
         "P",
         (
             f"{_GROUP}::test_a_missing_rank_is_named_within_the_timeout",
             f"{_GROUP}::test_a_rank_that_is_there_twice_is_named",
         ),
+        limits={LATE: 1},
     ),
     Row(
         27,
@@ -295,12 +320,13 @@ ROWS = (
     Row(
         30,
         "two runs in one directory",
-        "the second exits 2 within 1 s of asking and names the holder",
+        "the second exits 2 within 1 s and names the holder",
         "P",
         (
             f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
             "tests/core/run/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
         ),
+        limits={COMMAND: 1},
     ),
     Row(31, "/dev/shm is too small", "4, naming the setting", "D"),
     Row(
@@ -316,14 +342,38 @@ ROWS = (
 )
 
 
-def record_row(row: int, outcome: str, seconds: float | None = None, by: str | None = None) -> None:
-    """Record in a few words what a run has done about fault number `row`, and how many seconds it took.
+def record_row(row: int, outcome: str, times: Mapping[str, float] | None = None, by: str | None = None) -> None:
+    """Record in a few words what a run has done about fault number `row`, and how many seconds what took.
 
     `by`: the test or drill that has seen the outcome; by default the test that runs now.
+
+    Raises AssertionError where a time is above its limit in the row. Without a folder for the records nothing is done:
+    seconds tell something about the program only on a machine with little else to do, where they are recorded.
     """
     if folder := os.environ.get(RECORDS):
         test = by or os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
-        record = {"row": row, "outcome": outcome, "seconds": seconds, "test": test}
+        seconds = {what: round(took, 3) for what, took in (times or {}).items()}
+        record = {"row": row, "outcome": outcome, "seconds": seconds, "test": test, "measured": here_and_now()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = re.sub(r"\W+", "-", test.rpartition("::")[2]) or uuid.uuid4().hex
         (Path(folder) / f"row-{row:02d}-{name}.json").write_text(json.dumps(record) + "\n")
+        assert not (late := above_limits(row, seconds)), f"row {row}: {late}"
+
+
+def above_limits(row: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Those of the times that are above their limits in the row."""
+    limits = ROWS[row - 1].limits
+    return {what: took for what, took in seconds.items() if took > limits.get(what, float("inf"))}
+
+
+def here_and_now() -> dict[str, Any]:
+    """The date, this machine, and how busy it is."""
+    from benchmarks.record import machine
+
+    about = machine()
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {
+        "date": day,
+        **{name: about[name] for name in ("cores", "cpu", "torch")},
+        "load": round(os.getloadavg()[0], 1),
+    }

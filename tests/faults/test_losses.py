@@ -21,7 +21,7 @@ from tests.faults.launches import (
     train_words,
     undisturbed,
 )
-from tests.faults.matrix import record_row
+from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.faults.workers import run_workers
 from tests.support.commands import ddp, trained, wait_until
 from tests.support.processes import HANG
@@ -43,7 +43,11 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     )
     assert "resumed at step 28" in ended.output
     assert len(check_aftermath(tmp_path, digest)["attempts"]) == 2
-    record_row(1, f"noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights", recovered)
+    record_row(
+        1,
+        f"noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights",
+        {NOTICED: noticed, AGAIN: recovered},
+    )
 
 
 @pytest.mark.slow
@@ -67,7 +71,8 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
     record = check_aftermath(tmp_path / "run", expected, epochs * 8)
     assert len(record["attempts"]) == 21
     worst = max(seconds)
-    record_row(1, f"20 of 20 random kills recovered, median {sorted(seconds)[10]:.1f} s, worst {worst:.1f} s", worst)
+    said = f"20 of 20 random kills recovered, median {sorted(seconds)[10]:.1f} s, worst {worst:.1f} s"
+    record_row(1, said, {AGAIN: worst})
 
 
 @pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
@@ -87,7 +92,9 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
         assert Watch(tmp_path).step() < 80, "they did not wait for the end of the training"
         assert ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", "auto", "--ledger").code == 0
         check_aftermath(tmp_path, digest)
-        record_row(4, f"workers gone after {gone:.2f} s; resumed on another layout, same weights", gone)
+        record_row(
+            4, f"workers gone after {gone:.2f} s; resumed on another layout, same weights", {"workers gone": gone}
+        )
 
 
 @pytest.mark.slow
@@ -102,7 +109,11 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
     assert noticed > timeout
     check_aftermath(tmp_path, digest)
-    record_row(5, f"worker: noticed {noticed - timeout:.1f} s after the timeout, same weights", recovered)
+    record_row(
+        5,
+        f"worker: noticed {noticed - timeout:.1f} s after the timeout, same weights",
+        {LATE: noticed - timeout, AGAIN: recovered},
+    )
 
 
 def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, digest: str) -> None:
@@ -119,7 +130,7 @@ def test_an_exception_is_told_once_by_the_rank_that_raised(tmp_path: Path, diges
     assert "scripted fault" in (directory.path / "error-rank-1.txt").read_text()
     assert "rank 1 (node 0), step 14" in (directory.path / "error-rank-1.txt").read_text()
     assert record["status"] == "failed"
-    record_row(15, "exit 2; one traceback, of rank 1; 'rank 0 left after it'", seconds)
+    record_row(15, "exit 2; one traceback, of rank 1; 'rank 0 left after it'", {"whole launch": seconds})
 
 
 def test_a_slow_worker_is_named_not_killed(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ddp_core.faults import KINDS
 from tests.faults import document
-from tests.faults.matrix import RECORDS, ROWS, record_row
+from tests.faults.matrix import COMMAND, LATE, RECORDS, ROWS, above_limits, record_row
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,17 +44,47 @@ def test_no_test_of_the_matrix_is_left_out_of_it() -> None:
 def test_a_row_is_recorded_where_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record_row(6, "nowhere to write, nothing written")
     monkeypatch.setenv(RECORDS, str(tmp_path / "records"))
-    record_row(6, "the minority | left", 7.25)
-    records = document.read(tmp_path / "records")
-    assert [(record["row"], record["outcome"], record["seconds"]) for record in records] == [
-        (6, "the minority | left", 7.25)
-    ]
+    record_row(6, "the minority | left", {LATE: 0.25, "all gone": 7.5})
+    [record] = document.read(tmp_path / "records")
+    assert (record["row"], record["outcome"]) == (6, "the minority | left")
+    assert record["seconds"] == {LATE: 0.25, "all gone": 7.5}
+    assert record["measured"].keys() == {"date", "cores", "cpu", "torch", "load"}
     held = {"rows": [6, 7], "test": "a", "result": "passed", "seconds": 1.0}
     (tmp_path / "records" / "test-a.json").write_text(json.dumps(held))
     lines = document.table(document.read(tmp_path / "records")).splitlines()
-    assert len(lines) == 2 + len(ROWS)
-    assert "the minority \\| left | 7.2 | 1 passed |" in lines[7]
-    assert lines[8].endswith("|  |  | 1 passed |")
+    assert len(lines) == 2 + len(ROWS) + 2
+    day = record["measured"]["date"]
+    assert f"the minority \\| left | {LATE} 0.25 of 1; all gone 7.50 | 1 passed | {day} a |" in lines[7]
+    assert lines[8].endswith("|  |  | 1 passed |  |")
+    assert lines[-1].startswith(f"- a: {record['measured']['cores']} cores of ")
+
+
+def test_a_time_above_its_limit_is_recorded_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORDS, str(tmp_path))
+    with pytest.raises(AssertionError, match=r"row 30: \{'command': 1.01\}"):
+        record_row(30, "refused", {COMMAND: 1.01})
+    [record] = document.read(tmp_path)
+    assert record["seconds"] == {COMMAND: 1.01}
+
+
+def test_every_time_in_what_a_run_must_do_is_a_limit() -> None:
+    for row in ROWS:
+        said = {float(number) for number in re.findall(r"(\d+) s\b", row.expected)}
+        assert said <= set(row.limits.values()), f"row {row.number}"
+
+
+def test_every_row_on_the_page_has_an_outcome_a_date_and_times_within_its_limits() -> None:
+    records = [record for record in document.known() if "outcome" in record]
+    for row in ROWS:
+        seen = [record for record in records if record["row"] == row.number]
+        for letter in row.where.split(", "):
+            own = [record for record in seen if record["outcome"].startswith("D: ") == (letter == "D")]
+            assert own, f"row {row.number}, {letter}"
+        for record in seen:
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["measured"]["date"])
+            assert above_limits(row.number, record["seconds"]) == {}
+        timed = {what for record in seen for what in record["seconds"]}
+        assert row.limits.keys() <= timed, f"row {row.number}: {row.limits.keys() - timed} was never measured"
 
 
 def test_new_records_take_the_place_of_the_same_test_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.ledger import committed_steps
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
-from tests.faults.matrix import record_row
+from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import trained, wait_until
 from tests.support.processes import HANG
 
@@ -63,7 +63,7 @@ def test_a_killed_node_is_done_without_and_taken_in_again(tmp_path: Path, digest
         2,
         f"node of rank {rank}: noticed after {noticed:.1f} s, two of three train again after {recovered:.1f} s, "
         "three when it is back; same weights",
-        recovered,
+        {NOTICED: noticed, AGAIN: recovered},
     )
 
 
@@ -88,7 +88,7 @@ def test_a_stopped_node_writes_nothing_when_it_wakes(tmp_path: Path, digest: str
         5,
         f"node of rank 0: noticed {noticed - timeout:.1f} s after the timeout, the others train again after "
         f"{recovered:.1f} s; awake, it is refused by the fence, then taken in; same weights",
-        recovered,
+        {LATE: noticed - timeout, AGAIN: recovered},
     )
 
 
@@ -108,7 +108,8 @@ def test_a_lost_rendezvous_is_waited_for(tmp_path: Path, digest: str) -> None:
         assert "the rendezvous at 127.0.0.1:" in end.errors
         assert "Traceback" not in end.errors
     check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
-    record_row(3, f"noticed after {noticed:.1f} s; trains again {recovered:.1f} s after the loss", recovered)
+    said = f"noticed after {noticed:.1f} s; trains again {recovered:.1f} s after the loss"
+    record_row(3, said, {NOTICED: noticed, AGAIN: recovered})
 
 
 def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_rendezvous_that_stays_away_ends_in_6(tmp_path: Path) -> None:
     directory, record = trained(tmp_path)
     assert record["status"] in ("stopped", "failed")
     assert not directory.is_live
-    record_row(3, "with no restarts allowed: 6, saying what to start", seconds)
+    record_row(3, "with no restarts allowed: 6, saying what to start", {"all nodes gone": seconds})
 
 
 def test_killed_workers_of_two_nodes_are_replaced_every_time(tmp_path: Path, digest: str) -> None:
@@ -141,7 +142,8 @@ def test_killed_workers_of_two_nodes_are_replaced_every_time(tmp_path: Path, dig
     record = check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
     assert {attempt["layout"]["nnodes"] for attempt in record["attempts"]} <= {1, 2}
     worst = max(seconds)
-    record_row(1, f"on two nodes: 5 of 5 recovered, median {sorted(seconds)[2]:.1f} s, worst {worst:.1f} s", worst)
+    said = f"on two nodes: 5 of 5 recovered, median {sorted(seconds)[2]:.1f} s, worst {worst:.1f} s"
+    record_row(1, said, {AGAIN: worst})
 
 
 def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:

@@ -6,16 +6,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.faults.launches import DOTS, Launch, Watch, train_words
-from tests.faults.matrix import record_row
-from tests.faults.workers import run_workers
-from tests.support.commands import ddp, trained
+from tests.faults.matrix import COMMAND, record_row
+from tests.support.commands import Ended, running, trained
 
 
 @pytest.fixture
@@ -27,39 +25,61 @@ def taken() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def test_a_rendezvous_on_a_port_in_use(taken: int) -> None:
+LIGHT = """
+import sys
+from ddp_core.cli import main
+code = main()
+assert "torch" not in sys.modules, "torch was loaded before the answer"
+sys.exit(code)
+"""
+
+
+def timed(*words: str | Path, env: Mapping[str, str] | None = None) -> tuple[Ended, float]:
+    """How a command ended, and its seconds without those in which it waited for a core.
+
+    A Python of its own runs the command, as a user's does, and fails where the command has loaded torch.
+    """
     started = time.monotonic()
-    ended = ddp("rendezvous", "--port", str(taken))
-    seconds = time.monotonic() - started
+    with running(*words, env=env, program=("-c", LIGHT)) as process:
+        # The process stays a zombie here, whose account can still be read.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        seconds = time.monotonic() - started - waited_for_a_core(process.pid)
+        output, errors = process.communicate()
+    return Ended(process.returncode, output, errors), seconds
+
+
+def waited_for_a_core(pid: int) -> float:
+    """The seconds in which a process could have run, but others had all cores; 0 where the kernel does not count."""
+    account = Path(f"/proc/{pid}/schedstat")
+    return int(account.read_text().split()[1]) / 1e9 if account.exists() else 0.0
+
+
+def test_a_rendezvous_on_a_port_in_use(taken: int) -> None:
+    ended, seconds = timed("rendezvous", "--port", str(taken))
     assert (ended.code, ended.errors) == (4, f"ddp: error: port {taken} is in use; choose another with --port\n")
-    record_row(24, "rendezvous: 4", seconds)
-
-
-def _meet_at(port: int, rank: int) -> None:
-    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    record_row(24, "rendezvous: 4, before torch is loaded", {COMMAND: seconds})
 
 
 def test_a_process_group_on_a_port_in_use(tmp_path: Path, taken: int) -> None:
-    started = time.monotonic()
-    words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--output", str(tmp_path), "--timeout", "4"]
-    [ended] = run_workers(words, 1, partial(_meet_at, taken))
-    seconds = time.monotonic() - started
+    words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--output", str(tmp_path)]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ended, seconds = timed(*words, env=world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken)})
     assert ended.code == 4
+    assert ended.errors.count("\n") == 1
     assert f"MASTER_PORT={taken} is in use" in ended.errors
-    record_row(24, "process group: 4, naming MASTER_PORT", seconds)
+    record_row(24, "process group: 4, naming MASTER_PORT, before torch is loaded", {COMMAND: seconds})
 
 
 def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> None:
     with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=0.05) as launch:
         Watch(tmp_path).wait_for_step(2)
         directory, _ = trained(tmp_path)
-        started = time.monotonic()
-        ended = ddp("train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", directory.path)
-        seconds = time.monotonic() - started
+        words = ["train", DOTS, "--device", "cpu", "--output", tmp_path, "--resume", directory.path]
+        ended, seconds = timed(*words)
         holder = rf"process {launch.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-"
         assert ended.code == 2
         assert re.search(holder, ended.errors)
         assert ended.errors.count("\n") == 1
         assert launch.lives
         assert directory.read()["status"] == "running"
-    record_row(30, "2, naming process, host and since when", seconds)
+    record_row(30, "2, naming process, host and since when, before torch is loaded", {COMMAND: seconds})

@@ -55,7 +55,7 @@ def test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere(tmp_path: Path, di
     record = check_aftermath(tmp_path, digest)
     assert [attempt["layout"]["kind"] for attempt in record["attempts"]] == ["ddp", "dp"]
     assert "resumed at step " + str(step) in trained(tmp_path)[0].log.read_text()
-    record_row(28, "SIGTERM: 75, saved at the step that was running", seconds)
+    record_row(28, "SIGTERM: 75, saved at the step that was running", {"all left": seconds})
     record_row(32, "from ddp x 2 to dp x 3: continues at the next step, same weights")
 
 
@@ -70,7 +70,7 @@ def test_control_c_saves(tmp_path: Path, digest: str) -> None:
     check_stopped(tmp_path, ended, "SIGINT")
     resume(tmp_path)
     check_aftermath(tmp_path, digest)
-    record_row(29, "once: 75, saved", seconds)
+    record_row(29, "once: 75, saved", {"all left": seconds})
 
 
 @pytest.mark.parametrize("layout", [["ddp"], pytest.param(["ddp", "--launcher", "spawn"], marks=pytest.mark.slow)])
@@ -88,7 +88,7 @@ def test_a_second_control_c_leaves_at_once(tmp_path: Path, layout: list[str]) ->
         seconds = time.monotonic() - started
     assert ended.code == 130
     assert "Traceback" not in ended.errors
-    record_row(29, "twice: 130 at once, no process left", seconds)
+    record_row(29, "twice: 130 at once, no process left", {"all left": seconds})
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ from tests.core.checkpoint.children import (
     take_many,
     wait_until_stopped,
 )
+from tests.faults.matrix import record_row
 from tests.support.commands import wait_until
 from tests.support.processes import HANG, ask, start
 
@@ -101,6 +102,10 @@ def test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint(
         with Checkpointer(directory) as checkpointer:
             checkpointer.save(state_of(40), step=40, epoch=0)
         assert _is_whole(newest_valid(directory)), point
+    how = "aside" if asynchronous else "at once"
+    record_row(
+        9, f"saved {how}: killed at each of {len(POINTS)} points, the newest complete one loads, nothing is left"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,6 +153,7 @@ def test_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_many_kills_at_random_times_lose_no_committed_checkpoint(tmp_path: Path) -> None:
     _kill_at_random_times(tmp_path, 200)
+    record_row(9, "200 kills at random times lose no committed checkpoint")
 
 
 # Rows 10 and 11: damaged files.
@@ -300,6 +306,7 @@ def test_the_checkpoint_of_another_model_is_refused_with_the_difference(
     assert "optimizer" not in str(caught.value)
     with pytest.raises(UserError, match=r"unexpected in it: .*optimizer\.state\.0\.momentum"):
         load(checkpoint, expect=describe(other))
+    record_row(12, f"another model: 3, '{str(caught.value).partition(': ')[2][:90]} …', no tensor loaded")
     many = {"model": {f"layer{number}": torch.ones(1) for number in range(9)}}
     with pytest.raises(UserError, match="and 5 more"):
         load(checkpoint, expect=describe(many))
