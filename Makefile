@@ -9,6 +9,9 @@ SERVICE ?= ddp-cpu
 # `make chaos DRILL=kill SEED=1`; a fresh seed is drawn and printed without one.
 DRILL ?= standard
 SEED ?=
+# `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
+ROUNDS ?= 20
+SLOW ?=
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
 # `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
@@ -25,7 +28,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +72,9 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m extras --durations=10
+
+soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
+	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow)
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
