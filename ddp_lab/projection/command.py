@@ -1,4 +1,4 @@
-"""The command line of the projection, and what it prints and writes."""
+"""The command line of the projection, and what it writes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,40 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_core.cli.streams import make_patient
 from ddp_core.errors import ExitCode, UserError, said_by
-from ddp_lab.projection.costs import Algorithm, Link, all_reduce_seconds
+from ddp_lab.projection.costs import Link, all_reduce_seconds
+from ddp_lab.projection.fit import Fitted
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
-from ddp_lab.projection.nodes import check_nodes, node_lines
-from ddp_lab.projection.published import IN_WORDS, compare
+from ddp_lab.projection.nccl import Choice, Shape, choose
+from ddp_lab.projection.nodes import carried_lines, carried_over, check_nodes, node_lines
+from ddp_lab.projection.published import Published, beside, compare, forecast_errors, gap, whole_node
 from ddp_lab.projection.spread import Lateness, measured, normal, steps_of
 from ddp_lab.projection.step import Step, step
+from ddp_lab.projection.table import origin_lines, projection_lines, published_lines
 
-FORMAT = "ddp-projection/1"
+FORMAT = "ddp-projection/2"
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 MIB = 1024 * 1024
 NODES = Path("benchmarks/results/nodes.json")
-_ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "exact")
+_SHAPES: dict[str, tuple[Shape, ...]] = {"nccl": ("ring", "tree"), "ring": ("ring",), "tree": ("tree",)}
 
 _EPILOG = """what it does:
-  1. times all-reduce, broadcast and sends between 2, 3 and 4 processes here, and fits latency and bandwidth to them
-  2. checks the fit on what it has not seen: 3 processes, and sizes in between; the target is 15 % in the median
-  3. measures how much of DDP's communication backward hides here, and the wait for the slower of 2 processes
-  4. checks the model of nodes on shaped links, measured before: fitted on 2 ranks per node, held out are 4 and 8
-  5. projects step time and efficiency for the GPU and links that you name: ring, tree, and the exact reduction
-  6. sets the model beside published scaling
+  1. times all-reduce, broadcast and sends between 2, 3, 4, 6 and 8 processes here, and fits latency and bandwidth to
+     those between 2, 3 and 4; the rule of what is fitted and what is held out is printed first
+  2. checks the fit on what it has not seen: 6 and 8 processes, and sizes in between; the target is 15 % in the median
+  3. counts the messages of a ring and of a tree that run here, beside the formulas
+  4. measures how much of DDP's communication backward hides here, and the wait for the slower of 2 processes
+  5. checks the model of nodes on shaped links, measured before: fitted on 2 ranks per node, held out are 4 and 8; and
+     predicts those nodes from the fit to 2 to 4 processes alone
+  6. projects step time and efficiency for the GPU and links that you name: what NCCL picks, and the exact reduction
+  7. sets the model beside published scaling
 examples:
   ddp project --gpu a100-amp --link nvlink-a100 --network 1600gbit
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
@@ -95,13 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     between = _link(options.network, NETWORKS, NETWORK_LATENCY, "--network")
     content: dict[str, Any] = {"format": FORMAT}
     lateness = normal(options.jitter / 100) if options.steps_of is None else measured(steps_of(options.steps_of))
+    file = options.nodes or (NODES if NODES.exists() else None)
     if not options.skip_measuring:
         from ddp_lab.projection.here import measure_here
 
         content["here"] = measure_here(options.rounds, print)
-    if options.nodes or NODES.exists():
-        content["nodes"] = check_nodes(options.nodes or NODES)
+        if file:
+            content["nodes_from_here"] = carried_over(file, _all_reduce_of(content["here"]), content["here"]["cpu"])
+            print("\n".join(carried_lines(content["nodes_from_here"])))
+    if file:
+        content["nodes"] = check_nodes(file)
         print("\n".join(node_lines(content["nodes"])))
+    node_run = None if options.steps_of or options.jitter else whole_node(gpu)
     content |= {
         "gpu": asdict(gpu),
         "link": asdict(inside),
@@ -110,10 +122,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bucket_mib": options.bucket_mb,
         "jitter_percent": options.jitter,
         "steps_of": options.steps_of and str(options.steps_of),
+        "origins": _origins(content, gpu, inside, between),
         "projection": _project(gpu, inside, between, options, lateness),
+        "forecast_from": _forecast_from(node_run, bool(options.steps_of or options.jitter)),
         "published": compare(),
     }
-    for line in (*_projection_lines(content, gpu, inside, between), *_published_lines(content["published"])):
+    for row in content["projection"]:
+        known = node_run is not None and row["ranks"] >= node_run.ranks
+        row["forecast"] = row["nccl"]["efficiency"] * gap(node_run) if node_run and known else None
+        published = beside(gpu, row["ranks"])
+        row["published"] = published and asdict(published) | {"efficiency": published.efficiency}
+    lines = projection_lines(content, gpu, inside, between)
+    for line in (*lines, *origin_lines(content["origins"]), *published_lines(content["published"])):
         print(line)
     path = options.output / "projection" / "projection.json"
     try:
@@ -127,62 +147,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ExitCode.DONE
 
 
+def _all_reduce_of(here: dict[str, Any]) -> Fitted:
+    found = here["collectives"]["all_reduce"]
+    return Fitted(**{field.name: found[field.name] for field in fields(Fitted)})
+
+
+def _origins(content: dict[str, Any], gpu: Gpu, inside: Link, between: Link) -> dict[str, list[str]]:
+    """Where the constants come from, in words."""
+    fitted = [
+        f"{name} over loopback, {1e6 * found['latency']:.0f} us per message"
+        for name, found in content.get("here", {}).get("collectives", {}).items()
+    ]
+    if "nodes" in content:
+        found = content["nodes"]
+        fitted.append(f"nodes on shaped links, {1e9 * found['seconds_per_byte']:.2f} ns per byte of a core")
+    published = {f"{one.name}: {one.source}" for one in (gpu, inside, between) if "as given" not in one.source}
+    given = [f"{one.name}: {one.source}" for one in (gpu, inside, between) if "as given" in one.source]
+    tuning = "latencies, and which algorithm is picked: NCCL 2.30.7, src/graph/tuning.cc"
+    return {"fitted here": fitted, "published, never checked here": [*sorted(published), tuning], "given": given}
+
+
+def _forecast_from(node_run: Published | None, spread: bool) -> str:
+    if node_run is not None:
+        errors, largest = forecast_errors()
+        return (
+            f"forecast from {node_run.what}: {100 * (1 - gap(node_run)):.1f} % lost on {node_run.ranks} GPUs; checked "
+            f"up to {largest} GPUs, where such forecasts were off by {100 * min(errors):+.1f} to "
+            f"{100 * max(errors):+.1f} %, more on more GPUs\n(?: more GPUs than the forecast was checked on)"
+        )
+    if spread:
+        return "no forecast: a published run's loss contains its stragglers, which --jitter and --steps-of add already"
+    return "no forecast: no published run on one node has this GPU, batch and model at this speed; all are upper bounds"
+
+
 def _project(
     gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, lateness: Lateness
 ) -> list[dict[str, Any]]:
-    rows = []
-    for ranks in options.ranks:
-        row: dict[str, Any] = {"ranks": ranks}
-        late = lateness(ranks)
-        for algorithm in _ALGORITHMS:
-            found = _step(gpu, inside, between, options, ranks, algorithm, late)
-            row[algorithm] = asdict(found) | {"seconds": found.seconds, "efficiency": found.efficiency}
-        rows.append(row)
-    return rows
+    return [_row(ranks, gpu, inside, between, options, lateness(ranks)) for ranks in options.ranks]
+
+
+def _row(
+    ranks: int, gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, lateness: float
+) -> dict[str, Any]:
+    def nccl(size: float, shapes: tuple[Shape, ...]) -> Choice:
+        return choose(size, ranks, options.gpus_per_node, inside, between, shapes)
+
+    def exact(size: float) -> float:
+        return all_reduce_seconds("exact", size, ranks, options.gpus_per_node, inside, between)
+
+    def seconds(size: float, shapes: tuple[Shape, ...]) -> float:
+        return nccl(size, shapes).seconds
+
+    bucket = min(gpu.gradient_bytes, options.bucket_mb * MIB)
+    row: dict[str, Any] = {"ranks": ranks, "nccl_picks": nccl(bucket, _SHAPES["nccl"]).name if ranks > 1 else "-"}
+    ways = {name: partial(seconds, shapes=shapes) for name, shapes in _SHAPES.items()} | {"exact": exact}
+    for name, all_reduce in ways.items():
+        found = _step(gpu, all_reduce, options, ranks, lateness)
+        row[name] = asdict(found) | {"seconds": found.seconds, "efficiency": found.efficiency}
+    return row
 
 
 def _step(
-    gpu: Gpu,
-    inside: Link,
-    between: Link,
-    options: argparse.Namespace,
-    ranks: int,
-    algorithm: Algorithm,
-    lateness: float,
+    gpu: Gpu, all_reduce: Callable[[float], float], options: argparse.Namespace, ranks: int, lateness: float
 ) -> Step:
-    def all_reduce(size: float) -> float:
-        return all_reduce_seconds(algorithm, size, ranks, options.gpus_per_node, inside, between)
-
     compute = gpu.batch / gpu.samples_per_second
     return step(compute, gpu.gradient_bytes, all_reduce, ranks, options.bucket_mb * MIB, lateness)
-
-
-def _projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: Link) -> list[str]:
-    lines = [
-        "",
-        f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
-        f"{content['gpus_per_node']} GPUs per node on {inside.bandwidth / 1e9:.0f} GB/s, "
-        f"{between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling; an upper bound)",
-        f"{'GPUs':>6}{'slowest: ms':>12}"
-        + "".join(f"{name + ': ms':>12}{'exposed':>10}{'efficiency':>12}" for name in _ALGORITHMS),
-    ]
-    for row in content["projection"]:
-        parts = [
-            f"{1e3 * found['seconds']:12.1f}{1e3 * found['exposed']:10.2f}{100 * found['efficiency']:11.1f}%"
-            for found in (row[name] for name in _ALGORITHMS)
-        ]
-        lines.append(f"{row['ranks']:6}{1e3 * row['ring']['slowest']:12.2f}{''.join(parts)}")
-    return [*lines, f"sources: {gpu.source}", f"         {inside.source}", f"         {between.source}"]
-
-
-def _published_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["", f"{'published':30}{'GPUs':>10}{'speed-up':>10}{'model':>9}{'model is':>10}"]
-    for row in rows:
-        pair = f"{row['base']} to {row['ranks']}"
-        lines.append(
-            f"{row['what']:30}{pair:>10}{row['published']:9.2f}x{row['modelled']:8.2f}x{100 * row['error']:+9.1f}%"
-        )
-    return [*lines, *dict.fromkeys(f"  {row['source']}" for row in rows), f"  {IN_WORDS}"]
 
 
 def _gpu(options: argparse.Namespace) -> Gpu:
@@ -204,7 +233,8 @@ def _link(text: str, known: dict[str, Link], latency: float, option: str) -> Lin
     bandwidth = _number(text) * 1e9
     if not 0 < bandwidth < math.inf:
         raise UserError(f"{option} {text}: expected one of {', '.join(known)}, or a number of GB/s")
-    return Link(f"{text} GB/s", latency, bandwidth, f"{text} GB/s as given; latency as the other links of its kind")
+    source = f"{text} GB/s as given; latency as the other links of its kind"
+    return Link(f"{text} GB/s", latency, bandwidth, source, next(iter(known.values())).medium)
 
 
 def _positive(text: str) -> float:

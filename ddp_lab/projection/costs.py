@@ -1,9 +1,8 @@
 """What a collective costs: latency per message, and seconds per byte.
 
-Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
-19(1), 2005 (ring all-reduce, binomial broadcast); P. Sanders, J. Speck, J. L. Träff, "Two-tree algorithms for full
-bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009 (double binary tree); NCCL, src/graph/tuning.cc
-(which steps of a ring or tree cross nodes). What the exact reduction sends: ddp_core/reduction/one_level.py, levels.py.
+Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
+19(1), 2005 (ring all-reduce, binomial broadcast). What the exact reduction sends: ddp_core/reduction/one_level.py,
+levels.py. `counting` counts the messages of a ring and of a tree; `nccl` has what NCCL expects of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "broadcast", "send"]
-Algorithm = Literal["ring", "tree", "exact"]
+Algorithm = Literal["ring", "exact"]
+Medium = Literal["nvlink", "pcie", "network"]
 Way = Literal["all_reduce", "one level", "two levels"]
 """What benchmarks/nodes.py compares: gloo's ring, and the exact reduction without and with regard to nodes."""
 
@@ -26,6 +26,7 @@ class Link:
     latency: float
     bandwidth: float
     source: str = ""
+    medium: Medium = "nvlink"
 
 
 def steps_and_shares(collective: Collective, ranks: int) -> tuple[float, float]:
@@ -93,10 +94,9 @@ def all_reduce_seconds(
 ) -> float:
     """Seconds of an all-reduce of `size` bytes over `ranks` GPUs in nodes of `per_node`.
 
-    `between` is a node's link to the other nodes, all its adapters together. In a ring or tree the bytes go at the pace
-    of the slowest link that they pass. A ring crosses nodes in 2(nodes-1) of its 2(ranks-1) steps; a double tree goes
-    along a chain inside a node, and up and down log2(nodes) levels between nodes. The exact reduction sends inside the
-    nodes, then across them, then inside again, and each message of a rank takes its latency.
+    `between` is a node's link to the other nodes, all its adapters together. In a ring the bytes go at the pace of the
+    slowest link that they pass, and 2(nodes-1) of its 2(ranks-1) steps cross nodes. The exact reduction sends inside
+    the nodes, then across them, then inside again, and each message of a rank takes its latency.
     """
     if ranks == 1:
         return 0.0
@@ -107,9 +107,6 @@ def all_reduce_seconds(
         seconds = sent.inside / local * size / inside.bandwidth + sent.across * size / between.bandwidth
         return seconds + sent.messages_inside * inside.latency + sent.messages_across * between.latency
     bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, between.bandwidth)
-    if algorithm == "ring":
-        crossing = 2 * (nodes - 1)
-        latency = (2 * (ranks - 1) - crossing) * inside.latency + crossing * between.latency
-        return latency + 2 * (ranks - 1) / ranks * size / bandwidth
-    latency = 2 * ((local - 1) * inside.latency + math.ceil(math.log2(nodes)) * between.latency)
-    return latency + 2 * size / bandwidth
+    crossing = 2 * (nodes - 1)
+    latency = (2 * (ranks - 1) - crossing) * inside.latency + crossing * between.latency
+    return latency + 2 * (ranks - 1) / ranks * size / bandwidth

@@ -94,10 +94,10 @@ def check(model: Fitted, points: Sequence[Point]) -> Check:
 
 
 def split(
-    points: Sequence[Point], held_out_ranks: int, held_out_sizes: Sequence[int]
+    points: Sequence[Point], held_out_ranks: Sequence[int], held_out_sizes: Sequence[int]
 ) -> tuple[list[Point], list[Point]]:
-    """Points to fit on, and points that the fit must not see: a number of ranks, and sizes on the others."""
-    held = [point for point in points if point.ranks == held_out_ranks or point.size in held_out_sizes]
+    """Points to fit on, and points that the fit must not see: some numbers of ranks, and sizes on the others."""
+    held = [point for point in points if point.ranks in held_out_ranks or point.size in held_out_sizes]
     return [point for point in points if point not in held], held
 
 

@@ -22,13 +22,14 @@ LINKS = {
     "nvlink-h100": Link(
         "nvlink-h100", NVLINK_LATENCY, 18 * 20.6e9, f"18 links; {_NCCL_BANDWIDTH.format(90)}; {_NCCL_LATENCY}"
     ),
-    "pcie3": Link("pcie3", 5.7e-6, 12.0e9, "NCCL src/graph/topo.h, PCI_BW (Gen3 x16); tuning.cc, hwLat"),
+    "pcie3": Link("pcie3", 5.7e-6, 12.0e9, "NCCL src/graph/topo.h, PCI_BW (Gen3 x16); tuning.cc, hwLat", "pcie"),
 }
 """Links inside a node."""
 
 NETWORKS = {
     f"{gigabits}gbit": Link(
-        f"{gigabits}gbit", NETWORK_LATENCY, gigabits * 1e9 / 8, f"line rate of {gigabits} Gbit/s; {_NCCL_LATENCY}"
+        *(f"{gigabits}gbit", NETWORK_LATENCY, gigabits * 1e9 / 8, f"line rate of {gigabits} Gbit/s; {_NCCL_LATENCY}"),
+        medium="network",
     )
     for gigabits in (1, 10, 25, 50, 100, 200, 400, 800, 1600)
 }

@@ -5,7 +5,8 @@ same few cores. Three things take time: bytes that leave a node, at the pace of 
 process, at the pace of the cores; and messages, one after the other. While the link is busy the cores copy. Only the
 exact reduction in two levels has phases inside the nodes in which the link has nothing to do.
 
-Seconds per byte and per message are fitted on nodes of two ranks. Nodes of more ranks are held out.
+Seconds per byte and per message are fitted on nodes of two ranks, 2 x 2 and 3 x 2. Nodes of more ranks are held out.
+Beside that, the constants fitted to 2 to 4 processes of one machine predict its nodes, of which they have seen none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from ddp_core.errors import UserError
 from ddp_lab.projection.costs import Way, traffic
-from ddp_lab.projection.fit import TARGET
+from ddp_lab.projection.fit import TARGET, Fitted
 
 SIZE = 4_000_000
 """Bytes of the tensor that benchmarks.nodes sums."""
@@ -137,18 +138,62 @@ def check_nodes(path: Path) -> dict[str, Any]:
     }
 
 
+def carried_over(path: Path, here: Fitted, cpu: str) -> dict[str, Any] | None:
+    """What the fit of all-reduce on one machine says of that machine's nodes: plain JSON types.
+
+    A sum takes as long as its ranks need for it on one machine, or as a node's link needs for the bytes that leave the
+    node, whichever is longer. None where the file is of another machine, by its cores and CPU. Raises UserError (2).
+    """
+    points, cores = read(path)
+    if (cores, json.loads(path.read_text())["machine"].get("cpu")) != (here.cores, cpu):
+        return None
+    rows: list[dict[str, Any]] = []
+    for point in points:
+        if point.way != "all_reduce":
+            continue
+        predicted = max(here.seconds(point.nodes * point.per_node, SIZE), _link_seconds(point))
+        rows.append(
+            {
+                "nodes": point.nodes,
+                "per_node": point.per_node,
+                "bytes_per_second": point.rate,
+                "measured": point.seconds,
+                "predicted": predicted,
+                "error": predicted / point.seconds - 1,
+            }
+        )
+    errors = [abs(row["error"]) for row in rows]
+    return {"file": str(path), "rows": rows, "median_error": median(errors), "largest_error": max(errors)}
+
+
+def carried_lines(found: dict[str, Any] | None) -> list[str]:
+    """That prediction as a table; one line where there is none."""
+    if found is None:
+        return ["", "nodes were measured on another machine, so the constants fitted here say nothing of them"]
+    cells: dict[tuple[int, int], list[str]] = {}
+    for row in found["rows"]:
+        cell = f"{_named(row['bytes_per_second'])}: {1e3 * row['predicted']:.0f} for {1e3 * row['measured']:.0f}"
+        cells.setdefault((row["nodes"], row["per_node"]), []).append(f"{cell} ({100 * row['error']:+.0f} %)")
+    return [
+        "",
+        "nodes predicted from 2 to 4 processes of one machine and the links' rates, nothing fitted on nodes:",
+        "all_reduce of 4 MB, predicted ms for measured ms",
+        *(f"{nodes}x{per_node}   " + "   ".join(row) for (nodes, per_node), row in cells.items()),
+        f"error {100 * found['median_error']:.0f} % in the median, {100 * found['largest_error']:.0f} % at most",
+    ]
+
+
 def node_lines(found: dict[str, Any]) -> list[str]:
     """The check as a table: a line for each shape and link, with predicted and measured ms of each way."""
     table: dict[tuple[str, str], list[str]] = {}
     for row in found["held_out"]:
-        rate = row["bytes_per_second"]
-        link = f"{8e-6 * rate:.0f} Mbit/s" if rate else "unshaped"
+        link = _named(row["bytes_per_second"])
         cell = f"{1e3 * row['predicted']:9.0f}{1e3 * row['measured']:9.0f}{100 * row['error']:+5.0f}%"
         table.setdefault((f"{row['nodes']}x{row['per_node']}", link), []).append(cell)
     verdict = "" if found["passed"] else f"; over the target of {100 * TARGET:.0f} %"
     return [
         "",
-        f"between nodes, from {found['file']}, fitted on nodes of two ranks: "
+        f"between nodes, from {found['file']}; rule: fitted on 2x2 and 3x2 alone, more ranks per node are held out",
         f"{1e9 * found['seconds_per_byte']:.2f} ns/byte of a core, {1e3 * found['seconds_per_message']:.2f} ms/message",
         f"{'held out':20}" + "".join(f"{way + ', ms':>24}" for way in get_args(Way)),
         f"{'nodes x ranks   link':20}" + f"{'model':>9}{'measured':>9}{'off':>6}" * len(get_args(Way)),
@@ -161,10 +206,20 @@ def node_lines(found: dict[str, Any]) -> list[str]:
 def _fixed_and_messages(point: Point, per_byte: float) -> tuple[float, int]:
     """Seconds apart from messages, and the number of messages; `per_byte` is that of all cores together."""
     sent = traffic(point.way, point.nodes, point.per_node)
-    link = _FRAME * sent.across * SIZE / point.rate if point.rate else 0.0
+    link = _link_seconds(point)
     # The ranks of all nodes share the cores.
     across, inside = (per_byte * point.nodes * part * SIZE for part in (sent.across, sent.inside))
     messages = sent.messages_inside + sent.messages_across
     if point.way == "two levels":
         return inside + max(link, across), messages
     return max(link, inside + across), messages
+
+
+def _link_seconds(point: Point) -> float:
+    """Seconds that a node's link needs for the bytes that leave the node."""
+    sent = traffic(point.way, point.nodes, point.per_node)
+    return _FRAME * sent.across * SIZE / point.rate if point.rate else 0.0
+
+
+def _named(rate: float | None) -> str:
+    return f"{8e-6 * rate:.0f} Mbit/s" if rate else "unshaped"

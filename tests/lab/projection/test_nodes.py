@@ -10,7 +10,18 @@ import pytest
 
 from ddp_lab.projection import main
 from ddp_lab.projection.costs import Traffic, Way, traffic
-from ddp_lab.projection.nodes import SIZE, Constants, Point, check_nodes, fit, node_lines, split
+from ddp_lab.projection.fit import Fitted
+from ddp_lab.projection.nodes import (
+    SIZE,
+    Constants,
+    Point,
+    carried_lines,
+    carried_over,
+    check_nodes,
+    fit,
+    node_lines,
+    split,
+)
 
 RATES = (200, 1000, None)
 TRUTH = Constants(2, 1e-9, 500e-6)
@@ -29,7 +40,7 @@ def written(
                 seconds = TRUTH.seconds(point) * (1 + noise * (per_node > 2))
                 rows[-1]["ways"][way] = {"seconds": [2 * seconds, seconds, 3 * seconds]}
     path = folder / "nodes.json"
-    path.write_text(json.dumps({"machine": {"cores": 2}, "results": rows}))
+    path.write_text(json.dumps({"machine": {"cores": 2, "cpu": "this one"}, "results": rows}))
     return path
 
 
@@ -99,6 +110,26 @@ class TestCheck:
         with pytest.raises(ValueError, match="no points"):
             fit([], 2)
         assert split([]) == ([], [])
+
+
+class TestCarriedOver:
+    HERE = Fitted("all_reduce", 2, 500e-6, 1e-9, 1e-9, 2**20)
+
+    def test_the_slower_of_link_and_cores_decides(self, tmp_path: Path) -> None:
+        found = carried_over(written(tmp_path), self.HERE, "this one")
+        assert found is not None
+        rows = {(row["nodes"], row["per_node"], row["bytes_per_second"]): row for row in found["rows"]}
+        # 8 ranks pass 14/8 of 4 MB over a link, in full Ethernet frames; without one, eight ranks share two cores.
+        assert rows[2, 4, 25e6]["predicted"] == pytest.approx(14 / 8 * 4e6 * 1514 / 1448 / 25e6)
+        assert rows[2, 4, None]["predicted"] == pytest.approx(self.HERE.seconds(8, 4e6))
+        assert len(rows) == 12
+        assert "nothing fitted on nodes" in carried_lines(found)[1]
+
+    @pytest.mark.parametrize(("cores", "cpu"), [(2, "another"), (4, "this one")])
+    def test_another_machine_says_nothing(self, cores: int, cpu: str, tmp_path: Path) -> None:
+        here = Fitted("all_reduce", cores, 500e-6, 1e-9, 1e-9, 2**20)
+        assert carried_over(written(tmp_path), here, cpu) is None
+        assert "another machine" in carried_lines(None)[1]
 
 
 class TestCommand:

@@ -1,0 +1,74 @@
+"""What the projection prints: steps on more GPUs, where each constant comes from, and what others measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddp_lab.projection.costs import Link
+from ddp_lab.projection.hardware import Gpu
+from ddp_lab.projection.published import IN_WORDS, forecast_errors
+
+
+def projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: Link) -> list[str]:
+    """Each number of GPUs in a line; where a publication has that GPU and that number, the line says its figure."""
+    _, checked = forecast_errors()
+    lines = [
+        "",
+        f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
+        f"{content['gpus_per_node']} GPUs per node on {inside.bandwidth / 1e9:.0f} GB/s, "
+        f"{between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling)",
+        "`at most`: an upper bound, of communication and `slowest` alone; `forecast`: less what a published run on one "
+        "node loses beside that bound",
+        f"{'GPUs':>6}{'slowest: ms':>12}{'NCCL picks':>13}{'ms':>8}{'exposed':>9}{'at most':>9}{'forecast':>10}"
+        f"{'exact: ms':>11}{'exposed':>9}{'at most':>9}{'ring alone':>12}{'tree alone':>12}  published",
+    ]
+    for row in content["projection"]:
+        nccl, exact = row["nccl"], row["exact"]
+        forecast = "-" if row["forecast"] is None else _percent(row["forecast"]) + "?" * (row["ranks"] > checked)
+        published = "" if row["published"] is None else _beside(nccl["efficiency"], row["published"])
+        lines.append(
+            f"{row['ranks']:6}{1e3 * nccl['slowest']:12.2f}{row['nccl_picks']:>13}{1e3 * nccl['seconds']:8.1f}"
+            f"{1e3 * nccl['exposed']:9.2f}{_percent(nccl['efficiency']):>9}{forecast:>10}"
+            f"{1e3 * exact['seconds']:11.1f}{1e3 * exact['exposed']:9.2f}{_percent(exact['efficiency']):>9}"
+            f"{_percent(row['ring']['efficiency']):>12}{_percent(row['tree']['efficiency']):>12}  {published}".rstrip()
+        )
+    return [*lines, content["forecast_from"]]
+
+
+def origin_lines(origins: dict[str, Any]) -> list[str]:
+    """Which constants were fitted here, and which are published or given and were never checked here."""
+    here = origins["fitted here"]
+    lines = ["", "constants"]
+    lines += [f"  fitted here: {one}" for one in here] or ["  fitted here: none (--skip-measuring)"]
+    lines.append("    they predict this machine (the held-out tables); no figure of the projected table uses them")
+    lines += [f"  published, never checked here: {one}" for one in origins["published, never checked here"]]
+    lines += [f"  given: {one}" for one in origins["given"]]
+    return lines
+
+
+def published_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What others measured, the bound, and the forecast from the same publication's run on one node."""
+    lines = [
+        "",
+        "published: efficiency, the model's bound, and the forecast from the same publication's run on one node",
+        f"{'':26}{'GPUs':>10}{'published':>11}{'at most':>9}{'model is':>10}{'forecast':>10}{'off':>8}",
+    ]
+    for row in rows:
+        forecast = f"{'-':>10}" if row["forecast"] is None else f"{_percent(row['forecast']):>10}"
+        off = "" if row["forecast"] is None else f"{100 * row['forecast_error']:+.1f} %"
+        lines.append(
+            f"{row['what']:26}{row['base']:>4} to {row['ranks']:<3}{_percent(row['published']):>10}"
+            f"{_percent(row['modelled']):>9}{100 * row['error']:+8.1f} %{forecast}{off:>8}".rstrip()
+        )
+    return [*lines, *dict.fromkeys(f"  {row['source']}" for row in rows), f"  {IN_WORDS}"]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _beside(modelled: float, published: dict[str, Any]) -> str:
+    """A published efficiency, with how far the bound is above it."""
+    error = modelled / published["efficiency"] - 1
+    return f"{_percent(published['efficiency'])} ({published['what']}: the bound is {100 * error:+.1f} %)"
