@@ -64,6 +64,8 @@ def test_a_contender_that_fails_is_named() -> None:
         ("gpu", "the article's loop"),
         ("checkpoint", "recorded in"),
         ("loader", "host part ahead"),
+        ("order_invariant", "long accumulator"),
+        ("whole_run", "bare script"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )

@@ -1,0 +1,109 @@
+"""A whole run, from the command to its end: `ddp train digits` beside a bare script that makes the same steps.
+
+    python -m benchmarks.whole_run [--epochs 25] [--rounds 7] [--quick] [--json PATH]
+
+Both are started as commands of their own and train the same CNN on scikit-learn's digits in one process with one
+thread: the same batches of 64, epochs, optimizer and schedule, an evaluation and a checkpoint per epoch, no
+augmentation. They take turns, in an order that rotates. `plain` computes a batch as the script does; `exact` is the
+experiment as it is shipped, whose batches are cut into eight.
+
+start: until the first step is done (Python, imports, data, run directory). steps: to the last step's end, with the
+evaluations and checkpoints between epochs. after: the last evaluation, digest and checkpoint, until on disk. end: until
+the command has returned. `ddp train` writes a line for each step (`--log-every 1`), from which these times are read;
+the bare script makes no digest, log, record or manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.record import record
+
+PHASES = ("start", "steps", "after", "end", "whole")
+SETTINGS = ("data.augment=false",)
+WAYS: dict[str, tuple[str, ...]] = {
+    "bare script": (),
+    "ddp train, plain": ("--reduction", "plain", "--set", "micro_batch=null"),
+    "ddp train, exact": ("--reduction", "exact"),
+}
+
+
+def timed(way: str, epochs: int) -> dict[str, float]:
+    """Seconds of each phase of one run."""
+    with tempfile.TemporaryDirectory() as place:
+        bare = way == "bare script"
+        words = [str(Path(__file__).with_name("bare_digits.py")), str(epochs), str(Path(place, "weights.pt"))]
+        if not bare:
+            words = ["-m", "ddp_core", "train", "digits", "--layout", "single", "--device", "cpu", "--log-every", "1"]
+            words += ["--output", place, *WAYS[way], "--set", f"epochs={epochs}"]
+            words += [word for setting in SETTINGS for word in ("--set", setting)]
+        began = time.time()
+        done = subprocess.run(
+            [sys.executable, *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        ended = time.time()
+        first, last, saved = _times_of_script(done.stdout) if bare else _times_of_run(Path(place))
+    phases = (first - began, last - first, saved - last, ended - saved, ended - began)
+    return dict(zip(PHASES, phases, strict=True))
+
+
+def _times_of_script(said: str) -> tuple[float, float, float]:
+    times = json.loads(said.splitlines()[-1])
+    return times["first_step"], times["last_step"], times["saved"]
+
+
+def _times_of_run(place: Path) -> tuple[float, float, float]:
+    (path,) = place.glob("digits/*/metrics.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [entry["time"] for entry in records if entry["kind"] == "step"]
+    return steps[0], steps[-1], max(entry["time"] for entry in records)
+
+
+def measure(epochs: int, rounds: int) -> dict[str, Any]:
+    """All figures; prints the table."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for turn in range(rounds):
+        names = list(WAYS)
+        for way in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[way].append(timed(way, epochs))
+    print(f"digits, {epochs} epochs of 22 steps, one process, one thread; medians of {rounds} rounds in turns, seconds")
+    print(f"{'':18}" + "".join(f"{phase:>9}" for phase in PHASES) + f"{'of the bare script':>20}")
+    table = {}
+    for way, runs in found.items():
+        medians = {phase: median(run[phase] for run in runs) for phase in PHASES}
+        ratio = median(run["whole"] / bare["whole"] for run, bare in zip(runs, found["bare script"], strict=True))
+        table[way] = {"medians": medians, "ratio": ratio, "rounds": runs}
+        print(f"{way:18}" + "".join(f"{medians[phase]:9.2f}" for phase in PHASES) + f"{ratio:19.2f}x")
+    return {"epochs": epochs, "load_average": os.getloadavg(), "ways": table}
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a round of one epoch; recorded with --json only")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    epochs, rounds = (1, 1) if arguments.quick else (arguments.epochs, arguments.rounds)
+    results = measure(epochs, rounds)
+    if arguments.json or not arguments.quick:
+        command = f"python -m benchmarks.whole_run --epochs {epochs} --rounds {rounds}"
+        print(f"recorded in {record('whole_run', command, results, arguments.json)}")
+
+
+if __name__ == "__main__":
+    main()
