@@ -101,18 +101,17 @@ def neighbours(rank: int, ranks: int, mirrored: bool = False) -> tuple[int | Non
     """A rank's parent (None for the root) and children in a binary tree whose leaves are the odd ranks.
 
     Ranks that are divisible by a higher power of two stand higher; rank 0 is the root and has one child. The mirrored
-    tree has the ranks in reverse, shifted by one where their number is odd, so that its leaves are other ranks.
+    tree has the ranks in reverse, or, where their number is odd, shifted by one, so that its leaves are other ranks.
     """
     if mirrored:
-        there, back = (
-            (lambda one: ranks - 1 - one, lambda one: ranks - 1 - one)
-            if ranks % 2 == 0
-            else (lambda one: (one - 1) % ranks, lambda one: (one + 1) % ranks)
-        )
-        up, down = neighbours(there(rank), ranks)
-        return None if up is None else back(up), [back(child) for child in down]
+        up, down = neighbours(_moved(rank, ranks, -1), ranks)
+        return None if up is None else _moved(up, ranks, 1), [_moved(child, ranks, 1) for child in down]
     children = [child for child in range(1, ranks) if _parent(child, ranks) == rank]
     return (None if rank == 0 else _parent(rank, ranks)), children
+
+
+def _moved(rank: int, ranks: int, way: int) -> int:
+    return (rank + way) % ranks if ranks % 2 else ranks - 1 - rank
 
 
 def _parent(rank: int, ranks: int) -> int:
