@@ -21,7 +21,7 @@ def projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: L
         "`at most`: an upper bound, of communication and `slowest` alone; `forecast`: less what a published run on one "
         "node loses beside that bound",
         f"{'GPUs':>6}{'slowest: ms':>12}{'NCCL picks':>13}{'ms':>8}{'exposed':>9}{'at most':>9}{'forecast':>10}"
-        f"{'exact: ms':>11}{'exposed':>9}{'at most':>9}{'ring alone':>12}{'tree alone':>12}  published",
+        f"{'exact: ms':>11}{'exposed':>9}{'modelled':>10}{'ring alone':>12}{'tree alone':>12}  published",
     ]
     for row in content["projection"]:
         nccl, exact = row["nccl"], row["exact"]
@@ -30,7 +30,7 @@ def projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: L
         lines.append(
             f"{row['ranks']:6}{1e3 * nccl['slowest']:12.2f}{row['nccl_picks']:>13}{1e3 * nccl['seconds']:8.1f}"
             f"{1e3 * nccl['exposed']:9.2f}{_percent(nccl['efficiency']):>9}{forecast:>10}"
-            f"{1e3 * exact['seconds']:11.1f}{1e3 * exact['exposed']:9.2f}{_percent(exact['efficiency']):>9}"
+            f"{1e3 * exact['seconds']:11.1f}{1e3 * exact['exposed']:9.2f}{_percent(exact['efficiency']):>10}"
             f"{_percent(row['ring']['efficiency']):>12}{_percent(row['tree']['efficiency']):>12}  {published}".rstrip()
         )
     return [*lines, content["forecast_from"]]
