@@ -28,7 +28,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ test-extras: setup ## The tests that need other people's packages (peers, logger
 soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow)
 
+mutants: setup ## Change the core code on purpose: does a test notice? Hours; SAMPLE=40 SEED=1 ONLY="reduction.tree sampler"
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'
+	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
@@ -120,5 +124,5 @@ sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JS
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-oldest mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

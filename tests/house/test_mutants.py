@@ -1,0 +1,61 @@
+"""What `make mutants` says of its results: the score, the page, and the survivors that are argued away."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from benchmarks import mutants_page
+from benchmarks.mutants import ACCEPTED, Mutant, outcome_of
+
+KEPT = json.loads(mutants_page.KEPT.read_text())
+
+
+def test_the_page_says_what_was_measured() -> None:
+    page = mutants_page.PAGE.read_text()
+    assert f"{mutants_page.BEGIN}\n\n{mutants_page.between_marks(KEPT)}\n{mutants_page.END}" in page
+
+
+def test_the_record_has_the_reasons_of_the_file_of_accepted_mutants() -> None:
+    reasons = tomllib.loads(ACCEPTED.read_text())
+    assert all(reason.strip() for reason in reasons.values())
+    assert [(one["name"], one["accepted"]) for one in KEPT["results"]["survivors"] if one["accepted"]] == [
+        (one["name"], reasons[one["name"]]) for one in KEPT["results"]["survivors"] if one["name"] in reasons
+    ]
+
+
+def test_what_was_not_run_or_is_accepted_is_no_part_of_the_score() -> None:
+    counts = {"mutants": 20, "run": 12, "killed": 6, "timeout": 1, "survived": 4, "accepted": 2, "not covered": 1}
+    *_, total = mutants_page.rows({"modules": {"one.py": counts, "two.py": counts}})
+    assert total == ("all", "40", "24", "12", "2", "8", "4", "2", "70.0%")
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (None, None),
+        (0, "survived"),
+        (1, "killed"),
+        (-signal.SIGSEGV, "killed"),
+        (-signal.SIGXCPU, "timeout"),
+        (33, "not covered"),
+        # What mutmut's worker ends with where pytest could not be run at all.
+        (255, "error"),
+    ],
+)
+def test_only_a_failing_test_kills(code: int | None, outcome: str | None) -> None:
+    assert outcome_of(code) == outcome
+
+
+def test_a_mutant_knows_its_function() -> None:
+    for key, function in {
+        "ddp_core.reduction.tree.x_fold__mutmut_7": "fold",
+        "ddp_core.reduction.exact.x__own_node__mutmut_1": "_own_node",
+        "ddp_core.reduction.tree.xǁGradientTreeǁpush__mutmut_2": "GradientTree.push",
+        "ddp_core.reduction.tree.xǁGradientTreeǁ__init____mutmut_12": "GradientTree.__init__",
+    }.items():
+        assert Mutant(key, Path("ddp_core/reduction/tree.py"), None).function == function
