@@ -173,7 +173,7 @@ def run(keys: Sequence[str], jobs: int) -> int:
                 code = process.wait()
             except KeyboardInterrupt:
                 print("mutants: interrupted; the same command goes on where it stopped", file=sys.stderr)
-                code = 128 + signal.SIGINT
+                return 128 + signal.SIGINT
             finally:
                 _end_all(mark)
     if code:

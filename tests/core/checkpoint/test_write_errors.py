@@ -6,11 +6,12 @@ import errno
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddp_core.checkpoint import files
-from ddp_core.checkpoint.files import disk_full, human_bytes, write_error
+from ddp_core.checkpoint.files import disk_full, free_bytes, human_bytes, write_error
 from ddp_core.errors import ExitCode
 
 
@@ -28,6 +29,11 @@ from ddp_core.errors import ExitCode
 )
 def test_a_count_of_bytes_is_said_in_its_unit(count: float, text: str) -> None:
     assert human_bytes(count) == text
+
+
+def test_room_is_what_any_user_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_bfree=5, f_frsize=4096))
+    assert free_bytes(Path("here")) == 3 * 4096
 
 
 def test_a_full_disk_is_said_with_what_is_needed_and_what_is_there() -> None:
