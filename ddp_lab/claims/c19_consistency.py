@@ -174,7 +174,7 @@ def _step(model: nn.Module, outputs: Tensor, targets: Tensor, rate: float) -> No
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter -= rate * parameter.grad
+            parameter.sub_(rate * parameter.grad)
 
 
 def _parameters(model: nn.Module) -> Tensor:

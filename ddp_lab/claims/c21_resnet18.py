@@ -106,10 +106,11 @@ def _run(setting: Setting, layout: str, device: str, settings: list[str]) -> dic
     except UserError as error:
         return {"completed": False, "said": str(error)}
     result = run.record["result"]
-    # The end of an epoch writes its last step once more.
+    # The first line of a run tells of its first two steps together; the end of an epoch writes its last step once more.
     losses = {line["step"]: line["loss"] for line in run.metrics("step")}
     return {
         "completed": run.record["status"] == "completed",
+        "steps": sorted(losses),
         "losses": [losses[step] for step in sorted(losses)],
         "images_per_second": result["samples_per_second"],
         "peak_memory_bytes": result["peak_memory_bytes"],
@@ -153,8 +154,8 @@ def _problem(case: dict[str, Any]) -> str:
 def _trains(name: str, case: dict[str, Any], steps_of_a_pass: int, where: str) -> Part:
     if problem := _problem(case):
         return Part(name, "refuted", f"{where}: {problem}")
-    first, last = _passes(case["losses"], steps_of_a_pass)
-    text = f"{where}: the loss goes from {first:.2f} to {last:.2f} in {len(case['losses'])} steps; chance is 2.30"
+    first, last = _passes(case, steps_of_a_pass)
+    text = f"{where}: the loss goes from {first:.2f} to {last:.2f} in {case['steps'][-1]} steps; chance is 2.30"
     if last < min(first, CHANCE):
         return Part(name, "confirmed", text)
     return Part(name, "inconclusive", f"it runs, but it was not seen to learn: {text}")
@@ -168,19 +169,21 @@ def _runs(name: str, cases: list[dict[str, Any]]) -> Part:
     return Part(name, "confirmed", f"{ASKED_BATCH} images for each step: {speeds} images per second")
 
 
-def _passes(losses: list[float], steps: int) -> tuple[float, float]:
+def _passes(case: dict[str, Any], steps: int) -> tuple[float, float]:
     """Mean loss of the first and of the last pass over the images."""
-    return sum(losses[:steps]) / len(losses[:steps]), sum(losses[-steps:]) / len(losses[-steps:])
+    losses = case["losses"]
+    first = [loss for step, loss in zip(case["steps"], losses, strict=True) if step <= steps] or losses[:1]
+    return sum(first) / len(first), sum(losses[-steps:]) / len(losses[-steps:])
 
 
 def _figures(name: str, case: dict[str, Any], steps: int, device: str, stand_in: str = "") -> list[Figure]:
     if _problem(case):
         return []
-    first, last = _passes(case["losses"], steps)
+    first, last = _passes(case, steps)
     memory = "peak memory of a process" if device == "cpu" else "peak memory of a device"
     return [
         Figure("images per second", case["images_per_second"], "1/s", part=name, stand_in=stand_in),
-        Figure("steps", len(case["losses"]), part=name, stand_in=stand_in),
+        Figure("steps", case["steps"][-1], part=name, stand_in=stand_in),
         Figure("mean loss of the first pass over the images", first, part=name, stand_in=stand_in),
         Figure("mean loss of the last pass over the images", last, part=name, stand_in=stand_in),
         Figure(memory, case["peak_memory_bytes"] / 2**20, "MiB", part=name, stand_in=stand_in),
