@@ -83,15 +83,17 @@ def listen_at(
 
     Raises UserError (4) where the port cannot be had, and UserError (2) where this machine does not have the address.
     """
-    try:
+    with _in_words(address, port, name, remedy):
         return _listen(address, port)
-    except OSError as error:
-        if address is not None and error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"no network interface of this machine has the address {address}; there are: {', '.join(_addresses())}"
-            ) from None
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
-        raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
+
+
+def require_port(address: str | None, port: int, name: str, remedy: str) -> None:
+    """Raise as `listen_at` does, where it would.
+
+    Nothing listens meanwhile: a rank that is already looking for the store would be connected and cut off.
+    """
+    with _in_words(address, port, name, remedy):
+        _bind(address, port).close()
 
 
 def store_on(listening: socket.socket, timeout: float) -> dist.TCPStore:
@@ -164,16 +166,43 @@ def _addresses() -> list[str]:
 
 def _is_here(address: str) -> bool:
     try:
-        _listen(address, 0).close()
+        _bind(address, 0).close()
     except OSError:
         return False
     return True
 
 
+@contextlib.contextmanager
+def _in_words(address: str | None, port: int, name: str, remedy: str) -> Iterator[None]:
+    """Make of the system's errors what `listen_at` raises."""
+    try:
+        yield
+    except OSError as error:
+        if address is not None and error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"no network interface of this machine has the address {address}; there are: {', '.join(_addresses())}"
+            ) from None
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+        raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
+
+
 def _listen(address: str | None, port: int) -> socket.socket:
-    if address is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=_WAITING)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=_WAITING, dualstack_ipv6=both)
+    with contextlib.ExitStack() as on_error:
+        bound = on_error.enter_context(_bind(address, port))
+        bound.listen(_WAITING)
+        on_error.pop_all()
+    return bound
+
+
+def _bind(address: str | None, port: int) -> socket.socket:
+    every = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if every or ":" in (address or "") else socket.AF_INET
+    with contextlib.ExitStack() as on_error:
+        bound = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        # A port whose connections of before are still being closed counts as free.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not every))
+        bound.bind((address or "", port))
+        on_error.pop_all()
+    return bound

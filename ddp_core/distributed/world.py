@@ -64,7 +64,7 @@ class World:
 
     @property
     def port_name(self) -> str:
-        """What the user calls the port of the process group's store, for `store_at` and `listen_at`."""
+        """What the user calls the port of the process group's store, for `store_at` and `require_port`."""
         return f"{self.place}: MASTER_PORT={{port}}"
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddp_core.distributed.addresses import address_served, listen_at
+from ddp_core.distributed.addresses import address_served, require_port
 from ddp_core.distributed.world import World
 from ddp_core.run.lock import require_unlocked
 from ddp_core.spec.options import Asked
@@ -18,7 +18,7 @@ def require_free(asked: Asked, world: World) -> None:
     if world.serves_store and asked.layout == "ddp":
         assert world.store_port is not None
         address = address_served(str(world.store_host))
-        listen_at(address, world.store_port, world.port_name, "give the ranks another one").close()
+        require_port(address, world.store_port, world.port_name, "give the ranks another one")
     elif not World.is_set() and asked.resume not in ("auto", "never") and asked.nnodes.high == 1:
         # A worker of a launcher outside, or one of several nodes, may find the directory in use by its own launch.
         require_unlocked(Path(asked.resume))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.distributed.world import World
+from ddp_core.distributed.world import World, free_port
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.early import require_free
 from ddp_core.run.lock import RunLock
@@ -60,3 +60,9 @@ def test_only_the_rank_that_serves_the_store_asks_for_its_port() -> None:
         require_free(asked, replace(first, rank=1, local_rank=1))
         require_free(asked, replace(first, agent_serves_store=True))
     require_free(asked, first)
+
+
+def test_no_rank_meets_the_process_that_only_asks_for_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "listen", lambda *_: pytest.fail("a rank could connect, and be cut off"))
+    first = World(world_size=2, nproc_per_node=2, store_host="127.0.0.1", store_port=free_port())
+    require_free(Asked(experiment="toy_mlp", layout="ddp"), first)
