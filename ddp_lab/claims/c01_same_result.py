@@ -43,7 +43,7 @@ claim = Claim(
             "a5f10f092f5456d4",
         ),
     ),
-    seconds=(15, 60),
+    seconds=(15, 140),
 )
 
 W, B = 2.0, 3.0

@@ -91,7 +91,7 @@ claim = Claim(
             "9730120dc7890664",
         ),
     ),
-    seconds=(55, 285),
+    seconds=(55, 345),
 )
 
 STEMS = {"small": True, "torchvision's": False}

@@ -48,7 +48,7 @@ claim = Claim(
             "9bb49dafabb30e86",
         ),
     ),
-    seconds=(3, 6),
+    seconds=(3, 2),
 )
 
 

@@ -75,7 +75,7 @@ claim = Claim(
             "fd8f36270cbd9784",
         ),
     ),
-    seconds=(45, 85),
+    seconds=(45, 90),
 )
 
 WAYS = ("overlapped", "after", "none")

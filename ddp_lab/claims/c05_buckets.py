@@ -59,7 +59,7 @@ claim = Claim(
             "3901e3629b88aa20",
         ),
     ),
-    seconds=(20, 75),
+    seconds=(20, 200),
 )
 
 ONE_BY_ONE, BY_HAND = "one by one", "by hand"

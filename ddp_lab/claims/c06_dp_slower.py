@@ -73,7 +73,7 @@ claim = Claim(
             "b63a8bd0ec8fcd2b",
         ),
     ),
-    seconds=(50, 150),
+    seconds=(50, 145),
 )
 
 THREADS, RENDERED = "threads that stay", "nn.DataParallel's step rendered on CPU"

@@ -63,7 +63,7 @@ claim = Claim(
             "f47ebcfff943e047",
         ),
     ),
-    seconds=(20, 50),
+    seconds=(20, 15),
 )
 
 DDP_HALF, DP_HALF = "DDP moves gradients and no weights", "DP moves weights and gradients in every step"

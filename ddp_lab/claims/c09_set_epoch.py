@@ -39,7 +39,7 @@ claim = Claim(
             "d2cd38bc1cd055a5",
         ),
     ),
-    seconds=(2, 2),
+    seconds=(2, 1),
 )
 
 WAYS = {"without": (False, True), "with": (True, True), "with_unshuffled": (True, False)}

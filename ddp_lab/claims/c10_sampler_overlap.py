@@ -43,7 +43,7 @@ claim = Claim(
             "47a725486d4839e9",
         ),
     ),
-    seconds=(3, 6),
+    seconds=(3, 4),
 )
 
 

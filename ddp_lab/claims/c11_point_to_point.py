@@ -86,7 +86,7 @@ claim = Claim(
             "f82abcc8035d0aef",
         ),
     ),
-    seconds=(60, 190),
+    seconds=(60, 175),
 )
 
 LOOP, TREE, RING, BROADCAST = "send loop", "tree", "ring", "dist.broadcast"

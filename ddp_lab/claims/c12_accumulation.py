@@ -47,7 +47,7 @@ claim = Claim(
             "4fa300071486cfe3",
         ),
     ),
-    seconds=(4, 8),
+    seconds=(4, 5),
 )
 
 

@@ -66,7 +66,7 @@ claim = Claim(
             "4db0fd30babfc0be",
         ),
     ),
-    seconds=(30, 100),
+    seconds=(30, 135),
 )
 
 

@@ -44,7 +44,7 @@ claim = Claim(
             "edff62d5e96d714e",
         ),
     ),
-    seconds=(20, 50),
+    seconds=(20, 95),
 )
 
 OUTSIDE = {"torchrun": "torch.distributed.run", "torch.distributed.launch": "torch.distributed.launch"}

@@ -70,7 +70,7 @@ claim = Claim(
             "7721ffcca88d6c35",
         ),
     ),
-    seconds=(35, 85),
+    seconds=(35, 50),
 )
 
 DIVERGED = 1e6

@@ -81,7 +81,7 @@ claim = Claim(
             "29eb08aa94f94228",
         ),
     ),
-    seconds=(45, 140),
+    seconds=(45, 130),
 )
 
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"

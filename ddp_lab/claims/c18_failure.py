@@ -41,7 +41,7 @@ claim = Claim(
             "8e993060a3ce6aed",
         ),
     ),
-    seconds=(25, 70),
+    seconds=(25, 110),
 )
 
 

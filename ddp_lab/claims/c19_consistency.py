@@ -70,7 +70,7 @@ claim = Claim(
             "54059bbd625c176c",
         ),
     ),
-    seconds=(25, 45),
+    seconds=(25, 55),
 )
 
 AGREE, DDP_DIFFERS, DP_DIFFERS = "DDP's ranks agree", "DDP may differ from one device", "DP may differ from one device"

@@ -77,7 +77,7 @@ claim = Claim(
             "865fdf5133a02a53",
         ),
     ),
-    seconds=(110, 210),
+    seconds=(110, 370),
 )
 
 IMAGE_SIZE, STORED_SIZE, KINDS = 32, 320, 10

@@ -58,7 +58,7 @@ claim = Claim(
             "2524a572092f3e3f",
         ),
     ),
-    seconds=(30, 120),
+    seconds=(30, 110),
 )
 
 ASKED_BATCH, ASKED_RATE = 256, 0.02

@@ -76,7 +76,7 @@ claim = Claim(
             "d7f68b654075631c",
         ),
     ),
-    seconds=(30, 75),
+    seconds=(30, 60),
 )
 
 PEAK_FILE = Path("/proc/self/clear_refs")
@@ -228,7 +228,9 @@ def _judge_limited(measurements: Measurements) -> tuple[list[Part], list[Figure]
     pairs = list(zip(halves["losses"], free["losses"], strict=False))
     apart = max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
     if not free["trained"]:
-        parts.append(Part(cut, "inconclusive", f"without a limit it was not trained either: {free['said']}"))
+        losses = [f"{loss:.3g}" for loss in (*free["losses"][:1], *free["losses"][-1:])]
+        said = free["said"] or f"its loss went from {' to '.join(losses)}"
+        parts.append(Part(cut, "inconclusive", f"without a limit it was not trained either: {said}"))
     elif halves["trained"] and apart > measurements["relative_difference_of_loss"]:
         parts.append(Part(cut, "refuted", f"the losses of the halves differ by {apart:.2g}"))
     else:
