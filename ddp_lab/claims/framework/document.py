@@ -97,8 +97,13 @@ def _section(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
 
 
 def _load(name: str, quick: Any, full: Any) -> str:
-    shown = [", ".join(map(str, load)) if isinstance(load, list | tuple) else str(load) for load in (quick, full)]
-    return f"{name.replace('_', ' ')}: {shown[1]}" + ("" if quick == full else f" (quick: {shown[0]})")
+    other = "" if quick == full else f" (quick: {_listed(quick)})"
+    return f"{name.replace('_', ' ')}: {_listed(full)}{other}"
+
+
+def _listed(load: Any, between: str = ", ") -> str:
+    """A list with commas, and a list in it, such as a layout and its number of processes, with spaces."""
+    return between.join(_listed(item, " ") for item in load) if isinstance(load, list | tuple) else str(load)
 
 
 def _duration(found: dict[str, Any]) -> str:
