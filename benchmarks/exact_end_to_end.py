@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.loops import Case, experiment_of, splits_of, trainer_turn
 from benchmarks.record import record
-from benchmarks.turns import Seconds, summary
+from benchmarks.turns import Seconds, rotated, summary
 
 WAYS = {"exact": "exact", "plain, same micro-batches": "plain", "plain, one batch per rank": "plain"}
 TARGETS = {("plain, same micro-batches", 2): 1.03}
@@ -52,9 +52,7 @@ def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, result
         contextlib.redirect_stderr(nowhere),
     ):
         for turn in range(rounds + 1):
-            ways = list(WAYS)
-            ways = ways[turn % len(ways) :] + ways[: turn % len(ways)]
-            for way in ways:
+            for way in rotated(WAYS, turn):
                 cut = case if way != "plain, one batch per rank" else replace(case, micro_batch=None)
                 experiment = experiment_of(cut, WAYS[way])
                 answer = trainer_turn(experiment, case.steps, layout, case.build_model(), splits, collectives)

@@ -36,7 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.record import record
-from benchmarks.reduction import ELEMENTS, on_ranks
+from benchmarks.reduction import ELEMENTS, on_ranks, time_sum
+from benchmarks.turns import rotated
 from ddp_core.reduction import OrderedSum
 
 PIECE = 1_000_000
@@ -135,18 +136,10 @@ def time_sums(rank: int, world_size: int, rounds: int, elements: int) -> dict[st
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(-1, rounds):
-        names = list(ways)
-        names = names[turn % len(names) :] + names[: turn % len(names)]
-        for way in names:
-            dist.barrier()
-            start = time.perf_counter()
-            for part in torch.split(flat, PIECE):
-                ways[way](part)
-            elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            flat.div_(world_size)
+        for way in rotated(ways, turn):
+            taken = time_sum(ways[way], flat, PIECE)
             if turn >= 0:
-                seconds[way].append(elapsed.item())
+                seconds[way].append(taken)
     return seconds
 
 

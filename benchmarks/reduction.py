@@ -51,16 +51,22 @@ def time_sums(rank: int, world_size: int, rounds: int, piece: int) -> dict[str, 
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 2):
         for way, reduce in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for part in torch.split(flat, piece):
-                reduce(part)
-            elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            flat.div_(world_size)
+            taken = time_sum(reduce, flat, piece)
             if turn >= 2:
-                seconds[way].append(elapsed.item())
+                seconds[way].append(taken)
     return seconds
+
+
+def time_sum(reduce: Callable[[Tensor], Any], flat: Tensor, piece: int) -> float:
+    """Seconds of the slowest rank for a sum in pieces; `flat` holds the mean afterwards, so that it does not grow."""
+    dist.barrier()
+    start = time.perf_counter()
+    for part in torch.split(flat, piece):
+        reduce(part)
+    elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    flat.div_(dist.get_world_size())
+    return elapsed.item()
 
 
 def network() -> nn.Sequential:

@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from statistics import median, quantiles
 from typing import Any
@@ -42,9 +42,7 @@ def take_turns(
         _round(lines, list(lines))
         seconds: dict[str, list[Seconds]] = {name: [] for name in lines}
         for turn in range(rounds):
-            names = list(lines)
-            names = names[turn % len(names) :] + names[: turn % len(names)]
-            for name, answer in _round(lines, names).items():
+            for name, answer in _round(lines, rotated(lines, turn)).items():
                 seconds[name].append(answer)
         return seconds
     finally:
@@ -54,6 +52,13 @@ def take_turns(
             process.join(10)
             if process.is_alive():
                 process.kill()
+
+
+def rotated(names: Iterable[str], turn: int) -> list[str]:
+    """The names in the order of this turn: in each turn another name begins."""
+    names = list(names)
+    first = turn % len(names)
+    return names[first:] + names[:first]
 
 
 def _round(lines: Mapping[str, Connection], names: Sequence[str]) -> dict[str, Seconds]:

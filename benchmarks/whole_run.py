@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.record import record
+from benchmarks.turns import rotated
 
 PHASES = ("start", "steps", "after", "end", "whole")
 SETTINGS = ("data.augment=false",)
@@ -76,8 +77,7 @@ def measure(epochs: int, rounds: int) -> dict[str, Any]:
     """All figures; prints the table."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for turn in range(rounds):
-        names = list(WAYS)
-        for way in names[turn % len(names) :] + names[: turn % len(names)]:
+        for way in rotated(WAYS, turn):
             found[way].append(timed(way, epochs))
     print(f"digits, {epochs} epochs of 22 steps, one process, one thread; medians of {rounds} rounds in turns, seconds")
     print(f"{'':18}" + "".join(f"{phase:>9}" for phase in PHASES) + f"{'of the bare script':>20}")

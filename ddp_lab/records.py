@@ -6,11 +6,23 @@ Claims make them from Python values and the report from JSON; both are checked a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from pydantic.dataclasses import dataclass
 
 CLAIM_FORMAT = "ddp-claim/1"
 DRILL_FORMAT = "ddp-drill/1"
+
+Verdict: TypeAlias = Literal["confirmed", "confirmed in part", "refuted", "not measurable here", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a sentence that says several things, judged by itself."""
+
+    name: str
+    verdict: Verdict
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,12 @@ class Figure:
     level: float | None = None
     part: str = ""
     stand_in: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, with the part of the sentence to which it belongs, and with what stood in for the thing itself."""
+        part = f"{self.part}: " if self.part else ""
+        return f"{part}{self.name}" + (f" (stand-in: {self.stand_in})" if self.stand_in else "")
 
 
 @dataclass(frozen=True)

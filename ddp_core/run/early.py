@@ -11,9 +11,11 @@ from ddp_core.spec.options import Asked
 
 
 def require_free(asked: Asked, world: World) -> None:
-    """Raises UserError (2) where another run works in the directory to resume, and (4) where rank 0's port is in use.
+    """Refuse a request whose run directory or port another process has.
 
     What is free now may be taken a moment later: the run itself asks again, and keeps both.
+
+    Raises UserError (2) where another run works in the directory to resume, and (4) where rank 0's port is in use.
     """
     if world.serves_store and asked.layout == "ddp":
         assert world.store_port is not None

@@ -34,22 +34,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_core.model.builders import linear, resnet18
 from ddp_core.run.freed_memory import keep_freed_memory
-from ddp_lab.claims.framework.claim import (
-    Claim,
-    Judgement,
-    Measurements,
-    Part,
-    RuleVersion,
-    Verdict,
-    composed,
-    missing,
-)
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.scaling import measure_scaling, shown
-from ddp_lab.records import Axis, Line, Series
+from ddp_lab.records import Axis, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C02",

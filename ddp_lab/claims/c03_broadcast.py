@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Figure
+from ddp_lab.records import Figure, Part
 
 claim = Claim(
     id="C03",

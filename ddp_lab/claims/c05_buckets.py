@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.model.builders import mlp, resnet18
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.torch_internals import ddp_facts
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C05",

@@ -25,12 +25,12 @@ from torch.nn.parallel import comm
 from ddp_core.spec.layout import Layout
 from ddp_core.torch_internals import TorchDispatchMode
 from ddp_core.trainers.data_parallel import DataParallelTrainer
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C08",

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C09",

@@ -25,16 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lab.claims.framework.claim import (
-    Claim,
-    Judgement,
-    Measurements,
-    Part,
-    RuleVersion,
-    Verdict,
-    composed,
-    missing,
-)
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import fit_line, median_interval, ratio_interval
 from ddp_lab.claims.measuring import namespaces
@@ -42,7 +33,7 @@ from ddp_lab.claims.measuring.links import on_links
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C11",

@@ -24,12 +24,12 @@ from ddp_core.model.builders import small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.spec.experiment import Evaluation
 from ddp_core.trainers.evaluation import evaluate
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C13",

@@ -20,13 +20,13 @@ from typing import Any
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.run.directory import RunDirectory
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.shared_path import save_together
 from ddp_lab.claims.measuring.training import run_command, train
-from ddp_lab.records import Figure
+from ddp_lab.records import Figure, Part, Verdict
 
 claim = Claim(
     id="C14",

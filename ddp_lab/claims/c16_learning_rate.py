@@ -25,11 +25,11 @@ from ddp_core.data.builders import digits
 from ddp_core.data.loader import Loader
 from ddp_core.model.builders import small_cnn
 from ddp_core.sampler import GlobalOrder
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, difference_interval, median_interval
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Line, Series
+from ddp_lab.records import Axis, Line, Part, Series
 
 claim = Claim(
     id="C16",

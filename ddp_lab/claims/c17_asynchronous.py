@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.parameter_server import (
@@ -36,7 +36,7 @@ from ddp_lab.claims.measuring.parameter_server import (
     serve_and_work,
 )
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C17",

@@ -25,12 +25,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.shares import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, Verdict, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import Figure
+from ddp_lab.records import Figure, Part, Verdict
 
 claim = Claim(
     id="C19",

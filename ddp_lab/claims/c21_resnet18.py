@@ -17,10 +17,10 @@ import math
 from typing import Any
 
 from ddp_core.errors import UserError
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C21",

@@ -26,11 +26,11 @@ from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.spec.experiment import Optimizer
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, Part, RuleVersion, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 QUICK = ("resnet18 64x64 batch 32 sgd", "resnet18 64x64 batch 8 adam", "small_cnn 32x32 batch 256 sgd")
 FULL = (*QUICK, "resnet18 112x112 batch 32 sgd", "resnet18 224x224 batch 8 adam", "small_cnn 64x64 batch 256 adam")

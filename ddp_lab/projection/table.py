@@ -48,7 +48,7 @@ def origin_lines(origins: dict[str, Any]) -> list[str]:
 
 
 def published_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What others measured, the bound, and the forecast from the same publication's run on one node."""
+    """A line for each published run: its efficiency, the model's bound, and the forecast from a run on one node."""
     lines = [
         "",
         "published: efficiency, the model's bound, and the forecast from the same publication's run on one node",

@@ -13,7 +13,7 @@ from ddp_lab.report import values
 from ddp_lab.report.charts.plot import standing_alone
 from ddp_lab.report.charts.style import DARK, LIGHT
 from ddp_lab.report.contents import Report, build_report
-from ddp_lab.report.sections.claims import figure_name, interval
+from ddp_lab.report.sections.claims import interval
 from ddp_lab.report.sections.runs import run_anchor
 
 
@@ -56,7 +56,6 @@ def render(report: Report, template: str) -> str:
         dark=DARK,
         anchor=run_anchor,
         interval=interval,
-        figure_name=figure_name,
     )
     surroundings.filters.update(markup=Markup, cell=_markdown_cell, sentence=_sentence)
     return surroundings.get_template(template).render(report=report)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 Names = dict[str, "_File | None"]
-"""Names that one operation gives to files or, where None, takes away."""
+"""What one operation on a folder changes: the file that a name stands for from then on, None for a removed name."""
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class TracedDisk:
     folder: Path
     flushes_files: bool = True
     flushes_names: bool = True
-    """False is a disk that says that it flushes, and does not."""
+    """Where one of these is False, the disk reports such flushes as done without doing them."""
     _operations: list[Callable[[_Replay], None]] = field(default_factory=list)
     _names: dict[str, _File] = field(default_factory=dict)
     _open: dict[int, _File | None] = field(default_factory=dict)

@@ -7,12 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.records import Figure, Series
+from ddp_lab.records import Figure, Part, Series, Verdict
 
-Verdict: TypeAlias = Literal["confirmed", "confirmed in part", "refuted", "not measurable here", "inconclusive"]
 Measurements: TypeAlias = dict[str, Any]
 """Plain JSON types only: what is judged is what is stored."""
 
@@ -61,15 +60,6 @@ class Claim:
         """Sixteen hexadecimal digits that change with the sentence, the method, the rule or a load."""
         fixed = [self.claim, self.method, self.rule, {name: list(both) for name, both in self.loads.items()}]
         return hashlib.sha256(json.dumps(fixed, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of a sentence that says several things, judged by itself."""
-
-    name: str
-    verdict: Verdict
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddp_lab.claims.framework.claim import KnownClaim
 from ddp_lab.claims.framework.suite import duration, read
+from ddp_lab.records import Figure
 
 _HEAD = """# Claims
 
@@ -89,7 +90,7 @@ def _section(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
         lines += [f"- {part['name']}: **{part['verdict']}**, {part['reason']}" for part in parts]
         lines += [""] if parts else []
         lines += _figures(found["figures"])
-        lines += [f"[Raw measurements](claims/{claim.id}.json), {_duration(found)}. To measure again:", ""]
+        lines += [f"[Raw measurements](claims/{claim.id}.json), {_when(found)}. To measure again:", ""]
         lines += ["```bash", found["command"], "```", ""]
     else:
         lines += ["```bash", f"ddp claims {claim.id}", "```", ""]
@@ -106,23 +107,26 @@ def _listed(load: Any, between: str = ", ") -> str:
     return between.join(_listed(item, " ") for item in load) if isinstance(load, list | tuple) else str(load)
 
 
-def _duration(found: dict[str, Any]) -> str:
+def _when(found: dict[str, Any]) -> str:
     return f"measured in {duration(found['seconds'])} at {found['measured_at'][11:16]} UTC"
 
 
 def _figures(figures: Sequence[dict[str, Any]]) -> list[str]:
     if not figures:
         return []
-    return ["| figure | value | interval | level |", "|---|---|---|---|", *map(_figure, figures), ""]
+    return [
+        "| figure | value | interval | level |",
+        "|---|---|---|---|",
+        *(_figure(Figure(**figure)) for figure in figures),
+        "",
+    ]
 
 
-def _figure(figure: dict[str, Any]) -> str:
-    unit = f" {figure['unit']}" if figure["unit"] else ""
-    interval = "" if figure["low"] is None else f"{_number(figure['low'])} to {_number(figure['high'])}{unit}"
-    level = "" if figure.get("level") is None else f"{100 * figure['level']:.2f} %"
-    part = f"{figure['part']}: " if figure.get("part") else ""
-    stand_in = f" (stand-in: {figure['stand_in']})" if figure.get("stand_in") else ""
-    return f"| {part}{figure['name']}{stand_in} | {_number(figure['value'])}{unit} | {interval} | {level} |"
+def _figure(figure: Figure) -> str:
+    unit = f" {figure.unit}" if figure.unit else ""
+    interval = "" if figure.low is None else f"{_number(figure.low)} to {_number(figure.high)}{unit}"
+    level = "" if figure.level is None else f"{100 * figure.level:.2f} %"
+    return f"| {figure.label} | {_number(figure.value)}{unit} | {interval} | {level} |"
 
 
 def _number(value: Any) -> str:

@@ -35,10 +35,6 @@ class Setting:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(quick, output, usable_cores(), devices, say)
 
-    def choose(self, quick: Any, full: Any) -> Any:
-        """`quick` for a quick measurement, `full` for a full one."""
-        return quick if self.quick else full
-
     def device_type(self, count: int) -> str:
         """What `count` ranks or replicas run on: cuda where each has a device of its own, else cpu."""
         return "cuda" if 0 < count <= self.cuda_devices else "cpu"

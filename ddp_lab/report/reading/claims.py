@@ -11,19 +11,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddp_core.spec.records import explain
-from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Series
+from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Part, Series
 
 
 class _Loose(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Part(_Loose):
-    """One part of a sentence that says several things, and its verdict."""
-
-    name: str
-    verdict: str
-    reason: str
 
 
 class Claim(_Loose):

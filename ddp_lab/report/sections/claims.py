@@ -63,9 +63,3 @@ def interval(item: Figure) -> str:
         return shown
     level = "" if item.level is None else f" at {100 * item.level:.2f} %"
     return f"{shown} [{number(values.finite(item.low))}, {number(values.finite(item.high))}]{level}"
-
-
-def figure_name(item: Figure) -> str:
-    """Return the name of a figure, with the part of the sentence to which it belongs, and what was a stand-in."""
-    part = f"{item.part}: " if item.part else ""
-    return f"{part}{item.name}" + (f" (stand-in: {item.stand_in})" if item.stand_in else "")

@@ -12,12 +12,11 @@ import pytest
 from ddp_core.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
-from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Part, composed
+from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
 from ddp_lab.claims.framework.document import document
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
-from ddp_lab.report.sections.claims import figure_name
 
 
 def made_up(measure: Any) -> KnownClaim:
@@ -147,7 +146,7 @@ def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Settin
     assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |" in page
     (found,) = read_findings(setting.output).claims
     assert found.claim.parts[0].verdict == "confirmed"
-    assert figure_name(found.claim.figures[0]) == "the one half: bytes (stand-in: threads)"
+    assert found.claim.figures[0].label == "the one half: bytes (stand-in: threads)"
 
 
 def test_a_rule_that_changed_after_measuring_is_told(setting: Setting) -> None:
