@@ -71,7 +71,7 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 
 test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
-	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m extras --durations=10
+	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow)
@@ -84,7 +84,7 @@ test-docker: setup image image-test ## Build the image and run every layout and 
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
 test-cluster: setup ## Train on a real SLURM and a real Docker Swarm, started on this machine (root; installs Debian's SLURM)
-	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m cluster --durations=10 tests/cluster
+	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m "cluster and not slow" --durations=10 tests/cluster
 
 test-gpu: setup ## The tests that need a GPU; without one, says what it skips. Records what ran in benchmarks/results
 	DDP_GPU_RECORD=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu

@@ -26,6 +26,7 @@ def test_one_digest_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert digests == {plain_digest()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_on_other_ranks(tmp_path: Path) -> None:
     script = changed(EXACT, RESUME)
     whole = only_digest(launch(script, 3, tmp_path), 3)

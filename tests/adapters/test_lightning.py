@@ -27,12 +27,15 @@ def test_the_ordinary_script_runs(script: str, tmp_path: Path) -> None:
     assert len(launch(TORCHVISION + script, 1, tmp_path)) == 1
 
 
-@pytest.mark.parametrize("script", [EXACT_TRAINER, EXACT_FABRIC], ids=["Trainer", "Fabric"])
+@pytest.mark.parametrize(
+    "script", [EXACT_TRAINER, pytest.param(EXACT_FABRIC, marks=pytest.mark.slow)], ids=["Trainer", "Fabric"]
+)
 def test_one_digest_on_any_number_of_ranks(script: str, tmp_path: Path) -> None:
     digests = {only_digest(launch(script, ranks, tmp_path), ranks) for ranks in (1, 2, 3)}
     assert digests == {plain_digest()}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_the_end_of_an_epoch_continues_on_other_ranks(tmp_path: Path) -> None:
     whole = only_digest(launch(TORCHVISION + SAVING, 3, tmp_path), 3)
     assert only_digest(launch(RESUMING, 2, tmp_path), 2) == whole

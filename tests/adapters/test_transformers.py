@@ -60,6 +60,7 @@ def test_one_digest_on_any_number_of_ranks_also_resumed(tmp_path: Path) -> None:
     assert {only_digest(launch(EXACT, 2, tmp_path, "output/checkpoint-5"), 2)} == digests
 
 
+@pytest.mark.slow
 def test_a_model_with_a_mean_loss_ends_as_in_a_plain_loop(tmp_path: Path) -> None:
     assert {only_digest(launch(OWN_MODEL, ranks, tmp_path), ranks) for ranks in (1, 3)} == {plain_digest()}
 

@@ -168,6 +168,7 @@ def test_a_job_that_has_lost_a_node_starts_again(
     assert "resumed at step" in job.said
 
 
+@pytest.mark.slow
 def test_a_job_with_no_kill_goes_on_without_a_lost_node(
     slurm: Slurm, expected: str, tmp_path: Path, without_power: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_job_with_no_kill_goes_on_without_a_lost_node(
     assert_finished(job, expected, restarts=0, label="ddp-2x1-cpu")
 
 
+@pytest.mark.slow
 def test_each_task_of_an_array_is_a_run_of_its_own(slurm: Slurm, expected: str, tmp_path: Path) -> None:
     line = f"VARIANTS={FILES}/layouts.txt sbatch --array=1-2 {FILES}/task-per-node.sbatch digits"
     array = slurm.submit(line, tmp_path)

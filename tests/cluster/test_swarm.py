@@ -235,6 +235,7 @@ def test_a_stopped_run_has_saved_and_continues(swarm: Swarm, stack_file: Path, e
     assert record["weights_sha256"] == expected
 
 
+@pytest.mark.slow
 def test_a_container_comes_and_another_goes(swarm: Swarm, stack_file: Path, expected: str, tmp_path: Path) -> None:
     with training(swarm, stack_file, tmp_path / "outputs", NPROC_PER_NODE="1", NODES="1", NNODES="1:3") as started:
         started.await_steps(25)

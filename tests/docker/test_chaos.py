@@ -77,6 +77,7 @@ def test_killed_node_lost_rendezvous_paused_node_and_down_and_up_lose_nothing(im
         record_row(row, said, noticed | {AGAIN: fault["resumed_seconds"]})
 
 
+@pytest.mark.slow
 def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_path: Path) -> None:
     report, said = run_drill(
         tmp_path,
