@@ -1,8 +1,9 @@
 """Repeats the distributed and fault tests while every core is kept busy by something else: `make soak ROUNDS=20`.
 
 A test that waits for a time, where it should wait for an event, passes on a quiet machine and fails on a busy one. Each
-round runs the tests once, beside one endless loop per core. After each round the counts so far, per round and per test,
-are written to outputs/soak/<start>/soak.json, and the output of a failed test beside it. `--slow` adds the slow tests.
+round runs the tests once, beside one endless loop per core (`--loops 0` where other work keeps the cores busy). After
+each round the counts so far, per round and per test, are written to outputs/soak/<start>/soak.json, and the output of a
+failed test beside it. `--slow` adds the slow tests.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def main() -> int:
     folder.mkdir(parents=True)
     rounds: list[dict[str, Any]] = []
     tests: dict[str, Counter[str]] = {}
-    with busy(usable_cores()):
+    with busy(options.loops):
         for number in range(1, options.rounds + 1):
             rounds.append(run_round(folder, number, options.tests or list(TESTS), options.slow, tests))
-            record("soak", sys.orig_argv[1:], summary(rounds, tests), folder / "soak.json")
+            record("soak", sys.orig_argv[1:], summary(rounds, tests, options.loops), folder / "soak.json")
             print(f"round {number}: {rounds[-1]}", flush=True)
     clean = sum(was_clean(each) for each in rounds)
     print(f"{clean} of {len(rounds)} rounds without a failure; {folder / 'soak.json'}")
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--loops", type=int, default=usable_cores(), help="endless loops beside (%(default)s)")
     parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
     parser.add_argument("--output", type=Path, help="a new folder for the results; by default outputs/soak/<start>")
     parser.add_argument("tests", nargs="*", help=f"files, folders or names of tests; by default {' '.join(TESTS)}")
@@ -104,14 +106,14 @@ def was_clean(one: dict[str, Any]) -> bool:
     return bool(one["exit_code"] == 0 and one["passed"])
 
 
-def summary(rounds: list[dict[str, Any]], tests: dict[str, Counter[str]]) -> dict[str, Any]:
+def summary(rounds: list[dict[str, Any]], tests: dict[str, Counter[str]], loops: int) -> dict[str, Any]:
     """What is written: the commit, the counts of every round, and those of every test."""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     return {
         "commit": said.stdout.strip() or "unknown",
-        "busy_loops": usable_cores(),
+        "busy_loops": loops,
         "clean_rounds": sum(map(was_clean, rounds)),
         "rounds": rounds,
         "tests": {name: dict(counts) for name, counts in sorted(tests.items())},
