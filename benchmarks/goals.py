@@ -44,7 +44,7 @@ class Goal:
 
 def goals() -> list[Goal]:
     """All goals of the recorded results."""
-    return [*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction(), *_startup()]
+    return [*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction(), *_exact_end_to_end(), *_startup()]
 
 
 def table() -> str:
@@ -146,6 +146,14 @@ def _reduction() -> Iterator[Goal]:
     for row in _results("reduction")["sum"]:
         what = f"ordered sum of all_reduce, {row['world_size']} ranks, pieces: {row['pieces']}"
         yield Goal("reduction", what, row["target"], row["ratio"])
+
+
+def _exact_end_to_end() -> Iterator[Goal]:
+    for row in _results("exact_end_to_end"):
+        for way, found in row["exact_ratio"].items():
+            if found["target"]:
+                what = f"exact step of {way}, {row['world_size']} ranks"
+                yield Goal("exact_end_to_end", what, found["target"], found["wall"]["ratio"])
 
 
 def _startup() -> Iterator[Goal]:

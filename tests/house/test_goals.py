@@ -39,5 +39,6 @@ def test_every_benchmark_with_goals_is_there() -> None:
         "loader",
         "nodes",
         "reduction",
+        "exact_end_to_end",
         "startup",
     }
