@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -29,6 +30,8 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import take_lock, target_of
 
 _SHOWN = 4
+_NAMED = re.compile(r"GLOBAL (\S+)")
+"""The function or class that a pickle would call, in torch's messages."""
 
 
 def _ignore(line: str) -> None:
@@ -202,19 +205,18 @@ def load(
     except (Damaged, OSError) as error:
         raise _unusable(checkpoint, error) from None
     except Exception as error:
-        # Only the first sentence: torch's message goes on to advise weights_only=False, which would run code.
-        reason = f"{type(error).__name__}: {_first_sentence(error)}"
+        reason = f"{type(error).__name__}: {_reason(error)}"
         raise _unusable(checkpoint, f"refused, it holds more than tensors and plain values ({reason})") from None
     if other is not None:
         raise _unusable(checkpoint, f"its data is not what its manifest says: {other}")
     return state
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    for line in lines:
-        if line.startswith("WeightsUnpickler error:"):
-            return line.removeprefix("WeightsUnpickler error:").strip()[:200]
+def _reason(error: Exception) -> str:
+    """What was met in the data, without torch's advice to use weights_only=False, which would run code."""
+    if named := _NAMED.search(str(error)):
+        return f"it names {named[1]}"
+    lines = [line.strip() for line in str(error).splitlines() if "weights_only" not in line]
     return lines[0][:200] if lines else ""
 
 

@@ -356,8 +356,7 @@ def test_a_malicious_pickle_with_a_valid_manifest_is_refused_not_run(tmp_path: P
     with pytest.raises(UserError, match="refused") as caught:
         load(newest)
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
-    assert "weights_only=False" not in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("more than tensors and plain values (UnpicklingError: it names posix.mkdir)")
     assert not marker.exists()
     torch.load(checkpoint.path, weights_only=False) if packing != "pickle" else pickle.loads(
         checkpoint.path.read_bytes()
@@ -372,6 +371,8 @@ def test_rubbish_with_a_valid_manifest_is_refused(tmp_path: Path, content: bytes
     with pytest.raises(UserError, match="refused") as caught:
         load(_commit(checkpoint))
     assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_data_that_does_not_hold_what_its_manifest_says_is_refused(tmp_path: Path) -> None:

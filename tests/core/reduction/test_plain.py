@@ -42,7 +42,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return len(ours) == len(theirs) == 4 and all(map(torch.allclose, ours, theirs))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.04])
+@pytest.mark.parametrize("scale", [1.0, 2.0, 0.04])
 def test_the_scale_means_what_it_means_to_the_exact_reduction(scale: float) -> None:
     exact, plain = model(), model()
     expected = gradients(ExactReduction(exact, MICRO_BATCHES), exact, scale)

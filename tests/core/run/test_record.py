@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ ENDS: dict[str, tuple[Exception, tuple[str, int]]] = {
     "a fault": (ZeroDivisionError("here"), ("failed", ExitCode.INTERNAL)),
     "a lost peer": (torch.distributed.DistBackendError("closed"), ("failed", ExitCode.PEERS_LOST)),
 }
+
+
+def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) -> None:
+    with pytest.raises(UserError, match=f"No space left on device in {directory.path}; free some") as caught:
+        end(begun(directory), OSError(errno.ENOSPC, "No space left on device"))
+    assert caught.value.exit_code == ExitCode.RESOURCES
 
 
 def files_of(directory: RunDirectory) -> dict[Path, bytes]:
