@@ -145,8 +145,9 @@ class RunRecord:
     def _end(self, status: str, exit_code: int, message: str | None, **fields: Any) -> None:
         if not self.world.is_first:
             return
+        assert self.fence is not None
         # An old rank 0 that wakes up must not overwrite what its successor wrote.
-        with self.fence.holding() if self.fence is not None else contextlib.nullcontext():
+        with self.fence.holding():
             self.directory.update(
                 status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
             )
@@ -157,9 +158,9 @@ class RunRecord:
         end = gather_ends(trainer, speed, self.usage.totals())
         if not self.world.is_first:
             return
-        if self.fence is not None:
-            # The weights of an old rank 0 must not take the place of its successor's.
-            self.fence.check()
+        assert self.fence is not None
+        # The weights of an old rank 0 must not take the place of its successor's.
+        self.fence.check()
         result = result_of(trainer, self.directory.metrics, time.time() - self.started) | end.usage
         save_weights(trainer.model, self.directory.path / "model.safetensors")
         if trainer.state.average is not None:

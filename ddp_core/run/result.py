@@ -83,9 +83,10 @@ def summary(result: dict[str, Any]) -> str:
 
 def save_weights(model: nn.Module, path: Path) -> None:
     """Write the final weights as safetensors. Raises UserError (4) where the file cannot be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     try:
         save_model(model, str(path))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

@@ -263,6 +263,10 @@ def test_the_cursor_counts_trained_samples_not_prefetched_ones(workers: int) -> 
     assert list(sampler) == rest
 
 
+def test_its_length_is_known_before_it_is_iterated() -> None:
+    assert [len(ElasticSampler(range(5), 2, rank)) for rank in (0, 1)] == [3, 2]
+
+
 def test_without_advance_it_repeats_as_distributed_sampler_does() -> None:
     ours = ElasticSampler(Numbers(100), 4, 1)
     theirs: DistributedSampler[int] = DistributedSampler(Numbers(100), 4, 1)

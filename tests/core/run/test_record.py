@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ddp_core.checkpoint import Superseded
 from ddp_core.data.digests import DataDigest
+from ddp_core.determinism.digests import weights_digest
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.distributed.world import World
@@ -146,6 +148,22 @@ def test_a_new_attempt_goes_on_with_the_record_of_those_before(directory: RunDir
     assert record["started_at"] == "2026-01-01T00:00:00Z"
     assert record["result"] == {"steps": 3}
     assert [record[name] for name in ("status", "exit_code", "message", "finished_at")] == ["running", None, None, None]
+
+
+def test_the_end_is_kept_told_and_dated(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = finished(experiment(max_steps=1, ema_decay=0.9))
+    record = begun(directory)
+    record.started = 0.0
+    record.start()
+    record.finish(trainer, {})
+    average = trainer.state.average
+    assert average is not None
+    assert directory.read()["attempts"][-1]["started_at"] == "1970-01-01T00:00:00Z"
+    for name, module in (("model", trainer.model), ("model_ema", average.module)):
+        assert weights_digest(load_file(directory.path / f"{name}.safetensors")) == weights_digest(module.state_dict())
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told[-2:]] == ["done:", "weights"]
+    assert "train loss" in told[-2]
 
 
 class TwoRanks(Collectives):
