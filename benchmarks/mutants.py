@@ -189,19 +189,39 @@ def _end_all(mark: str) -> None:
                 process.kill()
 
 
-def accepted(mutants: Iterable[Mutant]) -> tuple[dict[str, str], list[str]]:
-    """The accepted mutants with the reason of each, and the names in the file that no mutant has (any more)."""
-    reasons: dict[str, str] = tomllib.loads(ACCEPTED.read_text())
-    functions = {name.partition(": ")[0] for name in reasons}
-    near = [mutant for mutant in mutants if f"{mutant.module}.{mutant.function}" in functions]
-    return reasons, sorted(reasons.keys() - {mutant.described()["name"] for mutant in near})
+class Accepted:
+    """The reasons in benchmarks/accepted_mutants.toml.
+
+    A key is the name of a mutant, or a whole function, or a change that is accepted wherever it is made
+    (`strict=True -> strict=False`).
+    """
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        self.reasons = reasons
+        self._changes = {key: tuple(key.split(" -> ")) for key in reasons if " -> " in key and ": " not in key}
+
+    def reason(self, described: dict[str, Any]) -> str | None:
+        """Why this mutant, as `Mutant.described`, may survive; None where nobody has said."""
+        name = described["name"]
+        for key, (before, after) in self._changes.items():
+            if before in described["before"] and described["before"].replace(before, after) == described["after"]:
+                return self.reasons[key]
+        return self.reasons.get(name, self.reasons.get(name.partition(": ")[0]))
+
+    def unknown(self, mutants: Iterable[Mutant]) -> list[str]:
+        """The keys that name a mutant or a function that does not exist (any more)."""
+        keys = self.reasons.keys() - self._changes.keys()
+        functions = {key.partition(": ")[0] for key in keys}
+        near = [mutant for mutant in mutants if f"{mutant.module}.{mutant.function}" in functions]
+        there = {f"{mutant.module}.{mutant.function}" for mutant in near}
+        return sorted(keys - there - {mutant.described()["name"] for mutant in near})
 
 
-def report(mutants: Sequence[Mutant], reasons: dict[str, str]) -> dict[str, Any]:
+def report(mutants: Sequence[Mutant], accepted: Accepted) -> dict[str, Any]:
     """Counts by module, and the survivors by name: plain values."""
     survivors = [mutant.described() | {"file": str(mutant.file)} for mutant in mutants if mutant.outcome == "survived"]
     for survivor in survivors:
-        survivor["accepted"] = reasons.get(survivor["name"])
+        survivor["accepted"] = accepted.reason(survivor)
     modules = {}
     for file in sorted({mutant.file for mutant in mutants}):
         outcomes = [mutant.outcome for mutant in mutants if mutant.file == file]
@@ -240,10 +260,11 @@ def main(words: Sequence[str]) -> int:
         code = run([] if whole else keys, asked.jobs)
     every = found()
     named = {mutant.key for mutant in chosen}
-    reasons, unknown = accepted(every)
-    results = report([mutant for mutant in every if mutant.key in named], reasons)
+    accepted = Accepted(tomllib.loads(ACCEPTED.read_text()))
+    results = report([mutant for mutant in every if mutant.key in named], accepted)
     print(mutants_page.in_words(results))
     print(f"{time.monotonic() - began:.0f} s")
+    unknown = accepted.unknown(every)
     for name in unknown:
         print(f"mutants: {ACCEPTED.relative_to(ROOT)} names a mutant that does not exist: {name}", file=sys.stderr)
     if whole:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import mutants_page
-from benchmarks.mutants import ACCEPTED, Mutant, outcome_of
+from benchmarks.mutants import ACCEPTED, Accepted, Mutant, outcome_of
 
 KEPT = json.loads(mutants_page.KEPT.read_text())
 
@@ -21,11 +21,25 @@ def test_the_page_says_what_was_measured() -> None:
 
 
 def test_the_record_has_the_reasons_of_the_file_of_accepted_mutants() -> None:
-    reasons = tomllib.loads(ACCEPTED.read_text())
-    assert all(reason.strip() for reason in reasons.values())
-    assert [(one["name"], one["accepted"]) for one in KEPT["results"]["survivors"] if one["accepted"]] == [
-        (one["name"], reasons[one["name"]]) for one in KEPT["results"]["survivors"] if one["name"] in reasons
-    ]
+    accepted = Accepted(tomllib.loads(ACCEPTED.read_text()))
+    assert all(reason.strip() for reason in accepted.reasons.values())
+    survivors = KEPT["results"]["survivors"]
+    assert [one["accepted"] for one in survivors] == [accepted.reason(one) for one in survivors]
+
+
+def test_a_mutant_is_accepted_by_its_name_its_function_or_its_change() -> None:
+    accepted = Accepted({"a.f: x = 1 -> x = 2": "one", "a.g": "all of it", "strict=True -> strict=False": "a guard"})
+
+    def reason(function: str, before: str, after: str) -> str | None:
+        name = f"{function}: {before} -> {after}"
+        return accepted.reason({"name": name, "before": before, "after": after})
+
+    assert reason("a.f", "x = 1", "x = 2") == "one"
+    assert reason("a.f", "x = 1", "x = None") is None
+    assert reason("a.g", "y = 1", "y = 2") == "all of it"
+    assert reason("b.h", "zip(x, y, strict=True)", "zip(x, y, strict=False)") == "a guard"
+    assert reason("b.h", "zip(x, y, strict=True)", "zip(x, None, strict=True)") is None
+    assert Accepted({"a.g": "all of it", "p -> q": "a change"}).unknown([]) == ["a.g"]
 
 
 def test_what_was_not_run_or_is_accepted_is_no_part_of_the_score() -> None:

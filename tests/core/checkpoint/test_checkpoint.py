@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import io
 import json
 import re
@@ -28,6 +29,7 @@ from ddp_core.checkpoint import (
     load,
     newest_valid,
     read_checkpoint,
+    reading,
     sweep,
     verify,
 )
@@ -430,6 +432,29 @@ def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
         "step-000000001-2.pt",
         "step-000000001.json",
     ]
+
+
+def test_every_kind_of_file_that_a_dead_writer_leaves_is_swept(tmp_path: Path) -> None:
+    targets = ("latest.json", "best.json", "fence.json", "step-000000009.pt", "step-000000009.json")
+    for name in (*targets, "notes.json"):
+        (tmp_path / f".{name}.0123456789ab.tmp").touch()
+    assert {path.name for path in sweep(tmp_path)} == {f".{name}.0123456789ab.tmp" for name in targets}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), FileNotFoundError()])
+def test_what_cannot_be_swept_is_said_unless_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(descriptor: int) -> bool:
+        raise error
+
+    (tmp_path / "step-000000009.pt").touch()
+    monkeypatch.setattr(reading, "take_lock", fail)
+    said: list[str] = []
+    assert sweep(tmp_path, said.append) == []
+    assert said == [f"warning: cannot sweep {tmp_path}/step-000000009.pt: No locks available"] * (
+        error.errno is not None
+    )
 
 
 def test_a_state_may_be_loaded_without_this_package(tmp_path: Path) -> None:
