@@ -466,6 +466,12 @@ def test_a_directory_that_cannot_be_made_is_met_before_the_first_step(tmp_path: 
         assert caught.value.exit_code == ExitCode.RESOURCES
 
 
+def test_a_directory_is_made_with_those_above_it(tmp_path: Path) -> None:
+    Fence.take(tmp_path / "of" / "a" / "run").check()
+    Checkpointer(tmp_path / "of" / "another" / "run").save(state_of(1), step=1, epoch=0)
+    assert newest_valid(tmp_path / "of" / "another" / "run") is not None
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_permission_is_met_before_the_first_step(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
