@@ -6,7 +6,9 @@ import copy
 import errno
 import io
 import json
+import os
 import re
+import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -33,6 +35,7 @@ from ddp_core.checkpoint import (
     sweep,
     verify,
 )
+from ddp_core.checkpoint.saving import WRITER_NICENESS
 from ddp_core.checkpoint.state import Snapshots, Tree
 from tests.core.checkpoint.children import state_of
 from tests.support.processes import HANG
@@ -432,6 +435,33 @@ def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
         "step-000000001-2.pt",
         "step-000000001.json",
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own")
+def test_a_save_is_written_by_a_thread_that_lets_training_go_first(tmp_path: Path) -> None:
+    seen = set()
+
+    def look(point: str) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        seen.add((threading.current_thread().name.rpartition("_")[0], niceness))
+
+    with Checkpointer(tmp_path, asynchronous=True, at=look) as checkpointer:
+        checkpointer.save(state_of(1), step=1, epoch=0)
+    assert seen == {("checkpoint-writer", WRITER_NICENESS)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) < WRITER_NICENESS
+
+
+def test_tensors_are_loaded_to_where_they_are_wanted(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(state_of(1), step=1, epoch=0)
+    [checkpoint] = find_checkpoints(tmp_path)
+    asked: list[str] = []
+
+    def place(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        asked.append(location)
+        return storage
+
+    load(checkpoint, map_location=place)
+    assert set(asked) == {"cpu"}
 
 
 def test_every_kind_of_file_that_a_dead_writer_leaves_is_swept(tmp_path: Path) -> None:
