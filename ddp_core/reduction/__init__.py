@@ -4,14 +4,17 @@ Sums of floating-point numbers depend on the order of the additions. Here that o
 micro-batches of a step (`tree`), whichever ranks compute them. Ranks that compute neighbouring micro-batches exchange
 partial sums (`contiguous`, `ordered_sum`), within nodes first, then across (`levels`). Ranks that take them in turns
 exchange after each (`strided`, `round_sum`). Both do so in the background (`communication`). Batch-norm statistics are
-exchanged in the same way (`batch_statistics`).
+exchanged in the same way (`batch_statistics`). Where each rank updates a part of the parameters (`shards`), it gets the
+sums of that part alone (`sharded_contiguous`, `sharded_strided`). Clipping uses a norm of the same kind (`norm`).
 `ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
 from .exact import ExactReduction
 from .flat import take_gradients
+from .norm import clip_gradients_, gradient_norm
 from .ordered_sum import OrderedSum
+from .shards import Piece, Shards
 from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas, share
 
 __all__ = [
@@ -19,13 +22,17 @@ __all__ = [
     "ExactReduction",
     "GradientTree",
     "OrderedSum",
+    "Piece",
+    "Shards",
     "Span",
     "Subtree",
     "canonical_subtrees",
+    "clip_gradients_",
     "fold",
     "fold_replicas",
     "foreign_buffers",
     "foreign_buffers_changed",
+    "gradient_norm",
     "share",
     "take_gradients",
 ]

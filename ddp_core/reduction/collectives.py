@@ -28,28 +28,36 @@ class Collectives:
         """See `Exchange.collect`."""
         return _Parcels(self, own, out, counts, cuts)
 
-    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
-        size = part.numel()
-        inbox = part.new_empty(senders * size)
+        sizes = [cut.stop - cut.start for cut in cuts]
+        size = sizes[self.rank]
+        outbox = like.new_empty(0)
+        if flat is not None:
+            outbox = flat if sum(sizes) == flat.numel() else torch.cat([flat[cut] for cut in cuts])
+        inbox = like.new_empty((senders, size))
         dist.all_to_all_single(
-            inbox,
-            part.new_empty(0) if flat is None else flat,
+            inbox.view(-1),
+            outbox,
             [size * (sender < senders) for sender in range(self.world_size)],
-            [size * (flat is not None)] * self.world_size,
+            [each * (flat is not None) for each in sizes],
             group=self.group,
         )
-        yield from (arrival.clone() for arrival in torch.split(inbox, size))
+        yield from (arrival.clone() for arrival in inbox)
 
-    def gather(self, part: Tensor) -> Tensor:
-        """See `Exchange.gather`."""
-        whole = part.new_empty(self.world_size * part.numel())
-        dist.all_gather_into_tensor(whole, part, group=self.group)
-        return whole
+    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
+        """See `Exchange.gather`. All parts travel as large as the largest."""
+        sizes = [cut.stop - cut.start for cut in cuts]
+        whole = flat.new_empty((self.world_size, max(sizes)))
+        mine = whole[self.rank]
+        mine[: sizes[self.rank]] = flat[cuts[self.rank]]
+        dist.all_gather_into_tensor(whole.view(-1), mine, group=self.group)
+        for cut, size, part in zip(cuts, sizes, whole, strict=True):
+            flat[cut] = part[:size]
 
 
 class _Parcels:
-    """`Collected` by collectives: one `all_to_all_single`, then one `all_gather_into_tensor` of parts of equal size."""
+    """`Collected` by collectives: one `all_to_all_single`, then one `all_gather_into_tensor`."""
 
     def __init__(
         self,
@@ -59,7 +67,7 @@ class _Parcels:
         counts: Sequence[int],
         cuts: Sequence[slice],
     ) -> None:
-        self._group, self._out, self._cuts = exchange.group, out, cuts
+        self._exchange, self._out, self._cuts = exchange, out, cuts
         sizes = [cut.stop - cut.start for cut in cuts]
         size = sizes[exchange.rank]
         # The parts for one member lie together, so that they travel as one.
@@ -70,13 +78,11 @@ class _Parcels:
             outbox,
             [count * size for count in counts],
             [len(own) * part for part in sizes],
-            group=self._group,
+            group=exchange.group,
         )
         arrivals = torch.split(inbox, size) if size else [inbox] * sum(counts)
         self.arrivals: list[Arrival] = [(tensor, None) for tensor in arrivals]
-        self._whole = out.new_empty((len(cuts), max(sizes)))
-        self._padded = self._whole[exchange.rank]
-        self.mine = self._padded[:size]
+        self.mine = out[cuts[exchange.rank]]
 
     def sent(self) -> None:
         """Nothing to do: what is sent has been copied."""
@@ -86,9 +92,7 @@ class _Parcels:
 
     def spread(self) -> None:
         """See `Collected.spread`."""
-        dist.all_gather_into_tensor(self._whole.view(-1), self._padded, group=self._group)
-        for cut, part in zip(self._cuts, self._whole, strict=True):
-            self._out[cut] = part[: cut.stop - cut.start]
+        self._exchange.gather(self._out, self._cuts)
 
     def end(self) -> None:
         """Nothing to do: `spread` waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, Protocol
@@ -19,7 +19,12 @@ from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_
 from .buckets import refuse_inexact
 from .communication import Channel
 from .contiguous import ContiguousShares
-from .flat import Gradients
+from .flat import Gradients, scale_gradients_
+from .norm import block_sums_of_pieces, clip_gradients_, gradient_norm, norm_of
+from .sharded import gather_, require_fit
+from .sharded_contiguous import ShardedContiguousShares
+from .sharded_strided import ShardedStridedShares
+from .shards import Shards
 from .strided import StridedShares
 from .tree import share
 
@@ -40,10 +45,10 @@ class Shares(Protocol):
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
 
     def finish(self, statistics: Tensor) -> None:
-        """Set every `.grad` to the sum over all micro-batches, and `statistics` to that of the statistics."""
+        """Set every `.grad` (with shards: of this rank's pieces) and `statistics` to the sum over all micro-batches."""
 
     def close(self) -> None:
-        """Leave DDP as it was."""
+        """Leave DDP or the parameters as they were."""
 
 
 class ExactReduction:
@@ -70,6 +75,12 @@ class ExactReduction:
     as exact`) ends the threads and their process group; call it before the DDP module is dropped, and drop that
     (`gc.collect()`) before `destroy_process_group()`.
 
+    With `shards` (of the module's trainable parameters, for as many ranks as the group has; no DDP then) each rank gets
+    the gradients of its own pieces alone: `finish` sets `piece.tensor.grad` of every `shards.pieces(rank)` to the sum
+    and every `p.grad` to None. Exchanges run beside the last backward with contiguous shares, beside each with strided
+    shares; these also free each gradient while backward goes on. When the pieces are updated, `gather_parameters`
+    brings them to all ranks; `ShardedOptimizer` of ddp_core.sharding does so.
+
     In a loop that is not your own: call `begin()` before the first forward of a step, put each backward into
     `micro_batch(exact.remaining[0])`, and call `finish` as soon as `remaining` is empty, before gradients are clipped
     or used. With strided shares the forward may be run outside of `micro_batch`. A loss is often a mean over the
@@ -92,6 +103,7 @@ class ExactReduction:
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] = "contiguous",
         node: str | int | None = None,
+        shards: Shards | None = None,
     ) -> None:
         if shares not in ("contiguous", "strided"):
             raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
@@ -104,12 +116,18 @@ class ExactReduction:
         self.micro_batches = micro_batches
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
         self._gradients = Gradients(module)
+        self.process_group, self.rank, self.shards = group, rank, shards
+        # What `finish` gives a gradient.
+        self._reduced: list[nn.Parameter] = self._gradients.parameters
+        if shards is not None:
+            require_fit(shards, ddp, self._gradients, world_size)
+            self._reduced = [piece.tensor for piece in shards.pieces(rank)]
         if rank == 0:
             warn_of_threads()
         nodes = None
         if group is not None and world_size > 1:
             here = socket.gethostname() if node is None else node
-            nodes = require_agreement(group, micro_batches, shares, self._gradients, here)
+            nodes = require_agreement(group, micro_batches, shares, self._gradients, here, shards)
         share(micro_batches, rank, world_size)
         # Compared in the first step, when a checkpoint has been loaded.
         self._to_compare = group if ddp is None and world_size > 1 else None
@@ -121,12 +139,15 @@ class ExactReduction:
         self._run = 0
 
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
+        in_levels = shares == "contiguous" and shards is None
+        self._channel = Channel(group, device, timeout, nodes if in_levels else None)
         self._shares: Shares
-        self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
-        if shares == "strided" and world_size > 1:
-            self._shares = StridedShares(ddp, self._gradients, self._channel)
+        is_strided = shares == "strided" and world_size > 1
+        if shards is not None:
+            kind = ShardedStridedShares if is_strided else ShardedContiguousShares
+            self._shares = kind(shards, self._gradients, self._channel)
         else:
-            self._shares = ContiguousShares(ddp, self._gradients, self._channel)
+            self._shares = (StridedShares if is_strided else ContiguousShares)(ddp, self._gradients, self._channel)
 
     @property
     def share(self) -> range:
@@ -198,9 +219,37 @@ class ExactReduction:
         total = self._statistics.zeros()
         self._shares.finish(total)
         self._statistics.finish(total)
-        self._gradients.scale_(scale)
+        scale_gradients_(self._reduced, scale)
         self._leaves, self._run = None, 0
         self._refuse_foreign_buffers()
+
+    def gather_parameters(self) -> None:
+        """Bring all ranks' pieces of the parameters to every rank; a collective, with `shards` only."""
+        assert self.shards is not None
+        self.gather({number: group.flat for number, group in enumerate(self.shards.groups)})
+
+    def gather(self, flats: Mapping[int, Tensor]) -> None:
+        """Bring all ranks' ranges of these flat tensors to every rank; a collective, with `shards` only.
+
+        Each is as large as the flat tensor of the group of `shards` whose number it has, and of any dtype.
+        """
+        assert self.shards is not None
+        gather_(flats, self.shards, self._channel)
+
+    def clip_gradients_(self, max_norm: float) -> Tensor:
+        """Multiply all gradients by max_norm / norm where that is below 1; returns the norm, the same on any layout.
+
+        A collective with `shards`. Call it between `finish` (and a scaler's `unscale_`) and the update.
+        """
+        if self.shards is None:
+            norm = gradient_norm(self._reduced)
+        else:
+            sums = block_sums_of_pieces(self.shards, self.rank)
+            # One rank at most has a number in each place, and zeros change none.
+            self._channel.sum([sums], sums, self.shards.world_size)
+            norm = norm_of(sums)
+        clip_gradients_(self._reduced, norm, max_norm)
+        return norm
 
     def close(self) -> None:
         """End the communication threads and their process group, and give the batch-norm layers their momenta back."""

@@ -31,7 +31,10 @@ class Collected(Protocol):
         """Start to send the sum in `mine` to all members."""
 
     def end(self) -> None:
-        """Wait until what was started is done and the others' sums are in `out`; nothing may be used any more."""
+        """Wait until what was started is done and the sums are in `out`; nothing may be used any more.
+
+        Without `spread` only this member's part of `out` holds its sum.
+        """
 
 
 class Exchange(Protocol):
@@ -54,12 +57,13 @@ class Exchange(Protocol):
 class WholeExchange(Exchange, Protocol):
     """An exchange between all ranks of a group, which strided shares need."""
 
-    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """Send each rank its part of `flat`; yield this rank's parts of ranks 0 … `senders` - 1, in order.
 
-        `flat` (None on the other ranks) holds one part for each rank, or only one, which then goes to all. `part` shows
-        the size, dtype and device of a part. The tensors that are yielded belong to the caller, `flat` no longer does.
+        `flat` is None on the other ranks. `cuts` are the parts, one for each rank: neighbours that make up `flat`, or
+        all the same. `like` shows the dtype and device. The tensors that are yielded belong to the caller, `flat` no
+        longer does.
         """
 
-    def gather(self, part: Tensor) -> Tensor:
-        """Return all ranks' parts, end to end."""
+    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
+        """Send this rank's part of `flat` to all ranks, and receive theirs into it: `cuts`, one for each rank."""

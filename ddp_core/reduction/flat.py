@@ -36,9 +36,10 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def take(self) -> list[Tensor | None]:
-        """`take_gradients`. Raises ValueError for a sparse gradient."""
-        gradients = take_gradients(self.parameters)
+    def take(self, positions: Iterable[int] | None = None) -> list[Tensor | None]:
+        """`take_gradients`, of all or of the parameters at these positions. Raises ValueError for a sparse gradient."""
+        taken = self.parameters if positions is None else [self.parameters[position] for position in positions]
+        gradients = take_gradients(taken)
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError("sparse gradients have no fixed shape to sum in order: use sparse=False")
         return gradients
@@ -52,11 +53,12 @@ class Gradients:
                     ".grad is added in another order; run each backward in a micro_batch of its own"
                 )
 
-    def scale_(self, factor: float) -> None:
-        """Multiply every `.grad` by `factor`."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if factor != 1.0 and gradients:
-            foreach_mul_(gradients, factor)
+
+def scale_gradients_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiply every `.grad` by `factor`."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        foreach_mul_(gradients, factor)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -81,12 +83,28 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """
     views, start = [], 0
     for parameter in parameters:
-        part = flat[start : start + parameter.numel()]
+        views.append(view_in(flat[start : start + parameter.numel()], parameter))
         start += parameter.numel()
-        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-        dense = parameter.numel() > 0 and reach == parameter.numel()
-        views.append(part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape))
     return views
+
+
+def view_in(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor in one dimension, seen with the shape of `like` and, where that has no gaps, its sequence in memory."""
+    return part.as_strided(like.shape, like.stride()) if _has_no_gaps(like) else part.view(like.shape)
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements in one dimension, in the sequence that `view_in` gives those of `like`; a view where possible."""
+    if _has_no_gaps(like) and tensor.stride() == like.stride():
+        return tensor.as_strided((like.numel(),), (1,))
+    flat = tensor.new_empty(like.numel())
+    view_in(flat, like).copy_(tensor)
+    return flat
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and sum((size - 1) * stride for size, stride in strides) + 1 == tensor.numel()
 
 
 def fill_(views: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> None:
@@ -96,3 +114,10 @@ def fill_(views: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> None:
             view.fill_(-0.0)
         else:
             view.copy_(gradient)
+
+
+def record_use(tensors: Iterable[Tensor | None]) -> None:
+    """Keep the memory of CUDA tensors from being used anew before the current stream has read them."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -30,15 +30,21 @@ class ThroughHost:
             return self._exchange.collect(own, out, counts, cuts)
         return _Copied(self._exchange, own, out, counts, cuts)
 
-    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
         sent = None if flat is None else _on_host([flat])[0]
-        for arrival in self._exchange.scatter(sent, _like_on_host(part), senders):
-            yield arrival.to(part.device)
+        for arrival in self._exchange.scatter(sent, cuts, like.new_empty(0, device="cpu"), senders):
+            yield arrival.to(like.device)
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
         """See `Exchange.gather`."""
-        return self._exchange.gather(_on_host([part])[0]).to(part.device)
+        if not is_elsewhere(flat):
+            self._exchange.gather(flat, cuts)
+            return
+        whole, mine = _like_on_host(flat), cuts[self.rank]
+        whole[mine] = _on_host([flat[mine]])[0]
+        self._exchange.gather(whole, cuts)
+        flat.copy_(whole, non_blocking=True)
 
 
 class _Copied:
@@ -55,6 +61,8 @@ class _Copied:
         start = min(cut.start for cut in cuts)
         here = slice(start, max(cut.stop for cut in cuts))
         self._out = out[here]
+        mine = cuts[exchange.rank]
+        self._summed = slice(mine.start - start, mine.stop - start)
         self._sum = _like_on_host(self._out)
         self._collected = exchange.collect(
             _on_host([flat[here] for flat in own]),
@@ -75,12 +83,13 @@ class _Copied:
 
     def spread(self) -> None:
         """See `Collected.spread`."""
+        self._summed = slice(0, None)
         self._collected.spread()
 
     def end(self) -> None:
         """See `Collected.end`. The copy back is queued on the current stream, and torch keeps its source until then."""
         self._collected.end()
-        self._out.copy_(self._sum, non_blocking=True)
+        self._out[self._summed].copy_(self._sum[self._summed], non_blocking=True)
 
 
 def is_elsewhere(tensor: Tensor) -> bool:

@@ -48,27 +48,26 @@ class PointToPoint:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
         return _Messages(self, own, out, counts, cuts)
 
-    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
-        arrivals = {peer: torch.empty_like(part) for peer in self.peers if peer < senders}
-        receiving = [self.receive(arrival, peer) for peer, arrival in arrivals.items()]
-        parts = [] if flat is None else torch.split(flat, part.numel())
-        sending = [self.send(parts[peer % len(parts)], peer) for peer in self.peers if parts]
-        if parts:
+        sizes = [cut.stop - cut.start for cut in cuts]
+        mine = sizes[self.rank]
+        arrivals = {peer: like.new_empty(mine) for peer in self.peers if peer < senders}
+        receiving = [self.receive(arrival, peer) for peer, arrival in arrivals.items() if mine]
+        sending = []
+        if flat is not None:
+            sending = [self.send(flat[cuts[peer]], peer) for peer in self.peers if sizes[peer]]
             # A view would keep the whole of `flat` alive.
-            arrivals[self.rank] = parts[self.rank].clone() if len(parts) > 1 else parts[0]
+            arrivals[self.rank] = flat[cuts[self.rank]].clone() if mine < flat.numel() else flat
         _wait(sending + receiving)
         yield from (arrivals.pop(sender) for sender in range(senders))
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
         """See `Exchange.gather`."""
-        whole = part.new_empty(self.world_size * part.numel())
-        parts = whole.view(self.world_size, -1)
-        receiving = [self.receive(parts[peer], peer) for peer in self.peers]
-        sending = [self.send(part, peer) for peer in self.peers]
-        parts[self.rank].copy_(part)
+        parts = [flat[cut] for cut in cuts]
+        receiving = [self.receive(parts[peer], peer) for peer in self.peers if parts[peer].numel()]
+        sending = [self.send(parts[self.rank], peer) for peer in self.peers if parts[self.rank].numel()]
         _wait(sending + receiving)
-        return whole
 
     def send(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
         """Start to send; `channel` is 0 or 1."""

@@ -40,6 +40,14 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
         collected.end()
 
 
+def sum_parts(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan, cuts: Sequence[slice]) -> None:
+    """As `sum_in_one_level`, but each member gets its own part (`cuts`, one for each) of the sum alone, in `out`."""
+    collected = exchange.collect(own, out, [len(spans) for spans in plan.spans], cuts)
+    collected.sent()
+    plan.add_(collected.arrivals, collected.mine)
+    collected.end()
+
+
 def cut(flat: Tensor, parts: int) -> list[slice]:
     """Cut a flat tensor at multiples of `LINE_BYTES` into neighbouring parts of about one size; some may be empty."""
     elements, line = flat.numel(), LINE_BYTES // flat.element_size()

@@ -6,10 +6,12 @@
    for this part: N/W * (log2(M) + 1) elements at most, however the leaves lie.
 4. After the last round every rank sends its part of the sum to all others: (W-1)/W * N elements.
 
-Each element sees the same additions as in `ordered_sum`.
+Each element sees the same additions as in `ordered_sum`. Where each rank needs its own part alone, step 4 is left out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -20,25 +22,26 @@ from .tree import GradientTree
 class RoundSum:
     """One step's sum of flat tensors of `elements` elements over `leaves` micro-batches.
 
-    Collective: every rank makes the same calls in the same order. `like` has the tensors' dtype and device. Where it
-    costs no more, every rank sums all parts by itself: the same additions, and step 4 is saved.
+    Collective: every rank makes the same calls in the same order. `like` has the tensors' dtype and device. `cuts` are
+    the ranks' parts of a flat tensor. Without them parts are about equal; or, where it costs no more, every rank sums
+    all parts by itself: the same additions, and step 4 is saved.
     """
 
-    def __init__(self, exchange: WholeExchange, elements: int, like: Tensor, leaves: int) -> None:
+    def __init__(
+        self,
+        exchange: WholeExchange,
+        elements: int,
+        like: Tensor,
+        leaves: int,
+        cuts: Sequence[slice] | None = None,
+    ) -> None:
         self._exchange, self._elements, self._like = exchange, elements, like
-        world_size = exchange.world_size
-        rounds = -(-leaves // world_size)
-        # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
-        more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
-        self._parts, self._size = 1, elements
-        if more > exchange.one_round_bytes:
-            line = LINE_BYTES // like.element_size()
-            self._parts, self._size = world_size, -(-elements // (world_size * line)) * line
+        self._cuts = _cuts_for(exchange, elements, like, leaves) if cuts is None else cuts
         self._tree = GradientTree(leaves)
 
     def empty(self) -> Tensor:
         """A flat tensor for a leaf: `elements` elements, then a few more that fill the last part."""
-        return self._like.new_empty(self._size * self._parts)
+        return self._like.new_empty(self._cuts[-1].stop)
 
     def push(self, flat: Tensor | None) -> None:
         """Exchange the leaves of the next round, which are given away; None on a rank without one in the last round."""
@@ -46,14 +49,36 @@ class RoundSum:
         if not self._elements:
             self._tree.next_leaf += senders
             return
-        for part in self._exchange.scatter(flat, self._like.new_empty(self._size), senders):
+        for part in self._exchange.scatter(flat, self._cuts, self._like, senders):
             self._tree.push([part])
 
-    def total(self) -> Tensor:
-        """Return the sum over all leaves, of the size of a tensor from `empty`."""
+    def own_total(self) -> Tensor:
+        """Return this rank's part of the sum over all leaves."""
         if not self._elements:
-            return self.empty()
+            return self._like.new_empty(0)
         (root,) = self._tree.subtrees
         (mine,) = root.tensors
         assert mine is not None
-        return mine if self._parts == 1 else self._exchange.gather(mine)
+        return mine
+
+    def total(self) -> Tensor:
+        """Return the sum over all leaves, of the size of a tensor from `empty`."""
+        mine = self.own_total()
+        if self._cuts[0] == self._cuts[-1]:
+            return mine
+        whole = self.empty()
+        whole[self._cuts[self._exchange.rank]] = mine
+        self._exchange.gather(whole, self._cuts)
+        return whole
+
+
+def _cuts_for(exchange: WholeExchange, elements: int, like: Tensor, leaves: int) -> list[slice]:
+    world_size = exchange.world_size
+    rounds = -(-leaves // world_size)
+    # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
+    more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
+    if more <= exchange.one_round_bytes:
+        return [slice(0, elements)] * world_size
+    line = LINE_BYTES // like.element_size()
+    size = -(-elements // (world_size * line)) * line
+    return [slice(rank * size, (rank + 1) * size) for rank in range(world_size)]

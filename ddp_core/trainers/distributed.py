@@ -71,6 +71,11 @@ class DistributedTrainer(Trainer):
             self._join_empty_handed()
         self.reduction.finish()
 
+    def clip_gradients(self, max_norm: float) -> None:
+        """Limit the norm of the exact gradient: with shards, the ranks sum their parts of it."""
+        assert isinstance(self.reduction, ExactReduction)
+        self.reduction.clip_gradients_(max_norm)
+
     def settle_buffers(self) -> None:
         """Take rank 0's buffers, as DDP's next forward would: in plain mode, each rank changes its own only.
 

@@ -18,6 +18,7 @@ from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
+from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Optimizer
 from ddp_core.trainers.bad_losses import BufferCopies, first_bad, name_bad_loss
@@ -64,7 +65,8 @@ class Trainer(ABC):
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
-        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch)
+        clip = self.clip_gradients if self.exact else None
+        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, clip)
         overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
@@ -91,6 +93,11 @@ class Trainer(ABC):
         """
         self.observers.before_wait()
         self.signals.send(self.job.stop.requested)
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Limit the norm of the exact gradient, the same on any layout; overridden where a rank has a part of it."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        clip_gradients_(parameters, gradient_norm(parameters), max_norm)
 
     def settle_buffers(self) -> None:  # noqa: B027
         """Make the buffers equal on all ranks; overridden where the reduction does not do so."""

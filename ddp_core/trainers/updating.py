@@ -6,6 +6,9 @@ Only this file calls the optimizer and the schedule. So an exception from below 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -16,12 +19,21 @@ from ddp_core.trainers.state import TrainState
 class WeightUpdate:
     """Updates the weights of a state from the gradients in `.grad`.
 
+    `clip` limits their norm to the number that it is given; without it torch's own clipping does.
+
     A built-in schedule is applied to each parameter group from the rate that the group was made with. A schedule of the
     experiment's own is moved on after each update, and not where a step was skipped.
     """
 
-    def __init__(self, experiment: Experiment, state: TrainState, steps_per_epoch: int) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        state: TrainState,
+        steps_per_epoch: int,
+        clip: Callable[[float], object] | None = None,
+    ) -> None:
         self._state, self._clip_norm = state, experiment.clip_norm
+        self._clip = clip or partial(nn.utils.clip_grad_norm_, list(state.model.parameters()))
         self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
         self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
         self._has_stepped = False
@@ -40,7 +52,7 @@ class WeightUpdate:
         if state.scaler is not None:
             state.scaler.unscale_(state.optimizer)
         if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(state.model.parameters(), self._clip_norm)
+            self._clip(self._clip_norm)
         if state.scaler is None:
             state.optimizer.step()
         elif not self._step_scaled(state.scaler):

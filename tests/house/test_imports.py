@@ -28,7 +28,7 @@ FLOORS = [
     ],
     ["ddp_core.sampler", "ddp_core.reduction"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
-    ["ddp_core.model", "ddp_core.observe"],
+    ["ddp_core.model", "ddp_core.observe", "ddp_core.sharding"],
     ["ddp_core.trainers", "ddp_core.faults", "ddp_core.adapters"],
     ["ddp_core.run"],
     ["ddp_core.launch", "ddp_core.commands"],

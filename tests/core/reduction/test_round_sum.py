@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,17 +24,17 @@ class Mailboxes:
         self.rank, self.world_size, self.queues = rank, world_size, queues
         self.one_round_bytes = -1
 
-    def scatter(self, flat: Tensor | None, part: Tensor, senders: int) -> Iterator[Tensor]:
+    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         if flat is not None:
-            parts = torch.split(flat, part.numel())
-            for peer in range(self.world_size):
-                self.queues[self.rank, peer].put(parts[peer % len(parts)].clone())
+            for peer, cut in enumerate(cuts):
+                self.queues[self.rank, peer].put(flat[cut].clone())
         yield from (self.queues[sender, self.rank].get(timeout=60) for sender in range(senders))
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
         for peer in range(self.world_size):
-            self.queues[self.rank, peer].put(part.clone())
-        return torch.cat([self.queues[sender, self.rank].get(timeout=60) for sender in range(self.world_size)])
+            self.queues[self.rank, peer].put(flat[cuts[self.rank]].clone())
+        for sender, cut in enumerate(cuts):
+            flat[cut] = self.queues[sender, self.rank].get(timeout=60)
 
 
 def sum_on_rank(exchange: Mailboxes, leaves: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""The norm of a gradient in one fixed order of additions, so that clipping does not depend on the layout.
+
+1. Cut each parameter's gradient, as it lies in memory, into blocks of 1024 elements; fill the last one with zeros.
+2. Square the elements, and fold each block in halves: the sums of elements i and i + 512, then i and i + 256, and on.
+3. Lay the sums of all blocks of all parameters end to end, fill with zeros up to a power of two, and fold in halves.
+4. The norm is the square root.
+
+A library's own sum or norm adds in an order that depends on the tensor's shape, so that of pieces would have other bits
+than that of the whole. Here every addition is one of two numbers, and no block is cut (`shards`). Numbers are float64:
+squares of float32 are then exact, and none overflows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ddp_core.torch_internals import foreach_mul_
+
+from .flat import in_memory_order
+from .shards import BLOCK, Shards
+
+_ROWS = 128
+"""Blocks that are squared and folded at once: as float64 they stay in a core's cache."""
+
+
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of the whole gradient: a float64 scalar on the parameters' device.
+
+    `parameters` are all that are trained, in the same sequence on every layout; one without `.grad` counts as zero.
+    """
+    begins = _first_blocks(parameters)
+    sums = _zeros(parameters, begins)
+    for begin, parameter in zip(begins, parameters, strict=False):
+        if parameter.grad is not None:
+            _put_block_sums(sums[begin:], in_memory_order(parameter.grad, parameter))
+    return norm_of(sums)
+
+
+def block_sums_of_pieces(shards: Shards, rank: int) -> Tensor:
+    """Sums of the squares of each block of all parameters, float64; of the blocks of other ranks' pieces zeros.
+
+    Added up over the ranks, `norm_of` makes them the norm.
+    """
+    begins = _first_blocks(shards.parameters)
+    sums = _zeros(shards.parameters, begins)
+    for piece in shards.pieces(rank):
+        if piece.tensor.grad is not None:
+            _put_block_sums(sums[begins[piece.position] + piece.start // BLOCK :], piece.tensor.grad)
+    return sums
+
+
+def norm_of(sums: Tensor) -> Tensor:
+    """The norm from the sums of the squares of all blocks."""
+    width = 1 << max(0, len(sums) - 1).bit_length()
+    return _folded_(pad(sums, (0, width - len(sums))).view(1, width)).sqrt()[0]
+
+
+def clip_gradients_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiply every `.grad` by max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for dtype, tensors in gradients.items():
+        foreach_mul_(tensors, factor.to(torch.promote_types(dtype, torch.float32)))
+
+
+def _first_blocks(parameters: Iterable[Tensor]) -> list[int]:
+    """The number of each parameter's first block, and at last that of all blocks."""
+    return [0, *itertools.accumulate(-(-parameter.numel() // BLOCK) for parameter in parameters)]
+
+
+def _zeros(parameters: Sequence[Tensor], begins: Sequence[int]) -> Tensor:
+    return torch.zeros(begins[-1], dtype=torch.float64, device=parameters[0].device)
+
+
+@torch.no_grad()
+def _put_block_sums(sums: Tensor, flat: Tensor) -> None:
+    """Write the sums of the squares of the blocks of `flat` to the beginning of `sums`."""
+    for number, part in enumerate(flat.split(_ROWS * BLOCK)):
+        rows = -(-part.numel() // BLOCK)
+        blocks = pad(part.double(), (0, rows * BLOCK - part.numel())).view(rows, BLOCK)
+        sums[number * _ROWS : number * _ROWS + rows] = _folded_(blocks * blocks)
+
+
+def _folded_(rows: Tensor) -> Tensor:
+    """Add up each row, whose length is a power of two, in halves; `rows` is overwritten."""
+    width = rows.shape[1]
+    while width > 1:
+        width //= 2
+        rows[:, :width] += rows[:, width : 2 * width]
+    return rows[:, 0]

@@ -1,0 +1,60 @@
+"""What contiguous and strided shares have in common where each rank needs the gradients of its own pieces alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .backends import exchange_on
+from .communication import Channel, in_one_phase
+from .flat import Gradients
+from .shards import Shards
+
+
+def require_fit(shards: Shards, ddp: DistributedDataParallel | None, gradients: Gradients, world_size: int) -> None:
+    """Raise ValueError unless the shards are those of the module's trainable parameters for this many ranks."""
+    if ddp is not None:
+        raise ValueError("DistributedDataParallel gives every rank all gradients: with shards, pass the module inside")
+    if shards.world_size != world_size:
+        raise ValueError(f"the shards are for {shards.world_size} ranks, but the process group has {world_size}")
+    if list(map(id, shards.parameters)) != list(map(id, gradients.parameters)):
+        raise ValueError("the shards are not those of the module: make them with Shards.of(module, world_size)")
+
+
+def set_gradients(shards: Shards, rank: int, totals: Mapping[int, Tensor], used: Sequence[bool]) -> None:
+    """Give each piece of `rank` its gradient: a part of its group's sum, or None where its parameter was not used.
+
+    `totals` are the rank's ranges of the groups' sums by the groups' numbers, `used` is by the parameters' positions.
+    """
+    for piece in shards.pieces(rank):
+        first = shards.groups[piece.group].cuts[rank].start
+        total = totals[piece.group][piece.place.start - first : piece.place.stop - first]
+        piece.tensor.grad = total if used[piece.position] else None
+
+
+def clear_gradients(shards: Shards, rank: int) -> None:
+    """Take the gradients of the pieces of `rank` away."""
+    for piece in shards.pieces(rank):
+        piece.tensor.grad = None
+
+
+def gather_(flats: Mapping[int, Tensor], shards: Shards, channel: Channel) -> None:
+    """Bring all ranks' ranges of flat tensors, given by their groups' numbers, to every rank, and wait."""
+    if channel.group is None:
+        return
+    exchange = exchange_on(channel.group, channel.device)
+
+    def gather(flat: Tensor, cuts: Sequence[slice]) -> Tensor:
+        exchange.gather(flat, cuts)
+        return flat
+
+    on_their_way = [
+        channel.submit(in_one_phase(partial(gather, flat, shards.groups[number].cuts)), flat)
+        for number, flat in flats.items()
+        if flat.numel()
+    ]
+    for future in on_their_way:
+        future.wait()

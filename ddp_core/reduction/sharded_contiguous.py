@@ -1,0 +1,139 @@
+"""Contiguous shares where each rank needs the gradients of its own pieces alone: the first half of an all-reduce.
+
+A rank adds up what it can alone, in whole gradients. In its last backward each flat group is sent as soon as its
+gradients are there: every rank sends each other its range of its subtrees, and adds up its own range in tree order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ddp_core.shares import share_of
+
+from .backends import exchange_on
+from .communication import Channel, Job
+from .departures import Departures
+from .flat import Gradients, record_use
+from .one_level import sum_parts
+from .plan import plan_for
+from .sharded import clear_gradients, set_gradients
+from .shards import FlatGroup, Shards
+from .tree import GradientTree, Span, add_, are_siblings
+
+
+class ShardedContiguousShares:
+    """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
+
+    def __init__(self, shards: Shards, gradients: Gradients, channel: Channel) -> None:
+        self._shards, self._gradients, self._channel = shards, gradients, channel
+        self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
+        self._exchange = None if channel.group is None else exchange_on(channel.group, channel.device)
+        self._departures = Departures(shards, self._send)
+
+    def share(self, micro_batches: int) -> range:
+        """The micro-batches of a step that this rank computes, in order."""
+        return share_of(micro_batches, self._rank, self._world_size)
+
+    def begin(self, micro_batches: int) -> None:
+        """Start a step."""
+        clear_gradients(self._shards, self._rank)
+        share = self.share(micro_batches)
+        self._tree = GradientTree(micro_batches, share.start, share.stop)
+        self._statistics = GradientTree(micro_batches, share.start, share.stop)
+        self._used = [False] * len(self._shards.parameters)
+        self._totals: dict[int, torch.futures.Future[Tensor]] = {}
+        self._departures.begin(watching=False)
+
+    @contextlib.contextmanager
+    def backward(self, index: int) -> Iterator[None]:
+        """Run forward and backward of micro-batch `index` inside."""
+        if index == self._tree.span.stop - 1:
+            self._departures.begin()
+        try:
+            yield
+        finally:
+            self._departures.stop()
+
+    def push(self, statistics: Tensor) -> None:
+        """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
+        if self._tree.next_leaf == self._tree.span.stop - 1:
+            self._departures.send_rest()
+            self._tree.next_leaf += 1
+        else:
+            self._tree.push(self._gradients.take())
+        if statistics.numel():
+            self._statistics.push([statistics])
+
+    def finish(self, statistics: Tensor) -> None:
+        """Set the `.grad` of this rank's pieces to the sum over all micro-batches, and `statistics` to theirs."""
+        self._gradients.refuse_foreign()
+        # Of a rank without a micro-batch, nothing has been sent yet.
+        self._departures.send_rest()
+        if statistics.numel():
+            own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
+            self._channel.sum(own, statistics, self._tree.leaves)
+        used = torch.tensor([float(used) for used in self._used], device=self._channel.device)
+        # A count per rank is one leaf of a tree over ranks; small integers add exactly.
+        self._channel.sum([used], used, self._world_size)
+        totals = {number: future.wait() for number, future in self._totals.items()}
+        set_gradients(self._shards, self._rank, totals, [count > 0 for count in used.tolist()])
+        self._totals = {}
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._departures.close()
+
+    def _send(self, number: int) -> None:
+        """Fold this rank's gradients of a group, and sum them over ranks, in the background."""
+        group, tree = self._shards.groups[number], self._tree
+        subtrees = [(subtree.span, _taken(subtree.tensors, group)) for subtree in tree.subtrees]
+        if self.share(tree.leaves):
+            subtrees.append((tree.last_leaf, self._gradients.take(group.positions)))
+        for _, tensors in subtrees:
+            for position, tensor in zip(group.positions, tensors, strict=True):
+                self._used[position] |= tensor is not None
+
+        def job() -> Job:
+            yield from ()
+            own = _folded(group, subtrees, tree.leaves)
+            cut = group.cuts[self._rank]
+            plan = plan_for(tree.leaves, self._world_size)
+            out = own[-1] if own else group.empty()
+            if self._exchange is None:
+                plan.add_([(flat, None) for flat in own], out)
+            elif out.numel():
+                sum_parts(self._exchange, own, out, plan, group.cuts)
+            # A view would keep the sums' other parts alive, which mean nothing here.
+            return out[cut].clone() if self._world_size > 1 else out
+
+        self._totals[number] = self._channel.submit(job(), group.flat)
+
+
+def _taken(tensors: list[Tensor | None], group: FlatGroup) -> list[Tensor | None]:
+    """Take the group's tensors out of a subtree, so that they are freed when they have been sent."""
+    taken = [tensors[position] for position in group.positions]
+    for position in group.positions:
+        tensors[position] = None
+    return taken
+
+
+def _folded(group: FlatGroup, subtrees: list[tuple[Span, list[Tensor | None]]], leaves: int) -> list[Tensor]:
+    """Add the last leaf's sibling subtrees to it; return this rank's flat subtrees, which leaves `subtrees` empty."""
+    own: list[Tensor] = []
+    while subtrees:
+        span, tensors = subtrees.pop()
+        record_use(tensors)
+        flat = group.flattened(tensors)
+        tensors.clear()
+        while not own and subtrees and are_siblings(subtrees[-1][0], span, leaves):
+            left, tensors = subtrees.pop()
+            record_use(tensors)
+            views: list[Tensor | None] = list(group.views(flat))
+            add_(views, tensors)
+            span = left._replace(stop=span.stop)
+        own.insert(0, flat)
+    return own

@@ -1,0 +1,159 @@
+"""Which rank owns which elements of the parameters, where each rank updates a part of them.
+
+1. Parameters of one dtype and device are laid out one after the other in a flat tensor, a few of them in each.
+2. Every flat tensor is cut into W neighbouring ranges of about one size; rank r owns range r.
+3. What a range has of one parameter is a *piece*: the unit that a rank reduces, updates and sends.
+
+A cut lies at a multiple of `BLOCK` elements from the start of the parameter in which it lies, or at its end. So an
+optimizer's vectorised kernel treats each element of a piece as it does in the whole parameter, and the blocks of the
+norm (`norm`) are never cut. Each parameter starts at a multiple of `LINE_BYTES`, as in memory of its own, because
+matrix products may have other bits where their operands are aligned in another way.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .exchange import LINE_BYTES
+from .flat import fill_, flat_groups, view_in
+
+BLOCK = 1024
+"""Elements between two places where a parameter may be cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A range of one parameter's elements, in the sequence in which they lie in memory, that one rank owns."""
+
+    position: int
+    """Which of the shards' parameters it belongs to."""
+    start: int
+    stop: int
+    group: int
+    """Which of the shards' groups it lies in."""
+    place: slice
+    """Where it lies in the group's flat tensor."""
+    tensor: nn.Parameter
+    """The elements, in one dimension; it shares the parameter's memory, and has a gradient of its own."""
+
+
+class FlatGroup:
+    """Parameters that lie in one flat tensor, and the ranges of it that the ranks own."""
+
+    def __init__(self, positions: Sequence[int], parameters: Sequence[nn.Parameter], world_size: int) -> None:
+        self.positions = list(positions)
+        """The group's parameters, as positions among all parameters."""
+        self.like = [parameters[position] for position in positions]
+        """The parameters themselves."""
+        line = LINE_BYTES // self.like[0].element_size()
+        sizes = [parameter.numel() for parameter in self.like]
+        self.starts = [0, *itertools.accumulate(-(-size // line) * line for size in sizes)]
+        """Where each parameter begins in the flat tensor, and at last the flat tensor's size."""
+        borders = [_border(self.starts[-1] * rank // world_size, self.starts, sizes) for rank in range(world_size + 1)]
+        self.cuts = [slice(*pair) for pair in itertools.pairwise(borders)]
+        """The range of each rank."""
+        self.flat = self.like[0].detach().new_zeros(self.starts[-1])
+        """The parameters' memory."""
+        with torch.no_grad():
+            for start, parameter in zip(self.starts, self.like, strict=False):
+                # A storage of its own over a part of the memory: what writes a model to a file writes whole storages,
+                # and safetensors refuses a parameter that is only a part of one.
+                own = torch.from_dlpack(self.flat[start : start + parameter.numel()])
+                parameter.data = view_in(own, parameter).copy_(parameter)
+
+    def empty(self) -> Tensor:
+        """A flat tensor for values of all parameters of the group; what lies between two parameters is arbitrary."""
+        return torch.empty_like(self.flat)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor's parts, each with the shape and the sequence in memory of its parameter."""
+        return [
+            view_in(flat[start : start + parameter.numel()], parameter)
+            for start, parameter in zip(self.starts, self.like, strict=False)
+        ]
+
+    def flattened(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The values of all parameters (-0.0 for None) in a new flat tensor."""
+        flat = self.empty()
+        fill_(self.views(flat), tensors)
+        return flat
+
+    def ranges(self, rank: int) -> list[tuple[int, int, int]]:
+        """What `rank` owns: which parameter of the group, and which elements of it (start, stop)."""
+        cut, found = self.cuts[rank], []
+        for member, (begin, parameter) in enumerate(zip(self.starts, self.like, strict=False)):
+            start, stop = max(cut.start - begin, 0), min(cut.stop - begin, parameter.numel())
+            # A parameter without elements has a state in an optimizer, too.
+            if start < stop or (not parameter.numel() and rank == 0):
+                found.append((member, start, max(start, stop)))
+        return found
+
+
+class Shards:
+    """All pieces of all ranks: `parameters`, moved into flat tensors (`groups`) that are cut for `world_size` ranks.
+
+    The parameters stay the same objects with the same values and strides; their memory is new. So make it when the
+    model is on its device, and do not move the model afterwards. The same on every rank that has the same parameters.
+    Raises ValueError for no or several equal parameters, and for parameters that share memory.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world_size: int) -> None:
+        self.parameters = list(parameters)
+        self.world_size = world_size
+        _refuse_shared_memory(self.parameters)
+        self.groups = [FlatGroup(positions, self.parameters, world_size) for positions in flat_groups(self.parameters)]
+        """In the sequence of their first parameters."""
+        self._pieces: dict[int, list[Piece]] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module, world_size: int) -> Shards:
+        """The shards of a module's trainable parameters, in the sequence of `module.parameters()`."""
+        return cls([parameter for parameter in module.parameters() if parameter.requires_grad], world_size)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The pieces of `rank`, group by group and in the sequence of their memory; always the same objects."""
+        if rank not in self._pieces:
+            self._pieces[rank] = [
+                _piece(number, group, member, start, stop)
+                for number, group in enumerate(self.groups)
+                for member, start, stop in group.ranges(rank)
+            ]
+        return self._pieces[rank]
+
+
+def _border(wanted: int, starts: Sequence[int], sizes: Sequence[int]) -> int:
+    """The place nearest to `wanted` where a flat tensor may be cut: none lies behind that of a larger `wanted`."""
+    if wanted >= starts[-1]:
+        return starts[-1]
+    member = bisect.bisect_right(starts, wanted) - 1
+    below = (wanted - starts[member]) // BLOCK * BLOCK
+    # Behind a parameter's last element lies what fills its last line, so the next range starts with the next parameter.
+    lower, upper = starts[member] + below, starts[member + 1]
+    if below + BLOCK < sizes[member]:
+        upper = lower + BLOCK
+    return lower if wanted - lower < upper - wanted else upper
+
+
+def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:
+    begin = group.starts[member]
+    place = slice(begin + start, begin + stop)
+    return Piece(group.positions[member], start, stop, number, place, nn.Parameter(group.flat[place]))
+
+
+def _refuse_shared_memory(parameters: Sequence[nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError("no parameter is trainable, so there is nothing to shard")
+    ends: dict[torch.device, int] = {}
+    for parameter in sorted((each for each in parameters if each.numel()), key=lambda each: each.data_ptr()):
+        if parameter.data_ptr() < ends.get(parameter.device, 0):
+            raise ValueError(
+                f"two parameters share memory (one of shape {list(parameter.shape)}): use one nn.Parameter for both"
+            )
+        reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        ends[parameter.device] = parameter.data_ptr() + reach * parameter.element_size()

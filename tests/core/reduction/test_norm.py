@@ -1,0 +1,79 @@
+"""The norm of a gradient: right, and with the same bits from the whole and from pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.reduction import ExactReduction, Shards, clip_gradients_, gradient_norm
+from ddp_core.reduction.flat import in_memory_order
+from ddp_core.reduction.norm import block_sums_of_pieces, norm_of
+from tests.core.reduction.test_shards import parameters
+
+
+def with_gradients(scale: float = 1.0) -> list[nn.Parameter]:
+    found = parameters()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in found:
+        values = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.grad = torch.empty_like(parameter).copy_(values * scale)
+    found[2].grad = None
+    return found
+
+
+def test_the_norm_is_that_of_torch_and_of_any_sequence_in_memory() -> None:
+    trained = with_gradients()
+    norm = gradient_norm(trained)
+    expected = torch.nn.utils.get_total_norm([each.grad.double() for each in trained if each.grad is not None])
+    assert norm.dtype == torch.float64
+    assert torch.allclose(norm, expected, rtol=1e-12)
+    for parameter in trained:
+        if parameter.dim() == 4 and parameter.grad is not None:
+            assert not parameter.is_contiguous()
+            parameter.grad = parameter.grad.contiguous()
+    assert torch.equal(gradient_norm(trained), norm)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
+def test_pieces_have_the_norm_of_the_whole_to_the_last_bit(world_size: int) -> None:
+    trained = with_gradients()
+    expected = gradient_norm(trained)
+    shards = Shards(trained, world_size)
+    total = torch.zeros(())
+    for rank in range(world_size):
+        for piece in shards.pieces(rank):
+            parameter = shards.parameters[piece.position]
+            if parameter.grad is not None:
+                piece.tensor.grad = in_memory_order(parameter.grad, parameter)[piece.start : piece.stop]
+        total = total + block_sums_of_pieces(shards, rank)
+    assert torch.equal(norm_of(total), expected)
+
+
+def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
+    trained = with_gradients(scale=1e30)
+    assert gradient_norm(trained).isfinite()
+    assert trained[0].grad is not None
+    trained[0].grad[1] = torch.nan
+    assert gradient_norm(trained).isnan()
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_clipping_is_that_of_torch(max_norm: float) -> None:
+    ours, theirs = with_gradients(), with_gradients()
+    clip_gradients_(ours, gradient_norm(ours), max_norm)
+    torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        # torch computes the norm in float32.
+        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-5)
+
+
+def test_a_reduction_without_shards_clips_whole_gradients() -> None:
+    model = nn.Linear(40, 50)
+    with ExactReduction(model, 1) as exact:
+        with exact.micro_batch(0):
+            model(torch.randn(3, 40)).square().sum().backward()
+        exact.finish()
+        exact.clip_gradients_(0.25)
+    assert gradient_norm(list(model.parameters())).item() == pytest.approx(0.25, rel=1e-4)

@@ -1,0 +1,95 @@
+"""Shards: which rank owns which elements, where parameters may be cut, and that they stay what they were."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.reduction import Shards
+from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction.flat import in_memory_order
+from ddp_core.reduction.shards import BLOCK
+
+SHAPES = [(3,), (), (500, 7), (0, 4), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5), (200, 77)]
+
+
+def parameters(shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    found = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    for parameter in found:
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    found.insert(3, nn.Parameter(torch.randn(1500, generator=generator, dtype=torch.float64)))
+    return found
+
+
+def test_parameters_keep_their_values_strides_and_alignment() -> None:
+    before, after = parameters(), parameters()
+    objects = list(map(id, after))
+    shards = Shards(after, 3)
+    assert list(map(id, shards.parameters)) == objects
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        assert other.numel() == 0 or other.data_ptr() % min(64, LINE_BYTES) == 0
+        assert other.untyped_storage().nbytes() == other.nbytes, "a model's file would hold all other parameters, too"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16, 100])
+def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int) -> None:
+    shards = Shards(parameters(), world_size)
+    pieces = [piece for rank in range(world_size) for piece in shards.pieces(rank)]
+    for position, parameter in enumerate(shards.parameters):
+        own = sorted((piece for piece in pieces if piece.position == position), key=lambda piece: piece.start)
+        assert [own[0].start, own[-1].stop] == [0, parameter.numel()]
+        assert all(left.stop == right.start for left, right in itertools.pairwise(own))
+        assert all(piece.start % BLOCK == 0 for piece in own)
+        values = in_memory_order(parameter.detach(), parameter)
+        for piece in own:
+            assert torch.equal(piece.tensor, values[piece.start : piece.stop])
+            assert piece.tensor.shape == (piece.stop - piece.start,)
+            assert torch.equal(piece.tensor, shards.groups[piece.group].flat[piece.place])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_ranks_own_about_as_much(world_size: int) -> None:
+    shards = Shards(parameters([(1000, 1000), (1000,), (1000, 2000), (2000,), (2000, 500), (500,)]), world_size)
+    owned = [sum(piece.tensor.numel() for piece in shards.pieces(rank)) for rank in range(world_size)]
+    assert max(owned) <= sum(owned) / world_size * 1.02
+
+
+def test_a_piece_shares_the_memory_of_its_parameter_and_stays_the_same_object() -> None:
+    weight = nn.Parameter(torch.zeros(3 * BLOCK))
+    shards = Shards([weight], 3)
+    for rank in range(3):
+        (piece,) = shards.pieces(rank)
+        assert shards.pieces(rank)[0].tensor is piece.tensor
+        with torch.no_grad():
+            piece.tensor.add_(rank + 1)
+    assert weight.view(3, BLOCK)[:, 0].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_flattened_gradients_lie_as_their_parameters_do() -> None:
+    shards = Shards(parameters(), 4)
+    for group in shards.groups:
+        gradients = [torch.randn_like(parameter) for parameter in group.like]
+        flat = group.flattened([None if number == 1 else each for number, each in enumerate(gradients)])
+        for number, (view, gradient) in enumerate(zip(group.views(flat), gradients, strict=True)):
+            if number == 1:
+                assert torch.equal(torch.copysign(torch.ones(()), view.float()), -torch.ones(view.shape))
+            else:
+                assert torch.equal(view, gradient)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    memory = torch.zeros(10)
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        Shards([nn.Parameter(memory[:6]), nn.Parameter(memory[4:])], 2)
+    weight = nn.Parameter(memory)
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        Shards([weight, weight], 2)
+    with pytest.raises(ValueError, match="nothing to shard"):
+        Shards.of(nn.Linear(2, 2).requires_grad_(False), 2)

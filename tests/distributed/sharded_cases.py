@@ -1,0 +1,391 @@
+"""What the worker processes of test_sharded.py run; imports no test framework, so that they start fast."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from ddp_core.reduction import ExactReduction, Shards
+from ddp_core.reduction.collectives import Collectives
+from ddp_core.reduction.exchange import WholeExchange
+from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.messages import PointToPoint
+from ddp_core.sharding import ShardedOptimizer
+from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, digest_of, process_group
+
+Dealt = Literal["contiguous", "strided"]
+
+
+class EveryKind(nn.Module):
+    """Parameters that are tied, frozen, never used, sometimes unused, uneven, tiny, of no dimension and of no element.
+
+    With batch normalisation, and large enough for several cuts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 211)
+        self.norm = nn.BatchNorm1d(211)
+        self.frozen = nn.Linear(211, 211)
+        self.frozen.requires_grad_(False)
+        self.tied = nn.Linear(211, 211, bias=False)
+        self.again = nn.Linear(211, 211)
+        self.again.weight = self.tied.weight
+        self.optional = nn.ModuleList(nn.Linear(211, 211) for _ in range(2))
+        self.never = nn.Parameter(torch.ones(1500))
+        self.none = nn.Parameter(torch.ones(0, 3))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(211, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(self.norm(self.first(rows))))
+        hidden = hidden + self.again(torch.tanh(self.tied(hidden))) * self.scale
+        # Neither layer is used where the remainder is 2.
+        used = int(rows[0, 0].abs() * 1000) % 3
+        if used < 2:
+            hidden = hidden + self.optional[used](hidden)
+        return self.head(hidden) + self.none.sum()
+
+
+class Tiny(nn.Module):
+    """Fewer elements than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows[:, :2] * self.weight + self.bias).repeat(1, 3)[:, :CLASSES]
+
+
+class TwoTypes(nn.Module):
+    """One layer in float64, one in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 130, dtype=torch.float64)
+        self.second = nn.Linear(130, 40, dtype=torch.bfloat16)
+        self.head = nn.Linear(40, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self.second(torch.tanh(self.first(rows.double())).bfloat16()).float())
+
+
+def momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+
+
+def adamw_in_a_loop(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+
+
+def several_groups(net: nn.Module) -> torch.optim.Optimizer:
+    """Groups of other options; the sequence of parameters is not the module's, and the last one's state is larger."""
+    matrices = [parameter for parameter in net.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in net.parameters() if parameter.dim() <= 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "lr": 3e-3, "amsgrad": True}]
+    return torch.optim.AdamW(groups, lr=1e-2, foreach=True)
+
+
+def adagrad(net: nn.Module) -> torch.optim.Optimizer:
+    """Its state is made with it."""
+    return torch.optim.Adagrad(net.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, to be repeated with and without shards."""
+
+    net: Callable[[], nn.Module] = EveryKind
+    sample_shape: tuple[int, ...] = (6,)
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum
+    micro_batches: int = 8
+    steps: Sequence[int] = (8, 8, 8)
+    clip: float | None = None
+    channels_last: bool = False
+    autocast: bool = False
+
+
+TRAININGS = {
+    "momentum": Case(steps=(8, 1, 8, 3)),
+    "fused adamw, clipped": Case(optimizer=adamw, clip=0.5),
+    "adamw in a loop": Case(optimizer=adamw_in_a_loop, micro_batches=7, steps=(7, 2, 5)),
+    "several groups": Case(optimizer=several_groups, clip=0.1, micro_batches=12, steps=(12, 12)),
+    "adagrad": Case(optimizer=adagrad),
+    "several groups, moved": Case(optimizer=several_groups, micro_batches=6, steps=(6, 6, 6, 6)),
+    "adagrad, moved": Case(optimizer=adagrad, micro_batches=6, steps=(6, 6, 6, 6)),
+    "channels last": Case(ConvolutionalNet, (1, 6, 6), adamw, channels_last=True, clip=0.1),
+    "bfloat16 autocast": Case(ConvolutionalNet, (1, 6, 6), autocast=True, micro_batches=5, steps=(5, 5)),
+    "fewer elements than ranks": Case(Tiny, optimizer=adamw, clip=0.01),
+    "two types": Case(TwoTypes, optimizer=adamw, clip=0.1),
+}
+WAYS: tuple[Dealt, ...] = ("contiguous", "strided")
+
+
+CARRIERS: dict[str, Callable[[PointToPoint], WholeExchange]] = {
+    "messages": lambda messages: messages,
+    "collectives": lambda messages: Collectives(messages._group),
+    "through host memory": ThroughHost,
+}
+
+
+@contextlib.contextmanager
+def carried_by(carrier: str) -> Iterator[None]:
+    """Carry tensors in a way that another device or backend would need."""
+
+    def chosen(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
+        return CARRIERS[carrier](PointToPoint(group))
+
+    with contextlib.ExitStack() as stack:
+        for module in ("sharded", "sharded_contiguous", "sharded_strided"):
+            stack.enter_context(mock.patch(f"ddp_core.reduction.{module}.exchange_on", chosen))
+        stack.enter_context(mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True))
+        yield
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and reduction, with shards or without."""
+
+    case: Case
+    way: Dealt | None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        case, group = self.case, dist.group.WORLD if self.way is not None else None
+        torch.manual_seed(self.seed)
+        self.net = case.net()
+        if case.channels_last:
+            self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimizer = case.optimizer(self.net)
+        self.sharded: ShardedOptimizer | None = None
+        if self.way is None:
+            self.exact = ExactReduction(self.net, case.micro_batches)
+        else:
+            assert group is not None
+            shards = Shards.of(self.net, group.size())
+            self.exact = ExactReduction(
+                self.net, case.micro_batches, process_group=group, shares=self.way, shards=shards
+            )
+            self.sharded = ShardedOptimizer(self.optimizer, self.exact)
+
+    def run(self, first: int = 0, stop: int | None = None) -> None:
+        """Train the steps `first` … `stop` - 1."""
+        case = self.case
+        for step, micro_batches in list(enumerate(case.steps))[first:stop]:
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(micro_batches, SAMPLES, *case.sample_shape, generator=generator)
+            targets = torch.randint(0, CLASSES, (micro_batches, SAMPLES), generator=generator)
+            self.exact.begin(micro_batches)
+            for index in self.exact.share:
+                with self.exact.micro_batch(index), torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    torch.manual_seed(1000 * step + index)
+                    outputs = self.net(inputs[index])
+                    cross_entropy(outputs, targets[index], reduction="sum").backward()
+            self.exact.finish(scale=1 / (SAMPLES * micro_batches))
+            if case.clip is not None:
+                self.exact.clip_gradients_(case.clip)
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any] | None:
+        """The whole state of the optimizer."""
+        return self.optimizer.state_dict() if self.sharded is None else self.sharded.whole_state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load the whole state of an optimizer."""
+        if self.sharded is None:
+            self.optimizer.load_state_dict(state)
+        else:
+            self.sharded.load_whole_state(state)
+
+    def digest(self) -> tuple[str, str]:
+        """SHA-256 of weights and buffers, and of the whole optimizer state (rank 0's)."""
+        return digest_of(self.net), described(self.state())
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's optimizer state, but for single numbers."""
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
+
+    def close(self) -> None:
+        if self.sharded is not None:
+            self.sharded.close()
+        self.exact.close()
+
+
+def described(state: Any) -> str:
+    """A text that differs wherever two states do: in keys and their sequence, values, dtypes, shapes and strides."""
+    if isinstance(state, dict):
+        return "{" + ",".join(f"{key!r}:{described(value)}" for key, value in state.items()) + "}"
+    if isinstance(state, list | tuple):
+        return "[" + ",".join(map(described, state)) + "]"
+    if isinstance(state, Tensor):
+        import hashlib
+
+        digest = hashlib.sha256(bytes_of(state.detach())).hexdigest()
+        return f"{state.dtype}{tuple(state.shape)}{state.stride()}{digest}"
+    return repr(state)
+
+
+def everything(rank: int, world_size: int, carrier: str, names: Sequence[str]) -> dict[str, Any]:
+    """Train each case with shards in both ways; return the digests, bytes of state, and the threads that are left."""
+    digests: dict[tuple[str, str], tuple[str, str]] = {}
+    bytes_kept: dict[str, int] = {}
+    with process_group(), carried_by(carrier):
+        for name in names:
+            for way in WAYS:
+                training = Training(TRAININGS[name], way)
+                training.run()
+                left = [key for key, each in training.net.named_parameters() if each.grad is not None]
+                assert left == [], left
+                digests[name, way] = training.digest()
+                bytes_kept[name] = training.state_bytes()
+                training.close()
+                assert not any(each._post_accumulate_grad_hooks for each in training.net.parameters())
+                del training
+    threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
+    return {"digests": digests, "bytes": bytes_kept, "threads": threads}
+
+
+def alone(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """The same trainings without shards, in one process: their digests, and the bytes of their state."""
+    digests, bytes_kept = {}, {}
+    for name in names:
+        training = Training(TRAININGS[name], None)
+        training.run()
+        digests[name], bytes_kept[name] = training.digest(), training.state_bytes()
+    return {"digests": digests, "bytes": bytes_kept}
+
+
+def moved(rank: int, world_size: int, name: str) -> list[tuple[str, str]]:
+    """Train a case one step each without shards, with contiguous and strided shards, and without, each from a whole
+    state; return the digests at the end, and those of a training that was never moved.
+    """
+    case = TRAININGS[name]
+    assert len(case.steps) > 3
+    with process_group():
+        training = Training(case, None)
+        training.run(0, 1)
+        ways: tuple[Dealt | None, ...] = ("contiguous", "strided", None)
+        for step, way in enumerate(ways, start=1):
+            box = [training.net.state_dict(), training.state()]
+            dist.broadcast_object_list(box, src=0)
+            training.close()
+            # Another seed: everything comes from the state.
+            training = Training(case, way, seed=step)
+            training.net.load_state_dict(box[0])
+            training.load(box[1])
+            training.run(step, None if way is None else step + 1)
+        found = [training.digest()]
+        training = Training(case, None)
+        training.run()
+        return [*found, training.digest()]
+
+
+class CheckpointedTwice(nn.Module):
+    """One layer, used in two checkpoints, each of which runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = rows.requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def fail_on_one_rank(rank: int, world_size: int, where: str, way: Dealt) -> str:
+    """Train until rank 1 fails in its third step; return the error that this rank saw."""
+    dist.init_process_group("gloo")
+    training = Training(Case(), way)
+    exact, message = training.exact, ""
+    try:
+        for step in range(5):
+            failing = rank == 1 and step == 2
+            for index in exact.share:
+                last = index == exact.share[-1]
+                with exact.micro_batch(index):
+                    if failing and last and where == "forward":
+                        _fail()
+                    loss = training.net(torch.randn(2, 6)).sum()
+                    if failing and last and where == "hook":
+                        training.net.first.weight.register_post_accumulate_grad_hook(_fail)
+                    if failing and last and where == "exchange":
+                        carrier = getattr(exact._shares, "_exchange")  # noqa: B009
+                        carrier.scatter = carrier.collect = _fail
+                    loss.backward()
+            exact.finish()
+            if failing and where == "update":
+                training.optimizer.register_step_pre_hook(_fail)
+            if failing and where == "gather":
+                exact.gather = _fail  # type: ignore[method-assign]
+            training.optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    training.close()
+    # This process leaves without an orderly end, and the other ranks must notice.
+    del training, exact
+    gc.collect()
+    dist.destroy_process_group()
+    return message
+
+
+def _fail(*_: Any) -> Any:
+    raise RuntimeError("failed on purpose")
+
+
+def disagree(rank: int, world_size: int) -> list[str]:
+    """Construct on ranks of which one has no shards; return what the refusals say."""
+    messages = []
+    with process_group():
+        for odd in (None, 1):
+            torch.manual_seed(0)
+            net = nn.Linear(4, 4)
+            shards = None if rank == odd else Shards.of(net, world_size)
+            try:
+                with ExactReduction(net, 4, process_group=dist.group.WORLD, shards=shards):
+                    pass
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:
+    """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
+    layers, width = 12, 600
+    with process_group():
+        torch.manual_seed(0)
+        net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+        made: list[weakref.ref[Tensor]] = []
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: made.append(weakref.ref(each.grad)))
+        most = 0
+        shards = Shards.of(net, world_size)
+        with ExactReduction(net, 8, process_group=dist.group.WORLD, shares=way, shards=shards) as exact:
+            exact.begin()
+            for index in exact.share:
+                with exact.micro_batch(index):
+                    net(torch.randn(2, width)).sum().backward()
+                alive = {id(each): each.nbytes for ref in made if (each := ref()) is not None}
+                most = max(most, sum(alive.values()))
+            exact.finish()
+            assert [ref() for ref in made if ref() is not None] == []
+        return sum(each.nbytes for each in net.parameters()), most

@@ -1,0 +1,121 @@
+"""Sharded training in real processes: weights, buffers and optimizer state have the bits of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.reduction import ExactReduction, Shards
+from ddp_core.sharding import ShardedOptimizer
+from tests.distributed import sharded_cases as cases
+from tests.support.processes import run_processes
+
+QUICK = ["fused adamw, clipped"]
+"""The cases that a fast run trains, on two ranks: uneven, tied, frozen and unused parameters, and batch-norm."""
+WORLD_SIZES = [1, 2, 3, 4, 5]
+
+
+@functools.cache
+def results(world_size: int, carrier: str = "messages", names: tuple[str, ...] = tuple(cases.TRAININGS)) -> list[dict]:
+    """The results of these cases on `world_size` ranks; they run once."""
+    return run_processes(cases.everything, world_size, carrier, names)
+
+
+@functools.cache
+def references() -> dict[str, Any]:
+    """The results of all cases in one process without shards."""
+    (result,) = run_processes(cases.alone, 1, list(cases.TRAININGS))
+    return result
+
+
+def check(found: list[dict], name: str, way: str, reference: dict[str, Any]) -> None:
+    weights, state = reference["digests"][name]
+    assert {result["digests"][name, way][0] for result in found} == {weights}
+    assert [result["digests"][name, way][1] for result in found] == [state] + ["None"] * (len(found) - 1)
+
+
+def test_two_ranks_end_with_the_bits_of_one_process() -> None:
+    reference = cases.alone(0, 1, QUICK)
+    found = results(2, names=tuple(QUICK))
+    for way in cases.WAYS:
+        check(found, QUICK[0], way, reference)
+    assert max(result["bytes"][QUICK[0]] for result in found) <= (1 / 2 + 0.02) * reference["bytes"][QUICK[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("name", cases.TRAININGS)
+def test_sharded_training_ends_with_the_bits_of_one_process(name: str, way: str, world_size: int) -> None:
+    check(results(world_size), name, way, references())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", ["collectives", "through host memory"])
+@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("name", cases.TRAININGS)
+def test_other_carriers_end_with_the_same_bits(name: str, way: str, carrier: str) -> None:
+    check(results(3, carrier), name, way, references())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_each_rank_keeps_its_part_of_the_optimizers_state(world_size: int) -> None:
+    for name in ("momentum", "fused adamw, clipped", "several groups"):
+        whole = references()["bytes"][name]
+        kept = [result["bytes"][name] for result in results(world_size)]
+        assert sum(kept) == whole
+        assert max(kept) <= (1 / world_size + 0.02) * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["momentum", "several groups, moved", "adagrad, moved"])
+def test_a_training_goes_on_with_and_without_shards(name: str, world_size: int) -> None:
+    for found, reference in run_processes(cases.moved, world_size, name):
+        assert found == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", cases.WAYS)
+@pytest.mark.parametrize("where", ["forward", "hook", "exchange", "update", "gather"])
+def test_an_error_on_one_rank_ends_every_rank(where: str, way: str) -> None:
+    messages = run_processes(cases.fail_on_one_rank, 3, where, way)
+    assert all(messages), messages
+    assert "on purpose" in messages[1]
+
+
+@pytest.mark.slow
+def test_ranks_with_and_without_shards_are_refused_everywhere() -> None:
+    expected = "the ranks do not agree, so their sums would not: shards is 1 flat tensors on rank 0, but none on rank 1"
+    assert run_processes(cases.disagree, 2) == [[expected]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", cases.WAYS)
+def test_strided_shares_let_no_gradient_outlive_its_backward(way: str) -> None:
+    for whole, most in run_processes(cases.gradients_alive, 2, way):
+        # Of twelve layers, a few that are not sent yet.
+        assert most < whole / 2 if way == "strided" else most >= whole
+
+
+def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
+    net = cases.CheckpointedTwice()
+    with ExactReduction(net, 1, shards=Shards.of(net, 1)) as exact:
+        exact.begin()
+        with pytest.raises(RuntimeError, match="use_reentrant=False"), exact.micro_batch(0):
+            net(torch.ones(1, 4)).sum().backward()
+
+
+def test_shards_of_something_else_are_refused() -> None:
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="are not those of the module"):
+        ExactReduction(net, 1, shards=Shards.of(other, 1))
+    with pytest.raises(ValueError, match="for 2 ranks, but the process group has 1"):
+        ExactReduction(net, 1, shards=Shards.of(net, 2))
+    with pytest.raises(ValueError, match="this reduction has no shards"):
+        ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), ExactReduction(net, 1))
