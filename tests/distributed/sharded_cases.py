@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -219,9 +219,9 @@ class Training:
         return digest_of(self.net), described(self.state())
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state, but for single numbers."""
-        values = [value for state in self.optimizer.state.values() for value in state.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
+        """Bytes of this rank's optimizer state, but for the counts of steps."""
+        entries = [entry for state in self.optimizer.state.values() for entry in state.items()]
+        return sum(value.nbytes for name, value in entries if name != "step")
 
     def close(self) -> None:
         if self.sharded is not None:
@@ -370,13 +370,20 @@ def disagree(rank: int, world_size: int) -> list[str]:
 
 def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:
     """Bytes of all gradients of a model, and the most bytes of gradients that were alive between two backwards."""
-    layers, width = 12, 600
-    with process_group():
+    layers, width = 24, 100
+    # Two layers in each flat tensor.
+    with process_group(), mock.patch("ddp_core.reduction.flat._FLAT_ELEMENTS", width * width * 3 // 2):
         torch.manual_seed(0)
         net = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
-        made: list[weakref.ref[Tensor]] = []
+        made: list[tuple[StorageWeakRef, int]] = []
         for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda each: made.append(weakref.ref(each.grad)))
+            parameter.register_post_accumulate_grad_hook(
+                lambda each: made.append((StorageWeakRef(each.grad.untyped_storage()), each.grad.nbytes))
+            )
+
+        def alive() -> int:
+            return sum(size for memory, size in made if not memory.expired())
+
         most = 0
         shards = Shards.of(net, world_size)
         with ExactReduction(net, 8, process_group=dist.group.WORLD, shares=way, shards=shards) as exact:
@@ -384,8 +391,7 @@ def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:
             for index in exact.share:
                 with exact.micro_batch(index):
                     net(torch.randn(2, width)).sum().backward()
-                alive = {id(each): each.nbytes for ref in made if (each := ref()) is not None}
-                most = max(most, sum(alive.values()))
+                most = max(most, alive())
             exact.finish()
-            assert [ref() for ref in made if ref() is not None] == []
+            assert alive() == 0
         return sum(each.nbytes for each in net.parameters()), most

@@ -99,8 +99,8 @@ def test_ranks_with_and_without_shards_are_refused_everywhere() -> None:
 @pytest.mark.parametrize("way", cases.WAYS)
 def test_strided_shares_let_no_gradient_outlive_its_backward(way: str) -> None:
     for whole, most in run_processes(cases.gradients_alive, 2, way):
-        # Of twelve layers, a few that are not sent yet.
-        assert most < whole / 2 if way == "strided" else most >= whole
+        # Strided: four of twelve flat tensors may be on their way, and one more has just arrived.
+        assert most <= whole * 5 / 12 if way == "strided" else most >= whole
 
 
 def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
