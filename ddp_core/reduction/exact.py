@@ -168,7 +168,7 @@ class ExactReduction:
 
         Without it the first `micro_batch` starts a full step. With fewer micro-batches than ranks some have an empty
         share; they call `begin` and `finish` all the same. An unfinished step is thrown away (after an error, only
-        without DDP and with contiguous shares).
+        without DDP and shards, and with contiguous shares).
         """
         micro_batches = self.micro_batches if micro_batches is None else micro_batches
         if micro_batches < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .exchange import LINE_BYTES, Exchange
@@ -40,12 +41,17 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
         collected.end()
 
 
-def sum_parts(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan, cuts: Sequence[slice]) -> None:
-    """As `sum_in_one_level`, but each member gets its own part (`cuts`, one for each) of the sum alone, in `out`."""
-    collected = exchange.collect(own, out, [len(spans) for spans in plan.spans], cuts)
+def sum_parts(exchange: Exchange, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Tensor:
+    """Sum the members' flat subtrees `own`, each member its own part (`cuts`, one for each) alone; return this one's.
+
+    `like` is as large as a subtree, and is overwritten; it may be one of them. Raises as `sum_in_one_level` does.
+    """
+    collected = exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
     collected.sent()
-    plan.add_(collected.arrivals, collected.mine)
+    total = torch.empty_like(collected.mine)
+    plan.add_(collected.arrivals, total)
     collected.end()
+    return total.to(like.device)
 
 
 def cut(flat: Tensor, parts: int) -> list[slice]:

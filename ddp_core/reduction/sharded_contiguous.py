@@ -100,15 +100,13 @@ class ShardedContiguousShares:
         def job() -> Job:
             yield from ()
             own = _folded(group, subtrees, tree.leaves)
-            cut = group.cuts[self._rank]
             plan = plan_for(tree.leaves, self._world_size)
-            out = own[-1] if own else group.empty()
             if self._exchange is None:
-                plan.add_([(flat, None) for flat in own], out)
-            elif out.numel():
-                sum_parts(self._exchange, own, out, plan, group.cuts)
-            # A view would keep the sums' other parts alive, which mean nothing here.
-            return out[cut].clone() if self._world_size > 1 else out
+                (total,) = plan.fold_([(flat, None) for flat in own])
+                return total
+            if not group.flat.numel():
+                return group.empty()
+            return sum_parts(self._exchange, own, own[-1] if own else group.empty(), plan, group.cuts)
 
         self._totals[number] = self._channel.submit(job(), group.flat)
 

@@ -66,6 +66,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("loader", "host part ahead"),
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
+        ("sharded", "exact, gradients"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )
