@@ -50,16 +50,18 @@ class Heartbeat(StepObserver):
         }
         self._own_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_began = time.perf_counter()
-        self._own_part = 0.0
+        self._own_part: float | None = None
         self._next = 0.0
         self._beat(0)
 
     def before_wait(self) -> None:
-        self._own_part = time.perf_counter() - self._step_began
+        if self._own_part is None:
+            self._own_part = time.perf_counter() - self._step_began
 
     def after_step(self, batch: StepBatch) -> None:
         self._step_began = time.perf_counter()
-        self._own_seconds.append(self._own_part)
+        self._own_seconds.append(self._own_part or 0.0)
+        self._own_part = None
         self._beat(batch.step + 1)
 
     def _beat(self, step: int) -> None:

@@ -64,7 +64,7 @@ class StepObserver:
         """The batch is loaded, and nothing of it has been computed yet."""
 
     def before_wait(self) -> None:
-        """This rank has run its forward passes; what follows in the step waits for other ranks."""
+        """What follows in the step waits for other ranks; where it is called again in a step, the first call counts."""
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         """Every `.grad` holds the mean gradient; weights change next. `reports` are those read now, oldest first."""
