@@ -25,16 +25,16 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 over the optimizer's tensors (momenta, second moments, step counts).
+def optimizer_digest(state: Mapping[str, Any]) -> str:
+    """SHA-256 over the tensors (momenta, second moments, step counts) in an optimizer's state dict.
 
     As `weights_digest`, under names made of the parameter's number and the tensor's name.
     """
-    return weights_digest(dict(_optimizer_tensors(optimizer)))
+    return weights_digest(dict(_optimizer_tensors(state)))
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, entries in optimizer.state_dict()["state"].items():
+def _optimizer_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, entries in state["state"].items():
         for name, value in entries.items():
             if value is not None:
                 yield f"{number:06d}.{name}", torch.as_tensor(value)

@@ -21,7 +21,7 @@ from ddp_core.spec.records import Reduction
 def choose_layout(asked: Asked, world: World) -> Layout:
     """The layout, with what was left open decided by the launcher, if there is one, and by the devices of this node.
 
-    Raises UserError for counts that contradict each other.
+    Raises UserError for counts and a shard mode that contradict the kind of layout.
     """
     found = 0 if asked.device == "cpu" else gpus_here()
     # A launcher counts processes. The replicas of dp are threads of one process, so its count says nothing of them.
@@ -38,6 +38,7 @@ def choose_layout(asked: Asked, world: World) -> Layout:
         device=device,
         nnodes=nnodes,
         nproc_per_node=wanted or _usual_count(asked.layout, device, found),
+        shard=asked.shard,
     )
     layout.check()
     if found and device == "cpu":

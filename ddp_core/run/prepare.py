@@ -21,6 +21,7 @@ from ddp_core.run.devices import check_gpus, choose_layout, say
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.experiment_file import LoadedExperiment, load_experiment, resolve
 from ddp_core.run.request import Request, build_splits, check_promise, promise_broken_by
+from ddp_core.run.sharding import check_shards
 from ddp_core.run.source import serve_modules
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
@@ -40,6 +41,7 @@ def prepare(asked: Asked, command: str) -> Request:
     world = World.from_environment()
     _check_nodes(asked, world)
     layout = choose_layout(asked, world)
+    check_shards(asked, loaded.experiment, layout)
     reduction = asked.reduction or _default_reduction(loaded.experiment, world)
     options = Options(
         **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "deterministic", "launcher"}),

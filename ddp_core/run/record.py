@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ddp_core.checkpoint import Fence
-from ddp_core.determinism.digests import optimizer_digest
 from ddp_core.determinism.fingerprint import fingerprint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
@@ -167,7 +166,7 @@ class RunRecord:
             save_weights(trainer.state.average.module, self.directory.path / "model_ema.safetensors")
         digests = {
             "weights_sha256": end.weights,
-            "optimizer_sha256": optimizer_digest(trainer.state.optimizer),
+            "optimizer_sha256": end.optimizer,
             "ema_sha256": end.average,
         }
         self._end("completed", 0, None, **digests, result=result)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp_core.determinism.digests import weights_digest
+from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
@@ -27,13 +27,15 @@ class Ends:
     """The digest of the weights, the same on every rank."""
     average: str | None
     """The digest of the averaged weights, where there are any, the same on every rank."""
+    optimizer: str | None
+    """The digest of the optimizer's state (rank 0)."""
     usage: Totals
     slowest: str | None
     """A line about the slowest rank, where it stands out."""
 
 
 def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
-    """Gather every rank's digests of the weights and of their average, speed and usage.
+    """Gather what all ranks report, with the optimizer's state where each rank has a part of it.
 
     Raises RuntimeError where the weights differ.
     """
@@ -41,11 +43,13 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     world = collectives.world
     average = None if state.average is None else weights_digest(state.average.module.state_dict())
     digests = (weights_digest(state.model.state_dict()), average)
+    whole = state.optimizer_state()
     parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
     other = [rank for rank, part in enumerate(parts) if part[0] != digests]
     if other:
         raise RuntimeError(f"{world.place}: ranks {other} ended with other weights: this is a bug or broken memory")
-    return Ends(*digests, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
+    optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
+    return Ends(*digests, optimizer, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
 
 
 def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:

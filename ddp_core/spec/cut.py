@@ -21,14 +21,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How a global batch is cut into micro-batches, and these into contiguous shares, one per rank or replica.
+    """How a global batch is cut into micro-batches, and these into shares, one per rank or replica.
 
+    A share is a range of neighbouring micro-batches; where shares are strided, W ranks take micro-batches in turns.
     Where the experiment sets `micro_batch`, the micro-batches depend on the experiment alone.
     """
 
     global_batch_size: int
     micro_batch: int
     shares: int
+    is_strided: bool = False
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
@@ -44,8 +46,8 @@ class BatchCut:
                     f"the nearest sizes that do: {choice} "
                     f"(--set global_batch_size={above})"
                 )
-            return cls(size, size // shares, shares)
-        cut = cls(size, experiment.micro_batch, shares)
+            return cls(size, size // shares, shares, layout.is_strided)
+        cut = cls(size, experiment.micro_batch, shares, layout.is_strided)
         if shares > cut.micro_batches:
             needed = experiment.micro_batch * shares
             raise UserError(
@@ -69,16 +71,25 @@ class BatchCut:
         """The number of micro-batches in a step of `samples` samples; an incomplete last batch has fewer."""
         return -(-samples // self.micro_batch)
 
-    def share(self, index: int, samples: int) -> list[MicroBatch]:
-        """The micro-batches of rank or replica `index` in a step of `samples` samples: contiguous, perhaps none."""
+    def parts(self, samples: int) -> list[MicroBatch]:
+        """The micro-batches of a step of `samples` samples, in order."""
         return [
-            MicroBatch(number, number * self.micro_batch, min((number + 1) * self.micro_batch, samples))
-            for number in share_of(self.count(samples), index, self.shares)
+            MicroBatch(index, start, min(start + self.micro_batch, samples))
+            for index, start in enumerate(range(0, samples, self.micro_batch))
         ]
+
+    def share(self, index: int, samples: int) -> list[MicroBatch]:
+        """The micro-batches of rank or replica `index` in a step of `samples` samples, in order; perhaps none."""
+        parts = self.parts(samples)
+        if self.is_strided:
+            return parts[index :: self.shares]
+        own = share_of(len(parts), index, self.shares)
+        return parts[own.start : own.stop]
 
     def describe(self) -> str:
         """The batch arithmetic in one line, printed at the start of a run."""
+        turns = ", in turns" if self.is_strided else ""
         return (
             f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "
-            f"{self.accumulation_steps} per step on each of {self.shares}"
+            f"{self.accumulation_steps} per step on each of {self.shares}{turns}"
         )

@@ -11,18 +11,25 @@ from ddp_core.spec.records import Frozen
 
 LayoutKind = Literal["single", "dp", "ddp"]
 DeviceType = Literal["cpu", "cuda"]
+ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
+"""What the ranks of `ddp` keep only a part of, each its own: nothing, the optimizer's state, also the gradients, or
+also the parameters."""
+
+SHARD_MODES: tuple[ShardMode, ...] = ("optimizer", "gradients")
+"""The modes, beside none, that can be had."""
 
 
 class Layout(Frozen):
     """`single`, `dp` or `ddp` on a device type, nnodes x nproc_per_node. Nothing in it may change the mathematics.
 
-    For `dp`, one process drives `nproc_per_node` replicas from threads.
+    For `dp`, one process drives `nproc_per_node` replicas from threads. `shard` is for `ddp` alone.
     """
 
     kind: LayoutKind = "single"
     device: DeviceType = "cpu"
     nnodes: int = Field(1, gt=0)
     nproc_per_node: int = Field(1, gt=0)
+    shard: ShardMode = "none"
 
     @property
     def shares(self) -> int:
@@ -35,13 +42,23 @@ class Layout(Frozen):
         return self.shares if self.kind == "ddp" else 1
 
     @property
+    def is_strided(self) -> bool:
+        """Whether shares are strided: rank r of W then computes the micro-batches r, r + W, r + 2W, …
+
+        Where gradients are sharded, ranks exchange them after each backward. Those of W neighbouring micro-batches can
+        be added up at once.
+        """
+        return self.shard in ("gradients", "parameters")
+
+    @property
     def label(self) -> str:
-        """A short name for directories and tables: single-cpu, dp-2-cpu, ddp-2x2-cpu."""
+        """A short name for directories and tables: single-cpu, dp-2-cpu, ddp-2x2-cpu, ddp-1x2-cpu-shard-optimizer."""
         if self.kind == "single":
             return f"single-{self.device}"
         if self.kind == "dp":
             return f"dp-{self.nproc_per_node}-{self.device}"
-        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}"
+        sharded = "" if self.shard == "none" else f"-shard-{self.shard}"
+        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}{sharded}"
 
     @property
     def description(self) -> str:
@@ -50,7 +67,7 @@ class Layout(Frozen):
         return f"{self.label} (nn.DataParallel's moves over CPU threads)" if simulated else self.label
 
     def check(self) -> None:
-        """Raises UserError where kind and counts contradict each other."""
+        """Raises UserError where kind, counts and shard mode contradict each other."""
         if self.kind == "single" and self.shares > 1:
             raise UserError(
                 f"layout single is one process on one device, not {self.nnodes} x {self.nproc_per_node}; "
@@ -60,3 +77,13 @@ class Layout(Frozen):
             raise UserError(
                 f"layout dp runs on one node, not on {self.nnodes}; use --layout ddp --nnodes {self.nnodes}"
             )
+        if self.shard == "none":
+            return
+        if self.kind != "ddp":
+            raise UserError(
+                f"--shard {self.shard} divides work among ranks, and layout {self.kind} is one process; "
+                "use --layout ddp, or leave --shard out"
+            )
+        if self.shard not in SHARD_MODES:
+            there = " or ".join(f"--shard {mode}" for mode in SHARD_MODES)
+            raise UserError(f"--shard {self.shard} is not there yet; use {there}, or leave --shard out")

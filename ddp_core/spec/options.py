@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
-from ddp_core.spec.layout import DeviceType, LayoutKind
+from ddp_core.spec.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.spec.records import Frozen, Reduction
 from ddp_core.spec.written import ByDefault, CommandLine, is_repeated, option_name
 
@@ -122,6 +122,12 @@ class Where(Frozen):
         NodeRange(),
         description="Nodes (machines) that train together, each started with the same command. With MIN:MAX, nodes "
         "may leave and join while the others train.",
+    )
+    shard: ShardMode = Field(
+        "none",
+        description="What each rank of ddp keeps only its own part of; the result has the same bits. optimizer: the "
+        "optimizer's state. gradients: also gradients, which then travel after each micro-batch. parameters: also "
+        "parameters.",
     )
     rdzv_endpoint: Annotated[
         str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")

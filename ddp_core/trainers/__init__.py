@@ -1,4 +1,4 @@
-"""The training loop, and the three trainers that compute a step's gradients: single, dp and ddp."""
+"""The training loop, and the trainers that compute a step's gradients: single, dp, and ddp, also sharded."""
 
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.trainer import Trainer
@@ -10,6 +10,10 @@ def build_trainer(job: Job) -> Trainer:
         from ddp_core.trainers.single import SingleTrainer
 
         return SingleTrainer(job)
+    if job.layout.shard != "none":
+        from ddp_core.trainers.sharded import ShardedTrainer
+
+        return ShardedTrainer(job)
     if job.layout.kind == "ddp":
         from ddp_core.trainers.distributed import DistributedTrainer
 

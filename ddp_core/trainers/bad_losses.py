@@ -20,8 +20,7 @@ def first_bad(reports: Iterable[StepReport]) -> StepReport | None:
 
 def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
     """A line about the first micro-batch whose loss is not finite: its rank (or replica) and up to 16 sample ids."""
-    shares = range(batches.cut.shares)
-    parts = [part for share in shares for part in batches.cut.share(share, report.samples)]
+    parts = batches.cut.parts(report.samples)
     first = next((part for part in parts if not math.isfinite(report.losses[part.index])), None)
     if first is None:
         return f"the loss is not finite at step {report.step + 1}"

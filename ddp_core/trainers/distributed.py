@@ -29,10 +29,15 @@ class DistributedTrainer(Trainer):
         if job.experiment.sync_batch_norm:
             job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
         super().__init__(job)
-        node = job.collectives.world.node_rank
         self.module: nn.Module
         self.reduction: ExactReduction | PlainReduction
-        if job.options.cuda_graph:
+        self.set_up()
+        self.module.train()
+
+    def set_up(self) -> None:
+        """Make the module that is trained, and what adds up its gradients."""
+        node = self.job.collectives.world.node_rank
+        if self.options.cuda_graph:
             self.module = self.model
             self.reduction = ExactReduction(
                 self.module, self.cut.micro_batches, process_group=dist.group.WORLD, node=node
@@ -44,7 +49,6 @@ class DistributedTrainer(Trainer):
             self.module = self._wrapped()
             self.reduction = PlainReduction(self.module, self.cut.micro_batches)
             self._register_hook(self.module)
-        self.module.train()
 
     def shares(self) -> range:
         """This rank's own share."""
@@ -63,10 +67,15 @@ class DistributedTrainer(Trainer):
                 loss = self.passes.loss(self.module, inputs, targets)
                 self.signals.put_loss(part.index, loss.detach())
                 self.clock.lap("forward")
+                if self.cut.is_strided:
+                    self.observers.before_wait()  # each backward exchanges gradients, not only the last
                 if part is batch.micro_batches[-1]:
                     self.send_signals()
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
+            if self.cut.is_strided:
+                # What backward has not sent yet is sent at the end of the block.
+                self.clock.lap("exposed_communication")
         if not batch.micro_batches:
             self._join_empty_handed()
         self.reduction.finish()

@@ -62,9 +62,11 @@ class Saving(StepObserver):
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
                     ExitCode.NUMERICS,
                 )
+            # On every rank: where the optimizer is sharded, each has a part of its state.
+            whole = state.state_dict()
             if job.checkpointer is not None:
                 job.checkpointer.save(
-                    state.state_dict(),
+                    whole,
                     step=state.step,
                     epoch=state.step // self._steps_per_epoch,
                     metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},

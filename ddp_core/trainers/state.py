@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.model.averaging import WeightAverage
+from ddp_core.sharding import ShardedOptimizer
 
 
 @dataclass
@@ -23,6 +24,8 @@ class TrainState:
     schedule: LRScheduler | None = None
     """The experiment's own; a built-in rule has no state."""
     average: WeightAverage | None = None
+    sharded: ShardedOptimizer | None = None
+    """Where `optimizer` updates this rank's pieces of the parameters alone, and has the state of these alone."""
     learning_rate: float = math.nan
     """Used by the last update, of the first parameter group; not saved."""
     step: int = 0
@@ -52,10 +55,13 @@ class TrainState:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in nested dictionaries of tensors and plain JSON types."""
+        """The state in nested dictionaries of tensors and plain JSON types.
+
+        Where the optimizer is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
+        """
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
@@ -71,10 +77,15 @@ class TrainState:
             },
         }
 
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's state dict, as one process has it; see `state_dict` for a sharded optimizer's."""
+        return self.optimizer.state_dict() if self.sharded is None else self.sharded.whole_state()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer = self.optimizer.load_state_dict if self.sharded is None else self.sharded.load_whole_state
+        load_optimizer(state["optimizer"])
         for name in ("scaler", "schedule", "average"):
             part = getattr(self, name)
             if part is not None and state.get(name) is not None:

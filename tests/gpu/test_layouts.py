@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.spec.layout import SHARD_MODES
 from tests.support.commands import command, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -17,7 +18,7 @@ LAYOUTS = {
     "ddp x 4": ["--layout", "ddp", "--nproc-per-node", "4"],
     "dp x 1": ["--layout", "dp", "--nproc-per-node", "1"],
     "dp x 2": ["--layout", "dp", "--nproc-per-node", "2"],
-}
+} | {f"ddp x 2, --shard {mode}": ["--layout", "ddp", "--nproc-per-node", "2", "--shard", mode] for mode in SHARD_MODES}
 
 
 def digest(output: Path, *words: str) -> str:

@@ -14,7 +14,8 @@ from tests.support.commands import LAUNCHER_VARIABLES, trained
 from tests.support.processes import free_port, run_processes
 
 FILES = Path(__file__).parent / "experiment_files"
-ADAMW_MLP, SEQUENCES = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences"))
+ADAMW_MLP, SEQUENCES, WHOLE_JOB = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences", "whole_job"))
+LOUD = str(FILES / "loud.py")
 
 # The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
@@ -33,11 +34,12 @@ EXACT: dict[str, list[str]] = {
 
 
 def digests(
-    cases: dict[str, list[str]], output: Path, kind: str, count: int, keyed_by_rank: bool = False
+    cases: dict[str, list[str]], output: Path, kind: str, count: int, keyed_by_rank: bool = False, shard: str = "none"
 ) -> dict[str, tuple[str, str]]:
     """The digests of the weights and of the optimizer's state, by case, on `count` ranks or replicas."""
     ranks = count if kind == "ddp" else 1
     words = ["--layout", kind, "--nproc-per-node", str(count), "--device", "cpu"]
+    words += ["--shard", shard] if shard != "none" else []
     plan = [
         ([*case, *words, "--output", str(output / str(number))], free_port())
         for number, case in enumerate(cases.values())

@@ -18,7 +18,7 @@ from ddp_lab.report.charts.style import (
     series_points,
 )
 from ddp_lab.report.reading.families import Family, Group
-from ddp_lab.report.reading.runs import STEP_PARTS
+from ddp_lab.report.reading.runs import STEP_PARTS, Run
 from ddp_lab.report.values import Column, Spread, Table, figure, number, plural, text
 
 _REST = "computing and communication"
@@ -83,8 +83,7 @@ def _speed_up(family: Family, groups: Sequence[Group]) -> Plot:
     for group in groups:
         run, gain = group.runs[0], gains[group.label]
         if gain is not None:
-            line = "single" if run.layout.kind == "single" else f"{run.layout.kind}, {run.record.options.reduction}"
-            lines.setdefault(line, []).append((group.shares, gain))
+            lines.setdefault(_line_of(run), []).append((group.shares, gain))
     most = max(group.shares for group in groups)
     caption = "Throughput over that of one process; the broken line is the ideal, N times as fast on N."
     axes = new_axes()
@@ -105,6 +104,14 @@ def _speed_up(family: Family, groups: Sequence[Group]) -> Plot:
     axes.set_xlabel("processes or replicas")
     axes.set_title("speed-up (times)")
     return make_plot(f"{family.anchor}-speed-up", "Speed-up", caption, axes, _spread_table("speed-up", gains))
+
+
+def _line_of(run: Run) -> str:
+    layout = run.layout
+    if layout.kind == "single":
+        return "single"
+    sharded = "" if layout.shard == "none" else f", shard {layout.shard}"
+    return f"{layout.kind}, {run.record.options.reduction}{sharded}"
 
 
 def _core_count(groups: Sequence[Group]) -> int | None:

@@ -196,7 +196,9 @@ def _read(path: Path, name: str, raw: Mapping[str, Any] | None) -> Run | BrokenR
         return BrokenRun(path, name, _why_unreadable(path))
     try:
         record = Record.model_validate(raw)
-        layout = Layout.model_validate({field: record.layout.get(field) for field in Layout.model_fields})
+        # A record that is older than the shard mode has none.
+        found = {"shard": "none"} | record.layout
+        layout = Layout.model_validate({field: found.get(field) for field in Layout.model_fields})
     except ValidationError as error:
         return BrokenRun(path, name, f"run.json does not fit its format: {explain(error)}")
     if not isinstance(record.experiment.get("name"), str):

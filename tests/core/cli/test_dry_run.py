@@ -76,6 +76,8 @@ def test_it_says_where_a_resumed_run_goes_on(tmp_path: Path, capsys: pytest.Capt
         (["toy_mlp", "--stop-signal", "USR9"], 2),
         (["toy_mlp", "--profile", "soon"], 2),
         (["toy_mlp", "--layout", "ddp", "--nnodes", "2"], 2),
+        (["toy_mlp", "--shard", "optimizer"], 2),
+        (["toy_mlp", "--layout", "ddp", "--shard", "optimizer", "--reduction", "plain"], 2),
         (["toy_mlp", "--resume", "nowhere"], 2),
         (["fashion_mnist", "--data-dir", "no-data"], 2),
         (["toy_mlp", "--output", "FILE"], 4),

@@ -25,6 +25,7 @@ VALUES = {
     "device": "cpu",
     "nproc_per_node": 4,
     "nnodes": NodeRange(2, 4),
+    "shard": "optimizer",
     "rdzv_endpoint": "there:29400",
     "rdzv_id": "fresh",
     "launcher": "spawn",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ddp_core.errors import UserError
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
-from ddp_core.spec.layout import Layout
+from ddp_core.spec.layout import Layout, ShardMode
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -26,6 +26,7 @@ def experiment(**fields: Any) -> Experiment:
         (Layout(kind="dp", nproc_per_node=3), "dp-3-cpu", 3, 1),
         (Layout(kind="ddp", nproc_per_node=4, device="cuda"), "ddp-1x4-cuda", 4, 4),
         (Layout(kind="ddp", nnodes=2, nproc_per_node=2), "ddp-2x2-cpu", 4, 4),
+        (Layout(kind="ddp", nproc_per_node=2, shard="optimizer"), "ddp-1x2-cpu-shard-optimizer", 2, 2),
     ],
 )
 def test_a_layout_says_who_takes_a_share(layout: Layout, label: str, shares: int, world_size: int) -> None:
@@ -51,6 +52,9 @@ def test_dp_on_cpu_says_what_it_is() -> None:
         (Layout(kind="single", nproc_per_node=2), ["single", "--layout ddp"]),
         (Layout(kind="single", nnodes=2), ["single", "--layout ddp"]),
         (Layout(kind="dp", nnodes=2), ["one node", "--layout ddp --nnodes 2"]),
+        (Layout(shard="optimizer"), ["--shard optimizer", "layout single is one process", "--layout ddp"]),
+        (Layout(kind="dp", shard="gradients"), ["--shard gradients", "layout dp is one process", "--layout ddp"]),
+        (Layout(kind="ddp", shard="parameters"), ["not there yet", "--shard optimizer or --shard gradients"]),
     ],
 )
 def test_a_contradiction_is_named(layout: Layout, words: list[str]) -> None:
@@ -74,7 +78,7 @@ def test_shares_cover_every_micro_batch_once_and_in_order(
     assert [part.index for part in parts] == list(range(cut.count(samples)))
     assert [number for part in parts for number in range(part.start, part.stop)] == list(range(samples))
     assert all(part.stop - part.start == micro_batch for part in parts[:-1])
-    assert parts == BatchCut(size, micro_batch, 1).share(0, samples), "the micro-batches must not depend on the layout"
+    assert parts == cut.parts(samples) == BatchCut(size, micro_batch, 1).share(0, samples), "a layout changes none"
 
 
 @settings(deadline=None)
@@ -84,9 +88,10 @@ def test_no_share_exceeds_the_accumulation_steps_and_shares_are_even(
 ) -> None:
     size = micro_batch * count
     samples = data.draw(st.integers(1, size))
-    cut = BatchCut(size, micro_batch, shares)
-    lengths = [len(cut.share(share, samples)) for share in range(shares)]
-    assert max(lengths) - min(lengths) <= 1
+    cut = BatchCut(size, micro_batch, shares, data.draw(st.booleans()))
+    dealt = [[part.index for part in cut.share(share, samples)] for share in range(shares)]
+    assert sorted(index for indices in dealt for index in indices) == list(range(cut.count(samples)))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     assert max(len(cut.share(share, size)) for share in range(shares)) == cut.accumulation_steps
 
 
@@ -117,3 +122,11 @@ def test_more_ranks_than_micro_batches_is_an_error_with_both_ways_out() -> None:
 def test_the_batch_arithmetic_is_said() -> None:
     cut = BatchCut.of(experiment(global_batch_size=64, micro_batch=8), Layout(kind="ddp", nproc_per_node=3))
     assert cut.describe() == "global batch 64 = 8 micro-batches x 8 samples, 3 per step on each of 3"
+
+
+@pytest.mark.parametrize(("shard", "is_strided"), [("none", False), ("optimizer", False), ("gradients", True)])
+def test_micro_batches_are_dealt_in_turns_where_gradients_are_sharded(shard: ShardMode, is_strided: bool) -> None:
+    layout = Layout(kind="ddp", nproc_per_node=2, shard=shard)
+    cut = BatchCut.of(experiment(global_batch_size=16, micro_batch=4), layout)
+    assert [part.index for part in cut.share(1, 16)] == ([1, 3] if is_strided else [2, 3])
+    assert cut.describe().endswith("2 per step on each of 2" + (", in turns" if is_strided else ""))

@@ -116,7 +116,7 @@ def finished(
 
 
 def digests(trainer: Trainer) -> tuple[str, str]:
-    return weights_digest(trainer.model.state_dict()), optimizer_digest(trainer.state.optimizer)
+    return weights_digest(trainer.model.state_dict()), optimizer_digest(trainer.state.optimizer.state_dict())
 
 
 def textbook(record: Experiment, data: InMemory, build: Callable[[], nn.Module] = mlp) -> nn.Module:
@@ -452,7 +452,7 @@ def _unlived_in() -> TrainState:
 
 
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
-NOT_SAVED = ("learning_rate",)
+NOT_SAVED = ("learning_rate", "sharded")
 POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED)]
 
 

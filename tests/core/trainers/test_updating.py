@@ -83,7 +83,7 @@ def trained(state: TrainState, update: WeightUpdate, steps: Sequence[int]) -> li
 
 def digests(state: TrainState) -> tuple[str, ...]:
     averaged = [] if state.average is None else [weights_digest(state.average.state_dict())]
-    return (weights_digest(state.model.state_dict()), optimizer_digest(state.optimizer), *averaged)
+    return (weights_digest(state.model.state_dict()), optimizer_digest(state.optimizer.state_dict()), *averaged)
 
 
 OWN = {"optimizer": Component(name="here")}

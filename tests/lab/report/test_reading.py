@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.run.lock import RunLock
+from ddp_core.spec.layout import Layout
 from ddp_lab.report import values
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings
@@ -54,6 +55,14 @@ def test_odd_fields_of_a_record_do_not_stop_the_report(tmp_path: Path) -> None:
     found = read_runs(tmp_path)
     assert (len(found.runs), len(found.broken)) == (2, 1)
     assert "kind" in found.broken[0].problem
+
+
+def test_a_record_that_is_older_than_the_shard_mode_had_none(tmp_path: Path) -> None:
+    sharded = Layout(kind="ddp", nproc_per_node=2, shard="optimizer")
+    write_run(tmp_path, sharded)
+    write_run(tmp_path, ddp(2), layout=ddp(2).model_dump(exclude={"shard"}))
+    labels = [run.layout.label for run in read_runs(tmp_path).runs]
+    assert sorted(labels) == ["ddp-1x2-cpu", "ddp-1x2-cpu-shard-optimizer"]
 
 
 def test_runs_made_by_claims_are_left_to_the_claims(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What leaves no place for a shard mode, in an experiment and in a request."""
+
+from __future__ import annotations
+
+from ddp_core.errors import UserError
+from ddp_core.run.request import promise_broken_by
+from ddp_core.spec.experiment import DdpOptions, Experiment
+from ddp_core.spec.layout import Layout
+from ddp_core.spec.options import Asked
+
+
+def shards_refused_by(experiment: Experiment) -> str | None:
+    """Why no shard mode can be had for this experiment; None where its settings say nothing against it."""
+    usual = DdpOptions()
+    for name in ("static_graph", "communication_hook"):
+        if getattr(experiment.ddp, name) != getattr(usual, name):
+            return f"it does without DistributedDataParallel, so that the setting ddp.{name} would change nothing"
+    if (reason := promise_broken_by(experiment)) is not None:
+        return f"it needs the exact reduction, which cannot be had here: {reason}"
+    return None
+
+
+def check_shards(asked: Asked, experiment: Experiment, layout: Layout) -> None:
+    """Raises UserError where a shard mode is asked for that cannot be had."""
+    option = f"--shard {layout.shard}"
+    if layout.shard == "none":
+        return
+    if (reason := shards_refused_by(experiment)) is not None:
+        raise UserError(f"{option}: {reason}; leave --shard out")
+    if (asked.reduction or experiment.reduction) == "plain":
+        raise UserError(
+            f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
+            "gradients to every rank; use --reduction exact, or leave --shard out"
+        )
+    if asked.cuda_graph:
+        raise UserError(
+            f"--cuda-graph: {option} sends gradients from within backward, which no graph holds; leave one of them out"
+        )

@@ -1,0 +1,181 @@
+"""Each rank keeps its own part of the optimizer's state, and of gradients: the bits are those of one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.checkpoint import newest_valid
+from ddp_core.observe.ledger import audit
+from ddp_core.spec.layout import SHARD_MODES, ShardMode
+from tests.distributed.test_every_name import facts
+from tests.distributed.test_layouts import train_on_two_nodes
+from tests.distributed.test_resume import kill_at
+from tests.support.commands import ddp, train, trained
+from tests.support.layout_cases import ADAMW_MLP, EXACT, LOUD, WHOLE_JOB, digests, ids_by_step
+
+CASES = {
+    **EXACT,
+    "toy": ["toy_mlp", "--set", "micro_batch=2"],
+    # Rank 0 has micro-batch 0 in every layout, so the same loss is NaN.
+    "a step skipped": [ADAMW_MLP, "--set", "max_steps=4", "--fault", "nan@2:0", "--on-nan", "skip"],
+    # All ranks' gradients overflow in the first steps; then the scale is small enough.
+    "overflow": [LOUD, "--set", "max_steps=12"],
+}
+WORDS = (ADAMW_MLP, "--set", "max_steps=26", "--checkpoint-every", "5", "--ledger", "--log-every", "1")
+
+
+@functools.cache
+def alone() -> dict[str, tuple[str, str]]:
+    """The digests of every case in one process."""
+    with tempfile.TemporaryDirectory() as output:
+        return digests(CASES, Path(output), "single", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_every_case_ends_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode, count: int) -> None:
+    assert digests(CASES, tmp_path, "ddp", count, shard=shard) == alone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode) -> None:
+    name = "AdamW, clipping, cosine"
+    train_on_two_nodes(tmp_path, *EXACT[name], "--shard", shard)
+    record = trained(tmp_path)[1]
+    assert record["layout"]["label"] == f"ddp-2x2-cpu-shard-{shard}"
+    assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_with_tied_and_frozen_weights_and_averages_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = [WHOLE_JOB, "--data-dir", str(tmp_path / "data")]
+    expected = facts(train(tmp_path / "single", *words))
+    for shard in SHARD_MODES:
+        for ranks in (2, 3):
+            record = train(tmp_path / f"{shard}-{ranks}", *words, "--shard", shard, ranks=ranks)
+            assert facts(record) == expected
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run in one process that was never killed."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    train(output, *WORDS)
+    return output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_with_any_other_shard_mode(tmp_path: Path, undisturbed: Path) -> None:
+    kill_at(tmp_path, 7, *WORDS, "--shard", "optimizer", ranks=3)
+    kill_at(tmp_path, 12, *WORDS, "--shard", "gradients", ranks=2)
+    kill_at(tmp_path, 18, *WORDS, ranks=2)
+    kill_at(tmp_path, 23, *WORDS, "--shard", "optimizer", ranks=2)
+    record = train(tmp_path, *WORDS, "--resume", "auto")
+    check_whole(tmp_path, undisturbed, record)
+    assert [attempt["layout"]["shard"] for attempt in record["attempts"]] == [
+        *("optimizer", "gradients", "none", "optimizer", "none")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_lost_worker_is_replaced_within_the_launch(tmp_path: Path, undisturbed: Path, shard: ShardMode) -> None:
+    words = [*WORDS, "--layout", "ddp", "--nproc-per-node", "3", "--shard", shard, "--fault", "kill@13:1"]
+    ended = ddp("train", *words, "--device", "cpu", "--output", tmp_path)
+    assert ended.code == 0, ended.errors
+    assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
+    check_whole(tmp_path, undisturbed, trained(tmp_path)[1])
+
+
+def check_whole(output: Path, undisturbed: Path, record: dict[str, Any]) -> None:
+    """Check that a run ended as the undisturbed one, each sample in its step, once."""
+    _, expected = trained(undisturbed)
+    names = ("weights_sha256", "optimizer_sha256")
+    assert [record[name] for name in names] == [expected[name] for name in names]
+    assert in_any_sequence(output) == in_any_sequence(undisturbed)
+    assert "each at most once per epoch, no step missing" in audit(trained(output)[0].path)
+
+
+def in_any_sequence(output: Path) -> dict[int, tuple[int, list[int]]]:
+    """Epoch and sample ids of every step. The ledgers of ranks that take micro-batches in turns are not in sequence."""
+    return {step: (epoch, sorted(ids)) for step, (epoch, ids) in ids_by_step(output).items()}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_the_same_file_with_any_shard_mode(tmp_path: Path) -> None:
+    words = [ADAMW_MLP, "--set", "max_steps=3", "--checkpoint-every", "3"]
+    found = []
+    for number, shard in enumerate(["none", *SHARD_MODES]):
+        output = tmp_path / str(number)
+        train(output, *words, "--shard", shard, ranks=2)
+        checkpoint = newest_valid(trained(output)[0].checkpoints)
+        assert checkpoint is not None
+        found.append(checkpoint.shapes)
+    assert found[1:] == found[:-1]
+
+
+@pytest.mark.slow
+def test_verify_repeats_a_run_with_its_shard_mode_and_without(tmp_path: Path) -> None:
+    train(tmp_path, *EXACT["AdamW, clipping, cosine"], "--shard", "gradients", ranks=2)
+    directory, _ = trained(tmp_path)
+    for words in ([], ["--layout", "single"]):
+        ended = ddp("verify", directory.path, *words)
+        assert ended.code == 0, ended.output + ended.errors
+        label = "single-cpu" if words else "ddp-1x2-cpu-shard-gradients"
+        assert any(line.startswith("repeated") and line.endswith(label) for line in ended.output.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_bad_loss_is_found_on_the_rank_that_had_it(tmp_path: Path, shard: ShardMode) -> None:
+    words = [*EXACT["AdamW, clipping, cosine"], "--layout", "ddp", "--nproc-per-node", "3", "--shard", shard]
+    ended = ddp("train", *words, "--device", "cpu", "--fault", "nan@2:1", "--output", tmp_path)
+    assert ended.code == 5, ended.errors
+    assert "loss is nan at step 2 on rank 1 (node 0)" in ended.errors
+
+
+NOT_ELEMENTWISE = '''
+"""Can the norm of a whole parameter be taken where a rank has only a part of it?"""
+
+import torch
+from torch import nn
+
+from ddp_core.spec.experiment import Component, Experiment
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+experiment = Experiment(
+    name="whole_matrices",
+    model=Component(name="mlp"),
+    data=Component(name="digits"),
+    global_batch_size=8,
+    micro_batch=4,
+)
+'''
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_needs_whole_parameters_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "whole_matrices.py"
+    file.write_text(NOT_ELEMENTWISE)
+    words = [file, "--layout", "ddp", "--shard", "optimizer", "--device", "cpu", "--output", tmp_path / "outputs"]
+    dry, ended = ddp("train", *words, "--dry-run"), ddp("train", *words)
+    for each in (dry, ended):
+        assert each.code == 2, each.errors
+        assert "Adafactor" in each.errors
+        assert "Traceback" not in each.errors
+    assert dry.errors == ended.errors
