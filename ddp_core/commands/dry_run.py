@@ -14,6 +14,7 @@ from ddp_core.run.continuing import find_resumable
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Parts, Request, build_parts
+from ddp_core.sharding import require_elementwise
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.spec.records import Frozen
@@ -25,6 +26,8 @@ def dry_run(request: Request) -> int:
     """Print what would run; returns 0. Raises UserError where the run would, before or while it builds its parts."""
     check_request(request, only_look=True)
     parts = build_parts(request.loaded, Path(request.options.data_dir))
+    if request.layout.shard != "none":
+        require_elementwise(parts.optimizer)
     if World.from_environment().is_first:
         lines = {
             "experiment": _experiment(request),
@@ -82,7 +85,8 @@ def _model(experiment: Experiment, parts: Parts) -> str:
 def _memory(request: Request, parts: Parts) -> str:
     experiment, layout = request.loaded.experiment, request.layout
     estimate = estimate_of(request.loaded, parts)
-    buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if layout.kind == "ddp" else ""
+    has_buckets = layout.kind == "ddp" and layout.shard == "none"
+    buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if has_buckets else ""
     return (
         f"{in_units(estimate.peak)} for each replica, in float32 with micro-batches of {samples_at_once(experiment)} "
         f"samples (estimated){buckets}"

@@ -54,6 +54,7 @@ def verify(
         layout=kind,
         device=device or recorded["device"],
         nproc_per_node=count,
+        shard=recorded.get("shard", "none") if kind == recorded["kind"] else "none",
         reduction=record["options"]["reduction"],
         # Runs were always deterministic before there was a choice.
         deterministic="always" if record["options"].get("deterministic", True) else "never",

@@ -8,17 +8,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ddp_core.commands.training import train
 from ddp_core.commands.verify import DIFFERENT
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
-from ddp_core.run.request import build_splits, promise_broken_by
+from ddp_core.run.request import build_parts, promise_broken_by
+from ddp_core.run.sharding import shards_refused_by
+from ddp_core.sharding import require_elementwise
 from ddp_core.spec.experiment import Experiment
-from ddp_core.spec.layout import DeviceType
+from ddp_core.spec.layout import SHARD_MODES, DeviceType, ShardMode
 from ddp_core.spec.options import Asked
 
 _COUNTS = {"dp": (2, 3, 4), "ddp": (2, 3, 4, 5, 8)}
+_SHARDED_COUNTS = (2, 3)
 _MOST_MICRO_BATCHES = 8
 
 Attempts = list[dict[str, Any]]
@@ -40,8 +45,10 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
     reason = promise_broken_by(experiment)
     if reason is not None:
         raise _nothing_to_compare(experiment, reason)
-    steps = experiment.total_steps(experiment.steps_per_epoch(len(build_splits(loaded, Path(data_dir)).train)))
-    layouts, left_out = layouts_for(experiment.micro_batches or 1, steps, device)
+    parts = build_parts(loaded, Path(data_dir))
+    steps = experiment.total_steps(experiment.steps_per_epoch(len(parts.splits.train)))
+    modes = _modes_for(experiment, parts.optimizer)
+    layouts, left_out = layouts_for(experiment.micro_batches or 1, steps, device, modes)
     if left_out:
         count = f"{experiment.micro_batches} micro-batch{'' if experiment.micro_batches == 1 else 'es'}"
         print(f"left out, as a step has only {count} to share: {', '.join(left_out)}", flush=True)
@@ -52,6 +59,19 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
             raise
         # The model itself may rule out the exact reduction, which only a forward shows.
         raise _nothing_to_compare(experiment, str(error).rpartition("ddp: error: ")[2]) from None
+
+
+def _modes_for(experiment: Experiment, optimizer: Optimizer) -> Sequence[ShardMode]:
+    """The shard modes that can be had; where none can, says why."""
+    reason = shards_refused_by(experiment)
+    try:
+        if reason is None:
+            require_elementwise(optimizer)
+            return SHARD_MODES
+    except UserError as error:
+        reason = str(error)
+    print(f"left out, every --shard: {reason}", flush=True)
+    return ()
 
 
 def _nothing_to_compare(experiment: Experiment, reason: str) -> UserError:
@@ -87,7 +107,9 @@ def _micro_batch_for(experiment: Experiment) -> int:
     return size // max(count for count in range(1, most + 1) if size % count == 0)
 
 
-def layouts_for(micro_batches: int, steps: int, device: DeviceType = "cpu") -> tuple[dict[str, Attempts], list[str]]:
+def layouts_for(
+    micro_batches: int, steps: int, device: DeviceType = "cpu", modes: Sequence[ShardMode] = SHARD_MODES
+) -> tuple[dict[str, Attempts], list[str]]:
     """The layouts by title, and the titles of those that have more ranks or replicas than a step has micro-batches."""
     wanted: dict[str, tuple[int, Attempts]] = {"single": (1, [{}])}
     for kind, counts in _COUNTS.items():
@@ -95,6 +117,10 @@ def layouts_for(micro_batches: int, steps: int, device: DeviceType = "cpu") -> t
             title = f"{kind} x {count}" + (" (threads)" if (kind, device) == ("dp", "cpu") else "")
             wanted[title] = (count, [{"layout": kind, "nproc_per_node": count}])
     wanted["ddp x 2, mp.spawn"] = (2, [{"layout": "ddp", "nproc_per_node": 2, "launcher": "spawn"}])
+    for mode in modes:
+        for count in _SHARDED_COUNTS:
+            attempt = {"layout": "ddp", "nproc_per_node": count, "shard": mode}
+            wanted[f"ddp x {count}, --shard {mode}"] = (count, [attempt])
     if (killed := _killed(micro_batches, steps)) is not None:
         wanted |= killed
     fitting = {title: attempts for title, (count, attempts) in wanted.items() if count <= micro_batches}
