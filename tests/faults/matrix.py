@@ -67,6 +67,7 @@ ROWS = (
         "P",
         (
             f"{_LOSSES}::test_a_killed_worker_is_replaced",
+            f"{_LOSSES}::test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced",
             f"{_LOSSES}::test_twenty_kills_are_twenty_recoveries",
             f"{_NODES}::test_killed_workers_of_two_nodes_are_replaced_every_time",
         ),
@@ -103,6 +104,7 @@ ROWS = (
         "P, D",
         (
             f"{_LOSSES}::test_a_stopped_worker_is_replaced",
+            f"{_LOSSES}::test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced",
             f"{_NODES}::test_a_stopped_node_writes_nothing_when_it_wakes",
         ),
         limits={LATE: 1},

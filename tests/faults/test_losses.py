@@ -12,6 +12,7 @@ import pytest
 
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.faults.launches import (
     DOTS,
     Launch,
@@ -75,6 +76,28 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
     record_row(1, said, {AGAIN: worst})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced(
+    tmp_path: Path, digest: str, shard: ShardMode
+) -> None:
+    watch = Watch(tmp_path)
+    words = train_words(tmp_path, "--shard", shard, "--fault", "kill@30:1", ranks=3)
+    with Launch(*words, pause=PAUSE) as launch:
+        wait_until(lambda: "killed" in launch.errors(), HANG, "the loss is noticed")
+        noticed = now() - watch.when_struck("kill@30:1")
+        recovered = watch.wait_for_new_step(watch.when_struck("kill@30:1"))
+        ended = launch.wait()
+    assert ended.code == 0
+    assert "resumed at step 28" in ended.output
+    check_aftermath(tmp_path, digest)
+    record_row(
+        1,
+        f"--shard {shard}: noticed after {noticed:.2f} s, trains again after {recovered:.1f} s, same weights",
+        {NOTICED: noticed, AGAIN: recovered},
+    )
+
+
 @pytest.mark.parametrize("when", ["while it trains", pytest.param("while it starts", marks=pytest.mark.slow)])
 def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: str) -> None:
     with Launch(*train_words(tmp_path), pause=0.1) as launch:
@@ -112,6 +135,29 @@ def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     record_row(
         5,
         f"worker: noticed {noticed - timeout:.1f} s after the timeout, same weights",
+        {LATE: noticed - timeout, AGAIN: recovered},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced(
+    tmp_path: Path, digest: str, shard: ShardMode
+) -> None:
+    watch, timeout, fault = Watch(tmp_path), 3, "pause@30:1"
+    words = train_words(tmp_path, "--shard", shard, "--fault", fault, "--timeout", str(timeout))
+    with Launch(*words, pause=PAUSE) as launch:
+        wait_until(lambda: "is stopped" in launch.errors(), HANG, "the silence is noticed")
+        noticed = now() - watch.when_struck(fault)
+        recovered = watch.wait_for_new_step(watch.when_struck(fault))
+        ended = launch.wait()
+    assert ended.code == 0
+    assert "rank 1 (node 0) is stopped; it is killed now" in ended.errors
+    assert noticed > timeout
+    check_aftermath(tmp_path, digest)
+    record_row(
+        5,
+        f"worker, --shard {shard}: noticed {noticed - timeout:.1f} s after the timeout, same weights",
         {LATE: noticed - timeout, AGAIN: recovered},
     )
 
