@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousHandler
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
 
 
@@ -145,6 +147,13 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "2.0",
         "https://github.com/pytorch/pytorch/pull/144498",
     ),
+    "_fsdp_param_group": PrivateName(
+        "torch.distributed.fsdp.fully_shard.state(module)",
+        "see which gradients travel together, in which sequence, and which of them a backward has made",
+        "FSDPModule shows neither the sequence nor the whole parameters",
+        "2.2",
+        "https://github.com/pytorch/pytorch/pull/117867",
+    ),
     # Of tensors, modules and data.
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
@@ -242,6 +251,18 @@ def keep_static_graph_from_reducing(ddp: DistributedDataParallel) -> None:
 def ddp_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What DDP knows of itself, such as `bucket_sizes` and `rebuilt_bucket_sizes`."""
     return dict(ddp._get_ddp_logging_data())
+
+
+def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of a module of `fully_shard` whose gradients travel as one flat tensor, in the sequence there.
+
+    Each as this rank's part, and as the whole, which stays the same object. Call it when the module was gathered.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    group = cast(Any, fully_shard).state(module)._fsdp_param_group
+    members = [] if group is None else group.fsdp_params
+    return [(each.sharded_param, each.unsharded_param) for each in members if each.sharded_param.requires_grad]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -138,7 +138,7 @@ class Channel:
         nodes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         several = group is not None and group.size() > 1
-        self.group = _own_group(group, device, timeout) if group is not None and several else None
+        self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
         self.ordered_sum = OrderedSum(self.group, nodes)
         self.closed = False
@@ -177,7 +177,7 @@ class Channel:
             self.group = None
 
 
-def _own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
+def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
     """A process group of the same ranks for the communication thread alone: two threads' collectives must not mix."""
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,21 @@ class Shares(Protocol):
 
     def close(self) -> None:
         """Leave DDP or the parameters as they were."""
+
+
+class OwnShares(Shares, Protocol):
+    """Shares with gradients and a channel of their own, made by whoever keeps the parameters in another way."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """What `finish` sets."""
+
+    @property
+    def channel(self) -> Channel:
+        """What carries them; `ExactReduction.close` closes it."""
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, as `gradient_norm` has it; a collective."""
 
 
 class ExactReduction:
@@ -101,11 +116,12 @@ class ExactReduction:
         *,
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
-        shares: Literal["contiguous", "strided"] = "contiguous",
+        shares: Literal["contiguous", "strided"] | OwnShares = "contiguous",
         node: str | int | None = None,
         shards: Shards | None = None,
     ) -> None:
-        if shares not in ("contiguous", "strided"):
+        own = None if isinstance(shares, str) else shares
+        if own is None and shares not in ("contiguous", "strided"):
             raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
         self.module = module
         ddp = module if isinstance(module, DistributedDataParallel) else None
@@ -115,7 +131,7 @@ class ExactReduction:
             group = ddp.process_group
         self.micro_batches = micro_batches
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self._gradients = Gradients(module)
+        self._gradients = Gradients(module) if own is None else own.gradients
         self.process_group, self.rank, self.shards = group, rank, shards
         # What `finish` gives a gradient.
         self._reduced: list[nn.Parameter] = self._gradients.parameters
@@ -125,12 +141,12 @@ class ExactReduction:
         if rank == 0:
             warn_of_threads()
         nodes = None
-        if group is not None and world_size > 1:
+        if isinstance(shares, str) and group is not None and world_size > 1:
             here = socket.gethostname() if node is None else node
             nodes = require_agreement(group, micro_batches, shares, self._gradients, here, shards)
         share(micro_batches, rank, world_size)
         # Compared in the first step, when a checkpoint has been loaded.
-        self._to_compare = group if ddp is None and world_size > 1 else None
+        self._to_compare = group if ddp is None and own is None and world_size > 1 else None
         self._statistics = BatchStatistics(module)
         self._foreign: dict[str, Tensor] | None = None
         self._checked = False
@@ -138,10 +154,13 @@ class ExactReduction:
         self._leaves: int | None = None
         self._run = 0
 
+        self._own, self._shares = own, cast(Shares, own)
+        if own is not None:
+            self._channel = own.channel
+            return
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
         in_levels = shares == "contiguous" and shards is None
         self._channel = Channel(group, device, timeout, nodes if in_levels else None)
-        self._shares: Shares
         is_strided = shares == "strided" and world_size > 1
         if shards is not None:
             kind = ShardedStridedShares if is_strided else ShardedContiguousShares
@@ -241,7 +260,9 @@ class ExactReduction:
 
         A collective with `shards`. Call it between `finish` (and a scaler's `unscale_`) and the update.
         """
-        if self.shards is None:
+        if self._own is not None:
+            norm = self._own.norm()
+        elif self.shards is None:
             norm = gradient_norm(self._reduced)
         else:
             sums = block_sums_of_pieces(self.shards, self.rank)

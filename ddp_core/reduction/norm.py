@@ -37,7 +37,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     sums = _zeros(parameters, begins)
     for begin, parameter in zip(begins, parameters, strict=False):
         if parameter.grad is not None:
-            _put_block_sums(sums[begin:], in_memory_order(parameter.grad, parameter))
+            put_block_sums(sums[begin:], in_memory_order(parameter.grad, parameter))
     return norm_of(sums)
 
 
@@ -50,7 +50,7 @@ def block_sums_of_pieces(shards: Shards, rank: int) -> Tensor:
     sums = _zeros(shards.parameters, begins)
     for piece in shards.pieces(rank):
         if piece.tensor.grad is not None:
-            _put_block_sums(sums[begins[piece.position] + piece.start // BLOCK :], piece.tensor.grad)
+            put_block_sums(sums[begins[piece.position] + piece.start // BLOCK :], piece.tensor.grad)
     return sums
 
 
@@ -81,7 +81,7 @@ def _zeros(parameters: Sequence[Tensor], begins: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def _put_block_sums(sums: Tensor, flat: Tensor) -> None:
+def put_block_sums(sums: Tensor, flat: Tensor) -> None:
     """Write the sums of the squares of the blocks of `flat` to the beginning of `sums`."""
     for number, part in enumerate(flat.split(_ROWS * BLOCK)):
         rows = -(-part.numel() // BLOCK)

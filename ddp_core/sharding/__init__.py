@@ -1,10 +1,13 @@
-"""Optimizers of which each rank keeps and makes a part: updates of pieces, and their state put together and cut.
+"""Training state of which each rank keeps and updates a part; put together and cut where it leaves and enters.
 
-`ShardedOptimizer` does so for any optimizer that treats each element by itself (`elementwise`), on top of an
-`ExactReduction` with shards. What goes in here knows optimizers, but no trainer and no file.
+`ShardedOptimizer` does so for the state of any optimizer that treats each element by itself (`elementwise`), on top of
+an `ExactReduction` with shards. `FullySharded` (in `fully_sharded`, which takes a second to import) does so for the
+parameters, too, of any module that torch's `fully_shard` can wrap. What goes in here knows modules and optimizers, but
+no trainer and no file.
 """
 
 from .elementwise import require_elementwise
 from .optimizer import ShardedOptimizer
+from .refusals import refuse_unsuitable
 
-__all__ = ["ShardedOptimizer", "require_elementwise"]
+__all__ = ["ShardedOptimizer", "refuse_unsuitable", "require_elementwise"]

@@ -18,9 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -192,6 +194,25 @@ def groups(_: int, __: int, ___: str) -> None:
     assert torch_internals.process_groups() == [dist.group.WORLD, another]
 
 
+def sent_together(_: int, __: int, ___: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    net = nn.Linear(2, 1)
+    net.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    fully_shard(net, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
+    net.unshard()
+    wholes = dict(net.named_parameters())
+    net.reshard()
+    (weight, whole_weight), (bias, whole_bias) = torch_internals.sent_together(net)
+    assert weight is net.weight
+    assert bias is net.bias
+    assert whole_weight is wholes["weight"]
+    assert whole_bias is wholes["bias"]
+    handed_over = []
+    whole_bias.register_post_accumulate_grad_hook(handed_over.append)
+    net(torch.ones(1, 2)).sum().backward()
+    assert handed_over == [whole_bias]
+
+
 def foreach(_: int, __: int, ___: str) -> None:
     ours = [torch.ones(2), torch.ones(3)]
     torch_internals.foreach_add_(ours, [torch.ones(2), torch.ones(3)])
@@ -265,6 +286,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_timeout": timeout,
     "_abort_process_group": abort,
     "_world": groups,
+    "_fsdp_param_group": sent_together,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_zero_", "_foreach_copy_"), foreach),
     "_python_dispatch": dispatch_mode,
     "_dynamo": dynamo,

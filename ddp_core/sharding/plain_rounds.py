@@ -1,0 +1,91 @@
+"""Torch's own sums of a fully sharded model's gradients, after every backward; with the interface of PlainReduction."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ddp_core.shares import share_of
+from ddp_core.torch_internals import foreach_mul_, sent_together
+
+from .refusals import refusing_bypasses
+from .rows import Rows
+
+
+class PlainRounds:
+    """Sums without a promise: contiguous shares, torch's reduce-scatter, gradients of the rows that add up in `.grad`.
+
+    As with `Rounds`, every rank must run the same number of passes. In an `idle_pass`, weight the loss by 0.
+    """
+
+    def __init__(self, parts: Sequence[FSDPModule], rows: Mapping[int, Rows], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._members = [(sharded, rows[id(sharded)]) for part in parts for sharded, _ in sent_together(part)]
+        self._present: set[int] = set()
+        self._leaves = 0
+        wholes = (whole for part in parts for _, whole in sent_together(part))
+        for position, whole in enumerate(wholes):
+            whole.register_post_accumulate_grad_hook(functools.partial(self._mark, position))
+        for part in parts:
+            # Sums, not means: gloo has nothing else.
+            part.set_gradient_divide_factor(1)
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+
+    @property
+    def share(self) -> range:
+        """The micro-batches that this rank computes in the step at hand, in order."""
+        return share_of(self._leaves, self._group.rank(), self._group.size())
+
+    @property
+    def idle_passes(self) -> int:
+        """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
+        return -(-self._leaves // self._group.size()) - len(self.share)
+
+    def idle_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Run forward and backward of any micro-batch inside, with a loss weight of 0."""
+        return contextlib.nullcontext()
+
+    def begin(self, micro_batches: int) -> None:
+        """Start a step of `micro_batches` micro-batches over all ranks."""
+        self._leaves = micro_batches
+        self._present.clear()
+        for sharded, rows in self._members:
+            sharded.grad = rows.tensor.grad = None
+
+    def micro_batch(self, index: int, weight: float = 1.0) -> contextlib.AbstractContextManager[None]:
+        """One forward and backward; ranks exchange gradients in each."""
+        return refusing_bypasses()
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Complete the step: the `.grad` of this rank's rows is the sum over all micro-batches times `scale`.
+
+        It stays None for a parameter that no micro-batch has used.
+        """
+        device = self._members[0][1].local.device if self._members else torch.device("cpu")
+        used = torch.zeros(len(self._members), device=device)
+        used[list(self._present)] = 1.0
+        dist.all_reduce(used, group=self._group)
+        gradients = []
+        for (sharded, rows), is_used in zip(self._members, used.tolist(), strict=True):
+            if is_used and sharded.grad is not None:
+                part = cast(DTensor, sharded.grad).to_local().view(-1)
+                rows.tensor.grad = rows.filled(part)
+                gradients.append(rows.tensor.grad)
+            sharded.grad = None
+        if scale != 1.0 and gradients:
+            foreach_mul_(gradients, scale)
+
+    def close(self) -> None:
+        """Do nothing: this holds nothing that has to be released."""
+
+    def _mark(self, position: int, _: Tensor) -> None:
+        self._present.add(position)
