@@ -14,7 +14,7 @@ from ddp_core.run.continuing import find_resumable
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Parts, Request, build_parts
-from ddp_core.sharding import require_elementwise
+from ddp_core.sharding import refuse_unsuitable, require_elementwise
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.spec.records import Frozen
@@ -28,6 +28,8 @@ def dry_run(request: Request) -> int:
     parts = build_parts(request.loaded, Path(request.options.data_dir))
     if request.layout.shard != "none":
         require_elementwise(parts.optimizer)
+    if request.layout.shard == "parameters":
+        refuse_unsuitable(parts.model)
     if World.from_environment().is_first:
         lines = {
             "experiment": _experiment(request),

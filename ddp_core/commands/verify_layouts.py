@@ -16,7 +16,7 @@ from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
 from ddp_core.run.request import build_parts, promise_broken_by
-from ddp_core.run.sharding import shards_refused_by
+from ddp_core.run.sharding import shards_refused_by, whole_parameters_needed_by
 from ddp_core.sharding import require_elementwise
 from ddp_core.spec.experiment import Experiment
 from ddp_core.spec.layout import SHARD_MODES, DeviceType, ShardMode
@@ -67,7 +67,10 @@ def _modes_for(experiment: Experiment, optimizer: Optimizer) -> Sequence[ShardMo
     try:
         if reason is None:
             require_elementwise(optimizer)
-            return SHARD_MODES
+            needed = whole_parameters_needed_by(experiment)
+            if needed is not None:
+                print(f"left out, --shard parameters: {needed}", flush=True)
+            return [mode for mode in SHARD_MODES if mode != "parameters" or needed is None]
     except UserError as error:
         reason = str(error)
     print(f"left out, every --shard: {reason}", flush=True)

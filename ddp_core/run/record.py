@@ -160,10 +160,10 @@ class RunRecord:
         assert self.fence is not None
         # The weights of an old rank 0 must not take the place of its successor's.
         self.fence.check()
-        result = result_of(trainer, self.directory.metrics, time.time() - self.started) | end.usage
-        save_weights(trainer.model, self.directory.path / "model.safetensors")
+        result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
+        save_weights(end.state, self.directory.path / "model.safetensors")
         if trainer.state.average is not None:
-            save_weights(trainer.state.average.module, self.directory.path / "model_ema.safetensors")
+            save_weights(trainer.state.average.module.state_dict(), self.directory.path / "model_ema.safetensors")
         digests = {
             "weights_sha256": end.weights,
             "optimizer_sha256": end.optimizer,

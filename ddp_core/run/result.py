@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from torch import nn
 
 from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.errors import ExitCode, UserError
@@ -27,6 +27,8 @@ class Ends:
     """The digest of the weights, the same on every rank."""
     average: str | None
     """The digest of the averaged weights, where there are any, the same on every rank."""
+    state: dict[str, Any]
+    """The model's state dict, as one process has it; where parameters are sharded, empty on all ranks but 0."""
     optimizer: str | None
     """The digest of the optimizer's state (rank 0)."""
     usage: Totals
@@ -42,20 +44,23 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
     average = None if state.average is None else weights_digest(state.average.module.state_dict())
-    digests = (weights_digest(state.model.state_dict()), average)
-    whole = state.optimizer_state()
+    weights, whole = state.weights(), state.optimizer_state()
+    # Where parameters are sharded, rank 0 has put the whole together, and the other ranks have nothing to compare.
+    digests = (None if weights is None else weights_digest(weights), average)
     parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
-    other = [rank for rank, part in enumerate(parts) if part[0] != digests]
+    ends = [part[0] for part in parts]
+    other = [rank for rank, end in enumerate(ends) if end not in (ends[0], (None, ends[0][1]))]
     if other:
         raise RuntimeError(f"{world.place}: ranks {other} ended with other weights: this is a bug or broken memory")
     optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
-    return Ends(*digests, optimizer, of_all([part[2] for part in parts]), slowest([part[1] for part in parts]))
+    totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
+    return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)
 
 
-def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]:
+def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, seconds: float) -> dict[str, Any]:
     """The figures for the run's record, with the parameters' values where there are at most 16.
 
-    `seconds` is how long the run took.
+    `weights` is the model's state dict, `seconds` how long the run took.
     """
     state, parameters = trainer.state, dict(trainer.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
@@ -71,7 +76,7 @@ def result_of(trainer: Trainer, metrics: Path, seconds: float) -> dict[str, Any]
         "parameters": count,
     }
     if count <= _FEW_PARAMETERS:
-        result["values"] = {name: parameter.detach().flatten().tolist() for name, parameter in parameters.items()}
+        result["values"] = {name: weights[name].detach().flatten().tolist() for name in parameters}
     return result
 
 
@@ -85,12 +90,16 @@ def summary(result: dict[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Write the final weights as safetensors. Raises UserError (4) where the file cannot be written."""
+def save_weights(state: Mapping[str, Any], path: Path) -> None:
+    """Write a model's state dict as safetensors, what shares memory once.
+
+    Raises UserError (4) where the file cannot be written.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     try:
-        save_model(model, str(path))
+        # It does not ask more of a model than its state dict.
+        save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(path))  # type: ignore[arg-type]
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

@@ -20,6 +20,17 @@ def shards_refused_by(experiment: Experiment) -> str | None:
     return None
 
 
+def whole_parameters_needed_by(experiment: Experiment) -> str | None:
+    """Why the parameters cannot be sharded, where optimizer and gradients can; None where settings say nothing."""
+    if experiment.ema_decay is not None:
+        return "ema_decay keeps an average of whole weights on every rank, and no rank has whole weights"
+    if experiment.memory_format != "contiguous":
+        return (
+            f"parameters are cut between rows, which do not lie together with memory_format {experiment.memory_format}"
+        )
+    return None
+
+
 def check_shards(asked: Asked, experiment: Experiment, layout: Layout) -> None:
     """Raises UserError where a shard mode is asked for that cannot be had."""
     option = f"--shard {layout.shard}"
@@ -32,6 +43,8 @@ def check_shards(asked: Asked, experiment: Experiment, layout: Layout) -> None:
             f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
             "gradients to every rank; use --reduction exact, or leave --shard out"
         )
+    if layout.shard == "parameters" and (reason := whole_parameters_needed_by(experiment)) is not None:
+        raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
     if asked.cuda_graph:
         raise UserError(
             f"--cuda-graph: {option} sends gradients from within backward, which no graph holds; leave one of them out"

@@ -10,6 +10,10 @@ def build_trainer(job: Job) -> Trainer:
         from ddp_core.trainers.single import SingleTrainer
 
         return SingleTrainer(job)
+    if job.layout.shard == "parameters":
+        from ddp_core.trainers.fully_sharded import FullyShardedTrainer
+
+        return FullyShardedTrainer(job)
     if job.layout.shard != "none":
         from ddp_core.trainers.sharded import ShardedTrainer
 

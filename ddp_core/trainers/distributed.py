@@ -78,7 +78,11 @@ class DistributedTrainer(Trainer):
                 self.clock.lap("exposed_communication")
         if not batch.micro_batches:
             self._join_empty_handed()
+        self.join_last_round(batch)
         self.reduction.finish()
+
+    def join_last_round(self, batch: StepBatch) -> None:
+        """Take part in what other ranks still do for the step; overridden where all ranks must."""
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the exact gradient: with shards, the ranks sum their parts of it."""

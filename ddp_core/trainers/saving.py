@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
@@ -56,7 +56,11 @@ class Saving(StepObserver):
         """
         job, state, before = self._job, self._state, time.perf_counter()
         with self._clock.aside("checkpoint"):
-            if bad := first_not_finite(state.model):
+            bad = first_not_finite(state.trained())
+            if state.fully_sharded is not None:
+                # Each rank has looked at its own rows.
+                bad = next(filter(None, job.collectives.gather(bad)), None)
+            if bad:
                 raise UserError(
                     f"parameter {bad} is not finite after step {state.step}, so this step is not saved, "
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
@@ -81,12 +85,12 @@ class Saving(StepObserver):
         job.metrics.write("checkpoint", step=state.step, seconds=time.perf_counter() - before)
 
 
-def first_not_finite(model: nn.Module) -> str | None:
-    """The name of the first trained parameter with a NaN or infinite element; None where there is none.
+def first_not_finite(trained: Mapping[str, Tensor]) -> str | None:
+    """The name of the first of these parameters with a NaN or infinite element; None where there is none.
 
     Buffers and frozen parameters are not looked at: a mask holds -inf on purpose.
     """
-    trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad and each.numel()}
+    trained = {name: each for name, each in trained.items() if each.numel()}
     # One norm of all, because the host then waits for the device once. It may overflow though no element is infinite.
     if math.isfinite(nn.utils.get_total_norm(list(trained.values())).item()):
         return None

@@ -38,6 +38,11 @@ class ShardedTrainer(DistributedTrainer):
         state.optimizer.register_step_post_hook(self._update_made)
         state.sharded = ShardedOptimizer(state.optimizer, self.reduction)
         state.optimizer.register_step_post_hook(self._parameters_gathered)
+        self.use_sharded_scaler()
+
+    def use_sharded_scaler(self) -> None:
+        """With fp16, see an overflow in the gradients of any rank."""
+        state = self.state
         if state.scaler is not None:
             # Loads all of FSDP, which takes a second and is not needed without fp16.
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

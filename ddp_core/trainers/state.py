@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sharding import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from ddp_core.sharding.fully_sharded import FullySharded
 
 
 @dataclass
@@ -24,8 +27,10 @@ class TrainState:
     schedule: LRScheduler | None = None
     """The experiment's own; a built-in rule has no state."""
     average: WeightAverage | None = None
-    sharded: ShardedOptimizer | None = None
+    sharded: ShardedOptimizer | FullySharded | None = None
     """Where `optimizer` updates this rank's pieces of the parameters alone, and has the state of these alone."""
+    fully_sharded: FullySharded | None = None
+    """Where `model` has this rank's rows of the parameters alone."""
     learning_rate: float = math.nan
     """Used by the last update, of the first parameter group; not saved."""
     step: int = 0
@@ -57,10 +62,10 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
 
-        Where the optimizer is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
+        Where something is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
         """
         return {
-            "model": self.model.state_dict(),
+            "model": self.weights(),
             "optimizer": self.optimizer_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -77,13 +82,34 @@ class TrainState:
             },
         }
 
+    def weights(self) -> dict[str, Any] | None:
+        """The model's state dict, as one process has it; see `state_dict` for sharded parameters."""
+        return self.model.state_dict() if self.fully_sharded is None else self.fully_sharded.whole_weights()
+
+    def described(self) -> dict[str, Any]:
+        """The model's state dict, as one process has it, of which only names, dtypes and shapes are meant."""
+        state = self.model.state_dict()
+        if self.fully_sharded is None:
+            return state
+        return {
+            name: torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+
+    def trained(self) -> dict[str, Tensor]:
+        """The trained parameters by name; of sharded ones, this rank's rows."""
+        if self.fully_sharded is not None:
+            return self.fully_sharded.trained
+        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+
     def optimizer_state(self) -> dict[str, Any] | None:
         """The optimizer's state dict, as one process has it; see `state_dict` for a sharded optimizer's."""
         return self.optimizer.state_dict() if self.sharded is None else self.sharded.whole_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self.model.load_state_dict(state["model"])
+        load_model = self.model.load_state_dict if self.fully_sharded is None else self.fully_sharded.load_whole_weights
+        load_model(state["model"])
         load_optimizer = self.optimizer.load_state_dict if self.sharded is None else self.sharded.load_whole_state
         load_optimizer(state["optimizer"])
         for name in ("scaler", "schedule", "average"):

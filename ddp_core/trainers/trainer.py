@@ -196,11 +196,16 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
-        figures = self._figures_of(self.model)
+        with self.whole_model():
+            figures = self._figures_of(self.model)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
+
+    def whole_model(self) -> contextlib.AbstractContextManager[None]:
+        """All parameters are there inside; overridden where ranks keep a part of them only."""
+        return contextlib.nullcontext()
 
     def _figures_of(self, model: nn.Module) -> dict[str, Any]:
         """Loss, for classification accuracy, and the experiment's own metrics."""
@@ -227,9 +232,10 @@ class Trainer(ABC):
 
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""
-        if self.job.collectives.world.is_first:
-            with self.clock.aside("other"):
-                digest = weights_digest(self.model.state_dict())
+        with self.clock.aside("other"):
+            weights = self.state.weights()
+            if self.job.collectives.world.is_first and weights is not None:
+                digest = weights_digest(weights)
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
     def stop(self) -> None:

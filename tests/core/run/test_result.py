@@ -34,10 +34,10 @@ def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
 
 def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    save_weights(model, tmp_path / "model.safetensors")
+    save_weights(model.state_dict(), tmp_path / "model.safetensors")
     assert weights_digest(load_file(tmp_path / "model.safetensors")) == weights_digest(model.state_dict())
     with pytest.raises(UserError, match=f"cannot write {tmp_path}/no/folder") as caught:
-        save_weights(model, tmp_path / "no" / "folder")
+        save_weights(model.state_dict(), tmp_path / "no" / "folder")
     assert caught.value.exit_code == ExitCode.RESOURCES
 
 

@@ -42,6 +42,14 @@ def test_what_leaves_no_place_for_shards_is_named(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("ema_decay", 0.9), ("memory_format", "channels_last")])
+def test_what_needs_whole_parameters_is_named(name: str, value: Any) -> None:
+    told, request = experiment(**{name: value}), Asked(experiment="mine")
+    check_shards(request, told, Layout(kind="ddp", nproc_per_node=2, shard="gradients"))
+    with pytest.raises(UserError, match=f"{name}.*; use --shard gradients, or leave it out"):
+        check_shards(request, told, Layout(kind="ddp", nproc_per_node=2, shard="parameters"))
+
+
 def test_other_settings_of_ddp_stand_against_nothing() -> None:
     ddp = DdpOptions(bucket_cap_mb=1, gradient_as_bucket_view=True, find_unused_parameters=True)
     assert shards_refused_by(experiment(ddp=ddp)) is None

@@ -54,7 +54,6 @@ def test_dp_on_cpu_says_what_it_is() -> None:
         (Layout(kind="dp", nnodes=2), ["one node", "--layout ddp --nnodes 2"]),
         (Layout(shard="optimizer"), ["--shard optimizer", "layout single is one process", "--layout ddp"]),
         (Layout(kind="dp", shard="gradients"), ["--shard gradients", "layout dp is one process", "--layout ddp"]),
-        (Layout(kind="ddp", shard="parameters"), ["not there yet", "--shard optimizer or --shard gradients"]),
     ],
 )
 def test_a_contradiction_is_named(layout: Layout, words: list[str]) -> None:
@@ -124,7 +123,9 @@ def test_the_batch_arithmetic_is_said() -> None:
     assert cut.describe() == "global batch 64 = 8 micro-batches x 8 samples, 3 per step on each of 3"
 
 
-@pytest.mark.parametrize(("shard", "is_strided"), [("none", False), ("optimizer", False), ("gradients", True)])
+@pytest.mark.parametrize(
+    ("shard", "is_strided"), [("none", False), ("optimizer", False), ("gradients", True), ("parameters", True)]
+)
 def test_micro_batches_are_dealt_in_turns_where_gradients_are_sharded(shard: ShardMode, is_strided: bool) -> None:
     layout = Layout(kind="ddp", nproc_per_node=2, shard=shard)
     cut = BatchCut.of(experiment(global_batch_size=16, micro_batch=4), layout)
