@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_core.data.augment import Augmentation, turn_shift_scale
+from ddp_core.data.characters import characters
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.splits import ByteImages, Dataset, InMemory, Splits, content_digest, stratified
 from ddp_core.data.vision import cifar10, fashion_mnist
@@ -30,6 +31,7 @@ __all__ = [
     "Dataset",
     "InMemory",
     "Splits",
+    "characters",
     "cifar10",
     "content_digest",
     "counter_data",
@@ -156,6 +158,7 @@ DATA: dict[str, Callable[..., Splits]] = {
     "toy_data": toy_data,
     "random_images": random_images,
     "random_byte_images": random_byte_images,
+    "characters": characters,
     "fashion_mnist": fashion_mnist,
     "cifar10": cifar10,
     "image_folder": image_folder,

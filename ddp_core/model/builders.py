@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.errors import UserError
+from ddp_core.model.transformer import transformer
 
 
 def linear(features: int = 1, outputs: int = 1) -> nn.Module:
@@ -109,4 +110,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "small_cnn": small_cnn,
     "resnet18": resnet18,
+    "transformer": transformer,
 }

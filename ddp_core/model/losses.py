@@ -35,9 +35,20 @@ def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.binary_cross_entropy(outputs.float(), _like(targets, outputs), reduction="sum") / features
 
 
+def sequence_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Sum over samples of the mean over places: outputs [n, length, classes] logits, targets [n, length] int64."""
+    places = targets[0].numel()
+    return functional.cross_entropy(outputs.float().flatten(0, 1), targets.flatten(), reduction="sum") / places
+
+
 def class_hits(outputs: Tensor, targets: Tensor) -> Tensor:
     """How many samples have their largest logit at the target: an int64 scalar on the outputs' device."""
     return (outputs.argmax(dim=1) == targets).sum()
+
+
+def sequence_hits(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Sum over samples of the share of places whose largest logit is at the target: a float64 scalar."""
+    return (outputs.argmax(dim=-1) == targets).sum().double() / targets[0].numel()
 
 
 def threshold_hits(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -47,11 +58,16 @@ def threshold_hits(outputs: Tensor, targets: Tensor) -> Tensor:
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
+    "sequence_cross_entropy": sequence_cross_entropy,
     "mean_squared_error": mean_squared_error,
     "binary_cross_entropy": binary_cross_entropy,
 }
 
-HITS: dict[Loss, Loss] = {cross_entropy: class_hits, binary_cross_entropy: threshold_hits}
+HITS: dict[Loss, Loss] = {
+    cross_entropy: class_hits,
+    sequence_cross_entropy: sequence_hits,
+    binary_cross_entropy: threshold_hits,
+}
 """How accuracy is counted for a loss; a loss without an entry has none."""
 
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ddp_core.data import characters
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.building import build, complete_options
 from ddp_core.run.experiment_file import (
@@ -21,9 +23,11 @@ from ddp_core.run.experiment_file import (
 from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import Layout
+from tests.support.commands import command, trained
 from tests.support.processes import HANG
 
 NAMES = [
+    "char_transformer",
     "cifar10_resnet18",
     "counter_buffer",
     "digits",
@@ -112,6 +116,18 @@ def test_each_loads_and_names_functions_that_exist(name: str) -> None:
         assert BatchCut.of(experiment, layout).micro_batches >= shares
     if name != "resnet18_synthetic":
         BatchCut.of(experiment, Layout(kind="ddp", nnodes=3))
+
+
+@pytest.mark.slow
+def test_a_transformer_learns_more_than_counts_of_pairs_know(tmp_path: Path) -> None:
+    ended = command("train", "char_transformer", "--set", "epochs=1", "--output", str(tmp_path))
+    assert ended.code == 0, ended.output + ended.errors
+    text = np.frombuffer(characters.BOOK.read_bytes(), dtype=np.uint8)
+    train, held_out = np.split(text, [len(text) - round(0.1 * len(text))])
+    pairs = np.full((128, 128), 0.1)
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    chances = pairs / pairs.sum(axis=1, keepdims=True)
+    assert trained(tmp_path)[1]["result"]["test_loss"] < -np.log(chances[held_out[:-1], held_out[1:]]).mean()
 
 
 def test_accuracy_belongs_to_the_loss_or_to_the_file(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def test_the_wheel_takes_no_name_that_could_be_anybodys(wheel: Path) -> None:
     assert {name for name in top if not name.endswith(".dist-info")} == {"ddp_core", "ddp_lab", "ddp_experiments"}
 
 
+def test_the_wheel_carries_the_book_as_it_is(wheel: Path) -> None:
+    book = zipfile.ZipFile(wheel).read("ddp_core/data/texts/alice.txt")
+    assert book == (ROOT / "ddp_core" / "data" / "texts" / "alice.txt").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mypy") is None, reason="there is no mypy in this environment, as in the image")
 def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ddp_core.run.experiment_file import INSTALLED
 from tests.support.commands import ddp
 
 SHORT = {
+    "char_transformer": ["max_steps=3"],
     "cifar10_resnet18": ["max_steps=2"],
     "counter_buffer": ["max_steps=4"],
     "digits": ["max_steps=4"],

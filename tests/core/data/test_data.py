@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_core.data import characters
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.builders import DATA, InMemory, Splits
 from ddp_core.errors import ExitCode, UserError
@@ -76,7 +77,7 @@ def test_shapes_and_types(name: str) -> None:
         if dataset is None:
             continue
         inputs, targets = in_memory(dataset).__getitems__(np.array([3, 0, 3]))
-        assert inputs.dtype == torch.float32
+        assert inputs.dtype == (torch.int64 if name == "characters" else torch.float32)
         assert len(inputs) == len(targets) == 3
         one, target = dataset[3]
         torch.testing.assert_close(inputs[0], one, rtol=0, atol=0)
@@ -127,6 +128,36 @@ def test_linear_data_lies_on_its_line_up_to_the_noise() -> None:
     residual = train.targets - (2 * train.inputs + 3)
     assert abs(float(residual.std()) - 0.1) < 0.003
     assert abs(float(residual.mean())) < 0.004
+
+
+def test_characters_are_followed_by_their_targets() -> None:
+    splits = DATA["characters"](length=20, stride=7)
+    train, test = in_memory(splits.train), in_memory(splits.test)
+    assert torch.equal(train.inputs[:, 1:], train.targets[:, :-1])
+    assert torch.equal(train.inputs[1, :14], train.targets[0, 6:])
+    begin, end = (bytes(inputs.tolist()).decode("ascii") for inputs in (train.inputs[60], test.targets[-1]))
+    assert (begin, end) == ("o\npictures or conver", "                   T")
+    held_out = bytes(test.inputs.flatten().tolist())
+    assert bytes(train.inputs[-1].tolist()) not in held_out
+    assert len(held_out) == 742 * 20
+    assert splits.digest != DATA["characters"](length=21, stride=7).digest
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_a_book_that_is_not_as_it_came_is_refused(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = tmp_path / "alice.txt"
+    if damage == "changed":
+        book.write_bytes(characters.BOOK.read_bytes().replace(b"\n", b"\r\n"))
+    monkeypatch.setattr(characters, "BOOK", book)
+    with pytest.raises(UserError, match=rf"{book}.*install ddp_core again") as failure:
+        DATA["characters"]()
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("options", [{"length": 0}, {"stride": 0}, {"test_share": 0.0}, {"length": 20_000}])
+def test_characters_need_room_for_a_sample(options: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="data characters: "):
+        DATA["characters"](**options)
 
 
 @pytest.mark.parametrize("name", SMALL)

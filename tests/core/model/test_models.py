@@ -8,7 +8,14 @@ from torch.nn import functional
 
 from ddp_core.errors import UserError
 from ddp_core.model.builders import MODELS, small_cnn
-from ddp_core.model.losses import HITS, LOSSES, binary_cross_entropy, cross_entropy, mean_squared_error
+from ddp_core.model.losses import (
+    HITS,
+    LOSSES,
+    binary_cross_entropy,
+    cross_entropy,
+    mean_squared_error,
+    sequence_cross_entropy,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,27 @@ def test_small_inputs_keep_their_size_through_the_stem() -> None:
     assert stem(torch.rand(1, 3, 32, 32)).shape == (1, 64, 32, 32)
 
 
+def test_a_transformer_predicts_from_what_comes_before() -> None:
+    model = MODELS["transformer"](symbols=9, length=6, width=8, depth=2, heads=2).eval()
+    text = torch.randint(0, 9, (3, 6))
+    changed = torch.cat((text[:, :4], (text[:, 4:] + 1) % 9), dim=1)
+    before, after = model(text), model(changed)
+    assert before.shape == (3, 6, 9)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.isclose(before[:, 4:], after[:, 4:]).all(dim=-1).any()
+    torch.testing.assert_close(model(text[:, :2]), before[:, :2])
+    with pytest.raises(UserError, match=r"7 symbols.*6 positions.*model\.length and data\.length"):
+        model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+def test_a_transformers_blocks_are_most_of_its_parameters() -> None:
+    def size(width: int, depth: int) -> int:
+        return depth * (12 * width**2 + 13 * width) + (128 + 64 + 2) * width
+
+    assert sum(each.numel() for each in MODELS["transformer"]().parameters()) == size(64, 2)
+    assert size(512, 8) == 25_318_400
+
+
 def test_weights_come_from_torchs_generator() -> None:
     states = []
     for seed in (1, 1, 2):
@@ -61,12 +89,17 @@ def test_impossible_models_are_explained() -> None:
         MODELS["mlp"](sizes=[3])
     with pytest.raises(UserError, match="image_size 2"):
         MODELS["small_cnn"](image_size=2)
+    with pytest.raises(UserError, match="width 10 is not a multiple of heads 4"):
+        MODELS["transformer"](width=10)
 
 
 def test_losses_are_torchs_means_times_the_samples() -> None:
     torch.manual_seed(0)
     logits, classes = torch.randn(7, 4), torch.randint(0, 4, (7,))
     torch.testing.assert_close(cross_entropy(logits, classes), 7 * functional.cross_entropy(logits, classes))
+    texts, symbols = torch.randn(7, 5, 4), torch.randint(0, 4, (7, 5))
+    expected = 7 * functional.cross_entropy(texts.transpose(1, 2), symbols)
+    torch.testing.assert_close(sequence_cross_entropy(texts, symbols), expected)
     outputs, targets = torch.randn(7, 3), torch.randn(7, 3)
     torch.testing.assert_close(mean_squared_error(outputs, targets), 7 * functional.mse_loss(outputs, targets))
     chances, labels = torch.rand(7, 1), torch.randint(0, 2, (7,)).float()
@@ -78,9 +111,12 @@ def test_losses_are_torchs_means_times_the_samples() -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_losses_of_parts_add_up(name: str) -> None:
     torch.manual_seed(0)
-    outputs = torch.rand(12, 1) if name == "binary_cross_entropy" else torch.randn(12, 4)
+    outputs = torch.randn(*{"binary_cross_entropy": (12, 1), "sequence_cross_entropy": (12, 5, 4)}.get(name, (12, 4)))
+    if name == "binary_cross_entropy":
+        outputs = outputs.sigmoid()
     targets = {
         "cross_entropy": torch.randint(0, 4, (12,)),
+        "sequence_cross_entropy": torch.randint(0, 4, (12, 5)),
         "mean_squared_error": torch.randn(12, 4),
         "binary_cross_entropy": torch.randint(0, 2, (12,)).float(),
     }[name]
@@ -104,4 +140,6 @@ def test_hits_count_right_answers() -> None:
     outputs = torch.tensor([[2.0, 1.0], [0.0, 1.0], [5.0, 1.0]])
     assert HITS[cross_entropy](outputs, torch.tensor([0, 0, 0])) == 2
     assert HITS[binary_cross_entropy](torch.tensor([[0.9], [0.2], [0.7]]), torch.tensor([1.0, 0.0, 0.0])) == 2
+    texts = torch.stack((outputs, outputs.flip(1)))  # guessed: 0, 1, 0 and 1, 0, 1
+    assert HITS[sequence_cross_entropy](texts, torch.tensor([[0, 0, 0], [1, 0, 1]])) == pytest.approx(2 / 3 + 1)
     assert mean_squared_error not in HITS
