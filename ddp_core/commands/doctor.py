@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,11 @@ from ddp_core.distributed.world import World, node_here
 from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from ddp_core.commands.memory import MemoryEstimate
+    from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode, Way
+
+_MODES: tuple[ShardMode, ...] = ("none", "optimizer", "gradients", "parameters")
+_RANKS = (2, 4, 8)
+"""Numbers of ranks for which the memory of a rank is told."""
 
 
 def doctor(
@@ -88,17 +93,18 @@ def _describe_machine(found: dict[str, Any]) -> None:
 
 
 def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any]:
-    """The memory that one replica takes, from one watched micro-batch on CPU, and what each device has; in bytes."""
+    """The memory of one replica and of a rank of several, from one watched micro-batch on CPU, and what there is."""
     import psutil
     import torch
 
-    from ddp_core.commands.memory import estimate_of, samples_at_once
+    from ddp_core.commands.memory import replica_of, samples_at_once, way_of
     from ddp_core.run.prepare import load_with_settings
     from ddp_core.run.request import build_parts
 
     loaded = load_with_settings(name, settings)
     experiment = loaded.experiment
-    estimate, samples = estimate_of(loaded, build_parts(loaded, data_dir)), samples_at_once(experiment)
+    replica, samples = replica_of(loaded, build_parts(loaded, data_dir)), samples_at_once(experiment)
+    estimate = replica.estimate(way_of(experiment))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rooms = {"cpu": psutil.virtual_memory().available}
     rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(count)}
@@ -108,9 +114,22 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
         "parts": dict(estimate.table()),
         "peak": estimate.peak,
         "gradient_buckets": estimate.gradients,
+        "ranks": _of_ranks(replica, way_of(experiment)),
         "devices": {
             device: {"room": room, "verdict": _fits(estimate, samples, room)} for device, room in rooms.items()
         },
+    }
+
+
+def _of_ranks(replica: Replica, alone: Way) -> dict[str, dict[str, int]]:
+    """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
+    counts = [count for count in _RANKS if count <= alone.micro_batches and alone.reduction == "exact"]
+    return {
+        str(count): {
+            mode: replica.estimate(replace(alone, world_size=count, shard=mode), bucketed=mode == "none").peak
+            for mode in _MODES
+        }
+        for count in counts
     }
 
 
@@ -120,6 +139,9 @@ def _describe_memory(memory: dict[str, Any]) -> None:
     for part, size in [*memory["parts"].items(), ("peak", memory["peak"])]:
         print(f"  {part:16} {in_units(size)}")
     print(f"  DistributedDataParallel keeps gradient buckets beside these: {in_units(memory['gradient_buckets'])}")
+    for count, peaks in memory["ranks"].items():
+        modes = ", ".join(f"{mode} {in_units(peak)}" for mode, peak in peaks.items())
+        print(f"  each of {count} ranks, by what is sharded: {modes}")
     for device, there in memory["devices"].items():
         print(f"  {device}: {there['verdict']}")
 

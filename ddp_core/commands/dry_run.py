@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.commands.doctor import in_units
-from ddp_core.commands.memory import estimate_of, samples_at_once
+from ddp_core.commands.memory import replica_of, samples_at_once, way_of
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode
 from ddp_core.run.continuing import find_resumable
@@ -86,7 +86,7 @@ def _model(experiment: Experiment, parts: Parts) -> str:
 
 def _memory(request: Request, parts: Parts) -> str:
     experiment, layout = request.loaded.experiment, request.layout
-    estimate = estimate_of(request.loaded, parts)
+    estimate = replica_of(request.loaded, parts).estimate(way_of(experiment, layout.shares, layout.shard))
     has_buckets = layout.kind == "ddp" and layout.shard == "none"
     buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if has_buckets else ""
     return (

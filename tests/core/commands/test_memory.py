@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_core.commands.backward import Backward, Leaving, Moment
 from ddp_core.commands.doctor import _fits, doctor
-from ddp_core.commands.memory import MemoryEstimate, estimate_memory
+from ddp_core.commands.memory import estimate_memory, watch_replica
+from ddp_core.commands.rank_memory import MemoryEstimate, ShardMode, Way
 from ddp_core.spec.experiment import Optimizer
 
 FLOAT = 4
@@ -74,6 +76,65 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(model.weight, before)
 
 
+WATCHED = Backward(100, 60, 0, (Moment(40, 40), Moment(gradient=20), Moment(60, 60), Moment(gradient=40)))
+
+
+@pytest.mark.parametrize(
+    ("sums", "leaving", "highest"),
+    [
+        # While the last tensor of 60 bytes is used, two gradients of its size are in flight and one of 20 is made.
+        (0, None, 60 + 2 * 60 + 20),
+        (2, None, 60 + 2 * 60 + 20 + 2 * 60),
+        # The gradient of 20 is under way, twice, and half of it stays; sums of the other 40 have not left.
+        (0, Leaving(20, 2, 0.5), 60 + 2 * 60 + 2 * 20 + 10),
+        (1, Leaving(20, 2, 0.5), 60 + 2 * 60 + 2 * 2 * 20 + 10 + 40),
+        # It was added to what is counted elsewhere, and is gone.
+        (0, Leaving(), 60 + 2 * 60),
+    ],
+)
+def test_the_highest_moment_of_backward_by_hand(sums: int, leaving: Leaving | None, highest: int) -> None:
+    assert WATCHED.highest(1.0, sums, leaving) == highest
+
+
+@pytest.mark.parametrize(
+    ("shard", "ranks", "weights", "kept", "sums", "gathered"),
+    [
+        # Eight micro-batches: 7 are 4 + 2 + 1, three sums. Two ranks with four each: 3 are 2 + 1.
+        ("none", 1, WEIGHTS, WEIGHTS, 3 * WEIGHTS, 0),
+        ("none", 2, WEIGHTS, WEIGHTS, 2 * WEIGHTS, 0),
+        ("none", 8, WEIGHTS, WEIGHTS, 0, 0),
+        ("optimizer", 2, WEIGHTS, WEIGHTS // 2, 2 * WEIGHTS, 0),
+        # Rounds of two end after 2, 4, 6 = 4 + 2 and 8 micro-batches; a rank has its half of these two sums.
+        ("gradients", 2, WEIGHTS, WEIGHTS // 2, 2 * WEIGHTS // 2, 0),
+        ("gradients", 4, WEIGHTS, WEIGHTS // 4, WEIGHTS // 4, 0),
+        # Of two layers, the one that computes and the one that comes next, each as large as the larger.
+        ("parameters", 4, WEIGHTS // 4, WEIGHTS // 4, WEIGHTS // 4, 2 * (10 * 20 + 20) * FLOAT),
+    ],
+)
+def test_what_a_rank_has_by_hand(
+    shard: ShardMode, ranks: int, weights: int, kept: int, sums: int, gathered: int
+) -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Sigmoid(), nn.Linear(20, 5))
+    replica = watch_replica(model, squares, Optimizer(name="adam"), torch.randn(8, 10), torch.randn(8, 5))
+    found = replica.estimate(Way(8, "exact", ranks, shard))
+    assert (found.weights, found.gradients, found.optimizer_state) == (weights, kept, 2 * kept)
+    assert (found.sums, found.gathered, found.in_update) == (sums, gathered, kept)
+    assert found.standing == weights + 2 * kept + 8 * (10 + 5) * FLOAT
+    alone = replica.estimate()
+    if shard == "none":
+        assert found.in_backward == alone.in_backward + sums
+    elif shard != "optimizer":
+        # Every gradient leaves when the group is whole, which is all of this small model.
+        assert found.in_backward - sums - gathered <= alone.in_backward + WEIGHTS
+
+
+def test_without_exact_sums_gradients_are_added_where_they_are() -> None:
+    model = nn.Sequential(nn.Linear(10, 20), nn.Sigmoid(), nn.Linear(20, 5))
+    replica = watch_replica(model, squares, Optimizer(), torch.randn(8, 10), torch.randn(8, 5))
+    assert replica.estimate(Way(8, "plain", 8)) == replica.estimate()
+    assert replica.estimate(Way(8, "plain", 4)).sums == WEIGHTS
+
+
 @pytest.mark.parametrize(("room", "words"), [(1000, "data parallelism"), (500, "smaller"), (200, "model parallelism")])
 def test_the_advice_follows_from_what_fits(room: int, words: str) -> None:
     parts = {"weights": 100, "gradients": 100, "optimizer_state": 100, "inputs": 10, "activations": 400}
@@ -86,3 +147,7 @@ def test_doctor_prints_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path
     said = capsys.readouterr().out
     assert "toy_mlp, one replica, micro-batches of 4 samples" in said
     assert "data parallelism will do" in said
+    assert [line.split(",")[0] for line in said.splitlines() if "by what is sharded" in line] == [
+        "  each of 2 ranks",
+        "  each of 4 ranks",
+    ]

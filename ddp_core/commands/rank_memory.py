@@ -1,0 +1,167 @@
+"""The memory of one rank, computed from what one watched micro-batch took on a whole replica.
+
+What ranks share is divided by their number (`shard`). Beside it stand, during backward, the activations, the gradients
+made so far, and sums of the gradients of earlier micro-batches: as many as the tree of additions needs at a time. Where
+ranks keep a part of the gradients only, these leave in groups while backward goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+from ddp_core.commands.backward import Backward, Leaving
+from ddp_core.reduction.tree import canonical_subtrees
+from ddp_core.shares import share_of
+from ddp_core.spec.records import Reduction
+
+ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
+
+_CUT: dict[str, tuple[ShardMode, ...]] = {
+    "optimizer": ("optimizer", "gradients", "parameters"),
+    "gradients": ("gradients", "parameters"),
+    "parameters": ("parameters",),
+}
+"""The modes in which each rank has a part only of these."""
+_WHILE_SENT = 2
+"""A group of gradients that is sent, and the parts of other ranks' groups that arrive meanwhile."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the gradients of a step come together."""
+
+    micro_batches: int = 1
+    """Of the whole step."""
+    reduction: Reduction = "exact"
+    world_size: int = 1
+    shard: ShardMode = "none"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one replica, or of one rank, on one device. `activations` is what forward keeps for one micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    inputs: int
+    activations: int
+    in_backward: int
+    """The most that saved tensors, gradients made so far, gradients in flight, sums of earlier micro-batches and
+    gathered weights take together."""
+    in_update: int
+    """All gradients, and the optimizer's temporary tensors."""
+    averaged_weights: int = 0
+    """The moving average of weights and buffers."""
+    communication: int = 0
+    """DistributedDataParallel's buckets: a second copy of the gradients."""
+    sums: int = 0
+    """The most that sums of earlier micro-batches take, a part of `in_backward`."""
+    gathered: int = 0
+    """Weights of other ranks that this one holds for a while, a part of `in_backward`."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the moment that needs most: in backward or in the update."""
+        return self.standing + max(self.in_backward, self.in_update)
+
+    @property
+    def standing(self) -> int:
+        """Bytes that live from step to step."""
+        return self.weights + self.averaged_weights + self.optimizer_state + self.inputs + self.communication
+
+    def table(self) -> list[tuple[str, int]]:
+        """Names and bytes, for people."""
+        rows = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer state", self.optimizer_state),
+            ("inputs", self.inputs),
+            ("activations", self.activations),
+        ]
+        more = [
+            ("sums", self.sums),
+            ("gathered weights", self.gathered),
+            ("averaged weights", self.averaged_weights),
+            ("gradient buckets", self.communication),
+        ]
+        return rows + [row for row in more if row[1]]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What training takes where nothing is shared with other ranks, in bytes, from one watched micro-batch."""
+
+    weights: int
+    """Parameters and buffers."""
+    trainable: int
+    """What of them is trained; as much as all gradients."""
+    optimizer_state: int
+    inputs: int
+    in_passing: int
+    """The optimizer's temporary tensors."""
+    averaged: bool
+    backward: Backward
+    group: int
+    """The gradients that ranks send at a time."""
+    block: int
+    """The largest part of the model whose weights are gathered at a time, where these are sharded."""
+    growth: float
+    """The micro-batch to estimate for has so many times the samples of the watched one."""
+
+    def estimate(self, way: Way = Way(), bucketed: bool = False) -> MemoryEstimate:
+        """The memory of the rank that needs most. `bucketed`: DistributedDataParallel has gradient buckets."""
+        ranks = way.world_size
+        parts = {mode: ranks if way.shard in _CUT[mode] else 1 for mode in _CUT}
+        weights = self.weights - self.trainable + _part(self.trainable, parts["parameters"])
+        gradients = _part(self.trainable, parts["optimizer"])
+        in_backward, sums = self._in_backward(way)
+        gathered = 2 * self.block if way.shard == "parameters" else 0
+        return MemoryEstimate(
+            weights=weights,
+            gradients=gradients,
+            optimizer_state=_part(self.optimizer_state, parts["optimizer"]),
+            inputs=self.inputs,
+            activations=round(self.growth * self.backward.activations),
+            in_backward=in_backward + gathered,
+            in_update=gradients + min(self.in_passing, 2 * gradients),
+            averaged_weights=weights if self.averaged else 0,
+            communication=self.trainable if bucketed else 0,
+            sums=sums,
+            gathered=gathered,
+        )
+
+    def _in_backward(self, way: Way) -> tuple[int, int]:
+        """The most in any backward of a step, on any rank, and the most that sums of earlier micro-batches take."""
+        highest, leaves, ranks = partial(self.backward.highest, self.growth), way.micro_batches, way.world_size
+        if way.reduction == "plain":
+            # Each gradient is added to that of earlier micro-batches as soon as it is made.
+            sums = self.trainable if leaves > ranks else 0
+            return (sums + highest(leaving=Leaving()), sums) if sums else (highest(), 0)
+        if way.shard in _CUT["gradients"]:
+            # Every backward sends its gradients. A rank adds up its part of all that come, W micro-batches at a time.
+            group = self.block if way.shard == "parameters" else self.group
+            held = [len(canonical_subtrees(0, end, leaves)) for end in (*range(0, leaves, ranks), leaves)]
+            found = [
+                _part(before * self.trainable, ranks)
+                + highest(leaving=Leaving(group, _WHILE_SENT, (after - before) / ranks))
+                for before, after in pairwise(held)
+            ]
+            return max(found), _part(max(held) * self.trainable, ranks)
+        # A rank adds up neighbouring micro-batches, all of each, and sends the sums in its last backward.
+        shares = [share_of(leaves, rank, ranks) for rank in range(ranks)]
+        counts = [[len(canonical_subtrees(share.start, index, leaves)) for index in share] for share in shares]
+        sums = max(map(max, counts)) * self.trainable
+        if way.shard == "none":
+            return highest(max(map(max, counts))), sums
+        last = Leaving(self.group, _WHILE_SENT, 1 / ranks)
+        earlier = {count for each in counts for count in each[:-1]}
+        found = [*map(highest, earlier), *(highest(count, last) for count in {each[-1] for each in counts})]
+        return max(found), sums
+
+
+def _part(size: int, ranks: int) -> int:
+    return -(-size // ranks)
