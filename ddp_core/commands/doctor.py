@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,8 @@ from ddp_core.distributed.world import World, node_here
 from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode, Way
+    from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode
+    from ddp_core.spec.experiment import Experiment
 
 _MODES: tuple[ShardMode, ...] = ("none", "optimizer", "gradients", "parameters")
 _RANKS = (2, 4, 8)
@@ -114,22 +114,23 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
         "parts": dict(estimate.table()),
         "peak": estimate.peak,
         "gradient_buckets": estimate.gradients,
-        "ranks": _of_ranks(replica, way_of(experiment)),
+        "ranks": _of_ranks(replica, experiment),
         "devices": {
             device: {"room": room, "verdict": _fits(estimate, samples, room)} for device, room in rooms.items()
         },
     }
 
 
-def _of_ranks(replica: Replica, alone: Way) -> dict[str, dict[str, int]]:
+def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, int]]:
     """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
-    counts = [count for count in _RANKS if count <= alone.micro_batches and alone.reduction == "exact"]
+    from ddp_core.commands.memory import way_of
+
     return {
-        str(count): {
-            mode: replica.estimate(replace(alone, world_size=count, shard=mode), bucketed=mode == "none").peak
-            for mode in _MODES
+        str(ranks): {
+            mode: replica.estimate(way_of(experiment, ranks, mode), bucketed=mode == "none").peak for mode in _MODES
         }
-        for count in counts
+        for ranks in _RANKS
+        if experiment.reduction == "exact" and ranks <= (experiment.micro_batches or 0)
     }
 
 

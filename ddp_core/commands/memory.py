@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.commands.backward import bytes_of, watch
-from ddp_core.commands.rank_memory import MemoryEstimate, Replica, Way
+from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode, Way
 from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Tree, tensors_of
 from ddp_core.model.losses import Loss
@@ -35,6 +35,8 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 _WATCHED_SAMPLES = 8
 """Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
+_FEWEST_ELEMENTS = 64 * 1024
+"""Of a block: a smaller one costs more in messages than its memory is worth."""
 
 
 def watch_replica(
@@ -55,6 +57,8 @@ def watch_replica(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trainable = bytes_of(parameters)
+    blocks = _blocks_of(model)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
     return Replica(
         weights=bytes_of([*model.parameters(), *model.buffers()]),
         trainable=trainable,
@@ -64,7 +68,8 @@ def watch_replica(
         averaged=averaged,
         backward=watch(model, loss, inputs, targets),
         group=_largest_group(parameters),
-        block=_largest_block(model),
+        block=max((bytes_of(block.parameters()) for block in blocks), default=0),
+        rest=bytes_of(parameter for parameter in model.parameters() if parameter not in inside),
         growth=growth,
     )
 
@@ -104,9 +109,9 @@ def replica_of(loaded: LoadedExperiment, parts: Parts) -> Replica:
     )
 
 
-def way_of(experiment: Experiment, world_size: int = 1) -> Way:
-    """How the ranks of a run of this experiment bring the gradients of a step together, without shards."""
-    return Way(experiment.micro_batches or world_size, experiment.reduction, world_size)
+def way_of(experiment: Experiment, world_size: int = 1, shard: ShardMode = "none") -> Way:
+    """How the ranks of a run of this experiment bring the gradients of a step together."""
+    return Way(experiment.micro_batches or world_size, experiment.reduction, world_size, shard)
 
 
 def samples_at_once(experiment: Experiment) -> int:
@@ -155,9 +160,12 @@ def _largest_group(parameters: Sequence[Tensor]) -> int:
     return max((sum(parameters[position].nbytes for position in group) for group in groups), default=0)
 
 
-def _largest_block(model: nn.Module) -> int:
-    """The largest part of the model whose weights are gathered at a time: an item of a list of modules, or the rest."""
-    blocks = [child for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential) for child in each]
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    rest = [parameter for parameter in model.parameters() if parameter not in inside]
-    return max(bytes_of(part) for part in (rest, *(block.parameters() for block in blocks)))
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are gathered one after the other where weights are sharded: items of its lists."""
+    containers, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), list[nn.Module]()
+    for child in module.children():
+        if not isinstance(module, containers) or isinstance(child, containers):
+            found += _blocks_of(child)
+        elif sum(parameter.numel() for parameter in child.parameters()) >= _FEWEST_ELEMENTS:
+            found.append(child)
+    return found

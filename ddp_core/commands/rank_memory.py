@@ -57,7 +57,7 @@ class MemoryEstimate:
     averaged_weights: int = 0
     """The moving average of weights and buffers."""
     communication: int = 0
-    """DistributedDataParallel's buckets: a second copy of the gradients."""
+    """DistributedDataParallel's buckets, a second copy of the gradients, and what arrives from other ranks for them."""
     sums: int = 0
     """The most that sums of earlier micro-batches take, a part of `in_backward`."""
     gathered: int = 0
@@ -109,6 +109,8 @@ class Replica:
     """The gradients that ranks send at a time."""
     block: int
     """The largest part of the model whose weights are gathered at a time, where these are sharded."""
+    rest: int
+    """Weights that are gathered all the time of forward and backward then: those outside of blocks."""
     growth: float
     """The micro-batch to estimate for has so many times the samples of the watched one."""
 
@@ -119,7 +121,8 @@ class Replica:
         weights = self.weights - self.trainable + _part(self.trainable, parts["parameters"])
         gradients = _part(self.trainable, parts["optimizer"])
         in_backward, sums = self._in_backward(way)
-        gathered = 2 * self.block if way.shard == "parameters" else 0
+        # The next block is gathered while one computes.
+        gathered = self.rest + 2 * self.block if way.shard == "parameters" else 0
         return MemoryEstimate(
             weights=weights,
             gradients=gradients,
@@ -129,7 +132,7 @@ class Replica:
             in_backward=in_backward + gathered,
             in_update=gradients + min(self.in_passing, 2 * gradients),
             averaged_weights=weights if self.averaged else 0,
-            communication=self.trainable if bucketed else 0,
+            communication=self.trainable + _arriving(way, self.trainable) if bucketed else 0,
             sums=sums,
             gathered=gathered,
         )
@@ -143,7 +146,7 @@ class Replica:
             return (sums + highest(leaving=Leaving()), sums) if sums else (highest(), 0)
         if way.shard in _CUT["gradients"]:
             # Every backward sends its gradients. A rank adds up its part of all that come, W micro-batches at a time.
-            group = self.block if way.shard == "parameters" else self.group
+            group = max(self.block, self.rest) if way.shard == "parameters" else self.group
             held = [len(canonical_subtrees(0, end, leaves)) for end in (*range(0, leaves, ranks), leaves)]
             found = [
                 _part(before * self.trainable, ranks)
@@ -161,6 +164,20 @@ class Replica:
         earlier = {count for each in counts for count in each[:-1]}
         found = [*map(highest, earlier), *(highest(count, last) for count in {each[-1] for each in counts})]
         return max(found), sums
+
+
+def _arriving(way: Way, size: int) -> int:
+    """What arrives while all buckets are under way: from every other rank, a part of each of its sums.
+
+    Of two ranks with one sum each, all of it: they save a round so (ddp_core/reduction/one_level.py). What plain sums
+    take is not known here.
+    """
+    if way.reduction == "plain":
+        return 0
+    leaves, ranks = way.micro_batches, way.world_size
+    shares = [share_of(leaves, rank, ranks) for rank in range(ranks)]
+    most = max(len(canonical_subtrees(share.start, share.stop, leaves)) for share in shares)
+    return size if ranks == 2 and most == 1 else most * (ranks - 1) * _part(size, ranks)
 
 
 def _part(size: int, ranks: int) -> int:

@@ -107,8 +107,8 @@ def test_the_highest_moment_of_backward_by_hand(sums: int, leaving: Leaving | No
         # Rounds of two end after 2, 4, 6 = 4 + 2 and 8 micro-batches; a rank has its half of these two sums.
         ("gradients", 2, WEIGHTS, WEIGHTS // 2, 2 * WEIGHTS // 2, 0),
         ("gradients", 4, WEIGHTS, WEIGHTS // 4, WEIGHTS // 4, 0),
-        # Of two layers, the one that computes and the one that comes next, each as large as the larger.
-        ("parameters", 4, WEIGHTS // 4, WEIGHTS // 4, WEIGHTS // 4, 2 * (10 * 20 + 20) * FLOAT),
+        # Layers so small are no blocks: the whole model is gathered.
+        ("parameters", 4, WEIGHTS // 4, WEIGHTS // 4, WEIGHTS // 4, WEIGHTS),
     ],
 )
 def test_what_a_rank_has_by_hand(
@@ -123,9 +123,21 @@ def test_what_a_rank_has_by_hand(
     alone = replica.estimate()
     if shard == "none":
         assert found.in_backward == alone.in_backward + sums
+        # From the other ranks come their parts of one sum each, or all of it where there are two ranks.
+        arriving = {1: 0, 2: WEIGHTS, 8: 7 * -(-WEIGHTS // 8)}[ranks]
+        assert replica.estimate(Way(8, "exact", ranks), bucketed=True).communication == WEIGHTS + arriving
     elif shard != "optimizer":
         # Every gradient leaves when the group is whole, which is all of this small model.
         assert found.in_backward - sums - gathered <= alone.in_backward + WEIGHTS
+
+
+def test_of_blocks_two_are_gathered_at_a_time_and_the_rest_is_always() -> None:
+    layers = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 512), nn.Sequential(nn.Linear(512, 5))])
+    model = nn.Sequential(*(nn.Flatten(), *layers))
+    replica = watch_replica(model, squares, Optimizer(), torch.randn(8, 256), torch.randn(8, 5))
+    assert (replica.block, replica.rest) == (257 * 512 * FLOAT, 513 * 5 * FLOAT)
+    found = replica.estimate(Way(8, "exact", 4, "parameters"))
+    assert found.gathered == (513 * 5 + 2 * 257 * 512) * FLOAT
 
 
 def test_without_exact_sums_gradients_are_added_where_they_are() -> None:
