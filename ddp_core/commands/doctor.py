@@ -12,10 +12,9 @@ from ddp_core.distributed.world import World, node_here
 from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode
+    from ddp_core.commands.rank_memory import MemoryEstimate, Replica
     from ddp_core.spec.experiment import Experiment
 
-_MODES: tuple[ShardMode, ...] = ("none", "optimizer", "gradients", "parameters")
 _RANKS = (2, 4, 8)
 """Numbers of ranks for which the memory of a rank is told."""
 
@@ -124,10 +123,12 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
 def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, int]]:
     """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
     from ddp_core.commands.memory import way_of
+    from ddp_core.spec.layout import SHARD_MODES
 
     return {
         str(ranks): {
-            mode: replica.estimate(way_of(experiment, ranks, mode), bucketed=mode == "none").peak for mode in _MODES
+            mode: replica.estimate(way_of(experiment, ranks, mode), bucketed=mode == "none").peak
+            for mode in ("none", *SHARD_MODES)
         }
         for ranks in _RANKS
         if experiment.reduction == "exact" and ranks <= (experiment.micro_batches or 0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.commands.backward import bytes_of, watch
-from ddp_core.commands.rank_memory import MemoryEstimate, Replica, ShardMode, Way
+from ddp_core.commands.rank_memory import MemoryEstimate, Replica, Way
 from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Tree, tensors_of
 from ddp_core.model.losses import Loss
@@ -29,14 +29,14 @@ from ddp_core.reduction.flat import flat_groups
 from ddp_core.run.experiment_file import LoadedExperiment
 from ddp_core.run.hooks import optimizer_of
 from ddp_core.run.request import Parts
+from ddp_core.sharding.blocks import blocks_of
 from ddp_core.spec.experiment import Experiment, Optimizer
+from ddp_core.spec.layout import ShardMode
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 _WATCHED_SAMPLES = 8
 """Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
-_FEWEST_ELEMENTS = 64 * 1024
-"""Of a block: a smaller one costs more in messages than its memory is worth."""
 
 
 def watch_replica(
@@ -57,7 +57,7 @@ def watch_replica(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trainable = bytes_of(parameters)
-    blocks = _blocks_of(model)
+    blocks = blocks_of(model)
     inside = {parameter for block in blocks for parameter in block.parameters()}
     return Replica(
         weights=bytes_of([*model.parameters(), *model.buffers()]),
@@ -158,14 +158,3 @@ def _largest_group(parameters: Sequence[Tensor]) -> int:
     """The most gradients that ranks send at a time."""
     groups = flat_groups(parameters)
     return max((sum(parameters[position].nbytes for position in group) for group in groups), default=0)
-
-
-def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The parts of a model that are gathered one after the other where weights are sharded: items of its lists."""
-    containers, found = (nn.ModuleList, nn.ModuleDict, nn.Sequential), list[nn.Module]()
-    for child in module.children():
-        if not isinstance(module, containers) or isinstance(child, containers):
-            found += _blocks_of(child)
-        elif sum(parameter.numel() for parameter in child.parameters()) >= _FEWEST_ELEMENTS:
-            found.append(child)
-    return found

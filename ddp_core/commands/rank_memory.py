@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 from ddp_core.commands.backward import Backward, Leaving
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.shares import share_of
+from ddp_core.spec.layout import ShardMode
 from ddp_core.spec.records import Reduction
-
-ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
 
 _CUT: dict[str, tuple[ShardMode, ...]] = {
     "optimizer": ("optimizer", "gradients", "parameters"),
