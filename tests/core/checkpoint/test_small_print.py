@@ -1,0 +1,94 @@
+"""What only a close look at checkpoints shows: the seal, races with other processes and threads, a refused niceness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.checkpoint import Checkpointer, find_checkpoints, sweep
+from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
+from ddp_core.checkpoint.state import Snapshots
+from tests.core.checkpoint.children import state_of
+from tests.support.processes import HANG
+
+MANIFEST = {
+    "format": "ddp-checkpoint/1",
+    "step": 1,
+    "epoch": 0,
+    "file": "step-000000001.pt",
+    "bytes": 3,
+    "sha256": "0" * 64,
+    "shapes": {"w": ["float32", [2]]},
+    "metadata": {"layout": "single-cpu"},
+    "metric": 0.5,
+    "written_at": "2026-01-01T00:00:00Z",
+}
+
+
+def test_a_manifest_of_long_ago_can_still_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000000001.json"
+    path.write_text(json.dumps(MANIFEST | {"seal": "dfea99c8b35171d8bca8b407692193e73847fed4125f0545aa1a4884669968cd"}))
+    assert read_manifest(path).metric == 0.5
+
+
+def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
+    content = MANIFEST | {"metric": float("nan")}
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    path = tmp_path / "step-000000001.json"
+    path.write_text(json.dumps(content | {"seal": seal}))
+    with pytest.raises(Damaged, match="its seal does not fit"):
+        read_manifest(path)
+
+
+def test_an_old_checkpoint_that_somebody_else_has_removed_is_not_missed(tmp_path: Path) -> None:
+    def remove_the_first() -> None:
+        # The second is complete then, and what is to be removed has been listed.
+        if pointed_step(tmp_path / "latest.json") == 2:
+            (tmp_path / "step-000000001.json").unlink(missing_ok=True)
+
+    with Checkpointer(tmp_path, keep_last=1, fence=remove_the_first) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [2]
+    assert sweep(tmp_path) == []
+
+
+def test_a_save_does_without_a_niceness_that_the_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with Checkpointer(tmp_path, asynchronous=True) as checkpointer:
+        checkpointer.save(state_of(1), step=1, epoch=0)
+    assert len(find_checkpoints(tmp_path)) == 1
+
+
+class _JustEmptied(deque[Any]):
+    """Another thread takes the last tensor between the look and the grasp."""
+
+    def popleft(self) -> Any:
+        self.clear()
+        raise IndexError
+
+
+def test_a_thread_that_finds_nothing_left_to_copy_waits_for_the_others() -> None:
+    snapshots = Snapshots()
+    snapshots._left = _JustEmptied([(torch.zeros(1), torch.zeros(1))])
+    snapshots._arrived.clear()
+    copier = threading.Thread(target=snapshots.carry_on, daemon=True)
+    copier.start()
+    copier.join(0.1)
+    assert copier.is_alive(), "the others still copy"
+    snapshots._arrived.set()
+    copier.join(HANG)
+    assert not copier.is_alive()
