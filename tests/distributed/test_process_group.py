@@ -127,6 +127,7 @@ def test_an_interface_that_does_not_exist_is_named_with_those_that_do() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_first_rank_is_said_within_the_timeout() -> None:
     world = World(1, 2, local_rank=1, nproc_per_node=2, store_host="127.0.0.1", store_port=free_port())
     started = time.monotonic()

@@ -41,6 +41,7 @@ def _read_rarely(rank: int) -> None:
     pytest.MonkeyPatch().setattr("ddp_core.trainers.trainer.steps_between_reading", lambda *_: 10)
 
 
+@pytest.mark.slow
 def test_a_nan_that_is_read_only_later_is_in_no_checkpoint(tmp_path: Path, digest: str) -> None:
     words = ["train", DOTS, "--layout", "ddp", "--device", "cpu", "--ledger", "--checkpoint-every", "15"]
     answers = run_workers([*words, "--output", str(tmp_path), "--fault", "nan@17:1"], 2, _read_rarely)

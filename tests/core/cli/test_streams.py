@@ -50,7 +50,7 @@ def test_a_command_ends_quietly_when_its_reader_has_gone(words: list[str]) -> No
     "layout",
     [
         [],
-        ["--layout", "ddp", "--nproc-per-node", "2"],
+        pytest.param(["--layout", "ddp", "--nproc-per-node", "2"], marks=pytest.mark.slow),
         pytest.param(["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"], marks=pytest.mark.slow),
     ],
     ids=["single", "torchrun", "spawn"],
