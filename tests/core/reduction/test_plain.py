@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.distributed.process_group import process_group
@@ -60,15 +62,29 @@ def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
     assert module[1].weight.grad is None
 
 
-def _on_two_ranks(rank: int, world_size: int) -> bool:
+def test_before_the_first_step_its_share_is_that_of_a_whole_step() -> None:
+    assert PlainReduction(model(), MICRO_BATCHES).share == range(MICRO_BATCHES)
+
+
+def _on_two_ranks(rank: int, world_size: int) -> tuple[bool, int]:
+    """Whether the gradients are those of one process, and how often DDP has sent them."""
+    sent = []
+
+    def count(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.index())
+        return default_hooks.allreduce_hook(group, bucket)
+
+    # DDP compares the annotations with classes, not with the strings that `from __future__ import annotations` leaves.
+    count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     with process_group(World.from_environment(), torch.device("cpu"), 30):
         plain = model()
         expected = copy.deepcopy(plain)
         wrapped = DistributedDataParallel(plain)
+        wrapped.register_comm_hook(dist.group.WORLD, count)
         # DDP divides by the number of ranks.
         found = gradients(PlainReduction(wrapped, MICRO_BATCHES), wrapped, 0.04, loss_weight=world_size)
-        return same(found, gradients(ExactReduction(expected, MICRO_BATCHES), expected, 0.04))
+        return same(found, gradients(ExactReduction(expected, MICRO_BATCHES), expected, 0.04)), len(sent)
 
 
-def test_the_scale_means_the_same_on_two_ranks() -> None:
-    assert run_processes(_on_two_ranks, 2) == [True, True]
+def test_the_scale_means_the_same_on_two_ranks_which_send_once() -> None:
+    assert run_processes(_on_two_ranks, 2) == [(True, 1), (True, 1)]
