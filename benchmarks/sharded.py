@@ -1,10 +1,11 @@
 """What sharding the optimizer costs and saves: steps of plain and exact DDP, with and without shards, and their memory.
 
-    python -m benchmarks.sharded [--worlds 2 4] [--rounds 15] [--quick] [--json PATH]
+    python -m benchmarks.sharded [--worlds 2 4] [--rounds 15] [--return-memory] [--quick] [--json PATH]
 
 A network of 25 million parameters, AdamW (fused), and micro-batches so small that hardly anything but gradients,
 updates and parameters takes time. The ways take turns in one run, each with a model of its own; the slowest rank
-counts; ratios are medians over the rounds. ZeRO is torch's ZeroRedundancyOptimizer in plain DDP.
+counts; ratios are medians over the rounds. ZeRO is torch's ZeroRedundancyOptimizer in plain DDP. Processes keep freed
+memory, as those of `ddp train` do; with --return-memory they hand it back to the kernel, as bare scripts do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.record import record
 from benchmarks.reduction import on_ranks, wrapped
 from ddp_core.reduction import ExactReduction, Shards
+from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sharding import ShardedOptimizer
 
 LAYERS, WIDTH, ROWS = 25, 1000, 16
@@ -91,8 +93,12 @@ class Contender:
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
-def time_steps(rank: int, world_size: int, rounds: int, layers: int, own: int) -> dict[str, dict[str, Any]]:
+def time_steps(
+    rank: int, world_size: int, rounds: int, layers: int, own: int, return_memory: bool
+) -> dict[str, dict[str, Any]]:
     """By way: seconds of the slowest rank in each round, and the bytes of the fullest rank's optimizer state."""
+    if not return_memory:
+        keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         contenders = {way: Contender(way, layers, own) for way in WAYS}
@@ -120,14 +126,16 @@ def _largest(value: float) -> float:
     return box.item()
 
 
-def measure(worlds: list[int], rounds: int, layers: int, shares: tuple[int, ...]) -> dict[str, Any]:
+def measure(
+    worlds: list[int], rounds: int, layers: int, shares: tuple[int, ...], return_memory: bool
+) -> dict[str, Any]:
     """All figures, printed as they come."""
     rows = []
     print(f"{layers * WIDTH * (WIDTH + 1):,} parameters, AdamW, medians of {rounds} rounds in turns")
     print("ranks micro-batches per rank  way                ms a step / plain  / ZeRO state MB")
     for world_size in worlds:
         for own in shares:
-            found = on_ranks(time_steps, world_size, rounds, layers, own)
+            found = on_ranks(time_steps, world_size, rounds, layers, own, return_memory)
             plain, zero = (found[way]["seconds"] for way in WAYS[:2])
             for way, figures in found.items():
                 figures["of_plain"] = _ratio(figures["seconds"], plain)
@@ -137,7 +145,7 @@ def measure(worlds: list[int], rounds: int, layers: int, shares: tuple[int, ...]
                     f"{figures['of_plain']:7.2f} {figures['of_zero']:7.2f} {figures['state_bytes'] / 1e6:8.1f}"
                 )
             rows.append({"world_size": world_size, "micro_batches_per_rank": own, "ways": found})
-    return {"parameters": layers * WIDTH * (WIDTH + 1), "steps": rows}
+    return {"parameters": layers * WIDTH * (WIDTH + 1), "memory_returned": return_memory, "steps": rows}
 
 
 def _ratio(seconds: list[float], base: list[float]) -> float:
@@ -149,13 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--return-memory", action="store_true", help="hand freed memory back to the kernel")
     parser.add_argument("--quick", action="store_true", help="a small network on two ranks, three rounds")
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.worlds, arguments.rounds = [2], 3
     size: tuple[int, tuple[int, ...]] = (2, (1,)) if arguments.quick else (LAYERS, (1, 4))
-    found = measure(arguments.worlds, arguments.rounds, *size)
+    found = measure(arguments.worlds, arguments.rounds, *size, arguments.return_memory)
     print(record("sharded", "python -m benchmarks.sharded", found, arguments.json))
 
 

@@ -45,15 +45,16 @@ class Collectives:
         )
         yield from (arrival.clone() for arrival in inbox)
 
-    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
-        """See `Exchange.gather`. All parts travel as large as the largest."""
-        sizes = [cut.stop - cut.start for cut in cuts]
-        whole = flat.new_empty((self.world_size, max(sizes)))
-        mine = whole[self.rank]
-        mine[: sizes[self.rank]] = flat[cuts[self.rank]]
-        dist.all_gather_into_tensor(whole.view(-1), mine, group=self.group)
-        for cut, size, part in zip(cuts, sizes, whole, strict=True):
-            flat[cut] = part[:size]
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """See `Exchange.gather`. All parts of a flat tensor travel as large as the largest."""
+        for flat, cuts in flats:
+            sizes = [cut.stop - cut.start for cut in cuts]
+            whole = flat.new_empty((self.world_size, max(sizes)))
+            mine = whole[self.rank]
+            mine[: sizes[self.rank]] = flat[cuts[self.rank]]
+            dist.all_gather_into_tensor(whole.view(-1), mine, group=self.group)
+            for cut, size, part in zip(cuts, sizes, whole, strict=True):
+                flat[cut] = part[:size]
 
 
 class _Parcels:
@@ -92,7 +93,7 @@ class _Parcels:
 
     def spread(self) -> None:
         """See `Collected.spread`."""
-        self._exchange.gather(self._out, self._cuts)
+        self._exchange.gather([(self._out, self._cuts)])
 
     def end(self) -> None:
         """Nothing to do: `spread` waits."""

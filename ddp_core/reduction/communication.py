@@ -127,7 +127,8 @@ class Channel:
     """Carries out jobs that exchange tensors with the other ranks of `group`; alone, each at once.
 
     `device` is that of the module, `timeout` how long a job waits for a silent rank (None: as long as `group` does),
-    `nodes` the group's ranks, node by node (None: sums are made in one level).
+    `nodes` the group's ranks, node by node (None: sums are made in one level), `phases` how many of a job's phases may
+    run beside those of other jobs (None: as many as the sums have).
     """
 
     def __init__(
@@ -136,14 +137,18 @@ class Channel:
         device: torch.device,
         timeout: timedelta | None,
         nodes: Sequence[Sequence[int]] | None = None,
+        phases: int | None = None,
     ) -> None:
         several = group is not None and group.size() > 1
         self.group = own_group(group, device, timeout) if group is not None and several else None
         self.device = device
         self.ordered_sum = OrderedSum(self.group, nodes)
         self.closed = False
-        # On one CUDA device, phases are queued one after another in any case.
-        phases = OrderedSum.PHASES if device.type == "cpu" and self.ordered_sum.groups else 1
+        if phases is None:
+            phases = OrderedSum.PHASES if self.ordered_sum.groups else 1
+        if device.type != "cpu":
+            # On one CUDA device, phases are queued one after another in any case.
+            phases = 1
         self._threads = CommunicationThreads("exact-reduction", phases, device) if several else None
 
     @property

@@ -22,7 +22,7 @@ from .contiguous import ContiguousShares
 from .flat import Gradients, scale_gradients_
 from .norm import block_sums_of_pieces, clip_gradients_, gradient_norm, norm_of
 from .sharded import gather_, require_fit
-from .sharded_contiguous import ShardedContiguousShares
+from .sharded_contiguous import PHASES, ShardedContiguousShares
 from .sharded_strided import ShardedStridedShares
 from .shards import Shards
 from .strided import StridedShares
@@ -160,8 +160,9 @@ class ExactReduction:
             return
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
         in_levels = shares == "contiguous" and shards is None
-        self._channel = Channel(group, device, timeout, nodes if in_levels else None)
         is_strided = shares == "strided" and world_size > 1
+        phases = PHASES if shards is not None and not is_strided else None
+        self._channel = Channel(group, device, timeout, nodes if in_levels else None, phases)
         if shards is not None:
             kind = ShardedStridedShares if is_strided else ShardedContiguousShares
             self._shares = kind(shards, self._gradients, self._channel)

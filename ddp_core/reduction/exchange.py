@@ -65,5 +65,8 @@ class WholeExchange(Exchange, Protocol):
         longer does.
         """
 
-    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
-        """Send this rank's part of `flat` to all ranks, and receive theirs into it: `cuts`, one for each rank."""
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """Send this rank's part of each flat tensor to all ranks, and receive theirs into it: cuts, one for each rank.
+
+        All of them may be on their way at once.
+        """

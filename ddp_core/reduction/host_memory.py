@@ -36,15 +36,15 @@ class ThroughHost:
         for arrival in self._exchange.scatter(sent, cuts, like.new_empty(0, device="cpu"), senders):
             yield arrival.to(like.device)
 
-    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
-        """See `Exchange.gather`."""
-        if not is_elsewhere(flat):
-            self._exchange.gather(flat, cuts)
-            return
-        whole, mine = _like_on_host(flat), cuts[self.rank]
-        whole[mine] = _on_host([flat[mine]])[0]
-        self._exchange.gather(whole, cuts)
-        flat.copy_(whole, non_blocking=True)
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """See `Exchange.gather`. Flat tensors of a device travel one after the other."""
+        self._exchange.gather([(flat, cuts) for flat, cuts in flats if not is_elsewhere(flat)])
+        for flat, cuts in flats:
+            if is_elsewhere(flat):
+                whole, mine = _like_on_host(flat), cuts[self.rank]
+                whole[mine] = _on_host([flat[mine]])[0]
+                self._exchange.gather([(whole, cuts)])
+                flat.copy_(whole, non_blocking=True)
 
 
 class _Copied:

@@ -62,12 +62,14 @@ class PointToPoint:
         _wait(sending + receiving)
         yield from (arrivals.pop(sender) for sender in range(senders))
 
-    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """See `Exchange.gather`."""
-        parts = [flat[cut] for cut in cuts]
-        receiving = [self.receive(parts[peer], peer) for peer in self.peers if parts[peer].numel()]
-        sending = [self.send(parts[self.rank], peer) for peer in self.peers if parts[self.rank].numel()]
-        _wait(sending + receiving)
+        works = []
+        for flat, cuts in flats:
+            parts = [flat[cut] for cut in cuts]
+            works += [self.receive(parts[peer], peer) for peer in self.peers if parts[peer].numel()]
+            works += [self.send(parts[self.rank], peer) for peer in self.peers if parts[self.rank].numel()]
+        _wait(works)
 
     def send(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
         """Start to send; `channel` is 0 or 1."""

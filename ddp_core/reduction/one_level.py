@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,15 +41,20 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
         collected.end()
 
 
-def sum_parts(exchange: Exchange, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Tensor:
+def sum_parts(
+    exchange: Exchange, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]
+) -> Generator[None, None, Tensor]:
     """Sum the members' flat subtrees `own`, each member its own part (`cuts`, one for each) alone; return this one's.
 
-    `like` is as large as a subtree, and is overwritten; it may be one of them. Raises as `sum_in_one_level` does.
+    In two phases: the second waits. `like` is as large as a subtree, and is overwritten; it may be one of them. Raises
+    as `sum_in_one_level` does.
     """
     collected = exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
-    collected.sent()
+    yield
+    # Only what no other member is sent is overwritten here.
     total = torch.empty_like(collected.mine)
     plan.add_(collected.arrivals, total)
+    collected.sent()
     collected.end()
     return total.to(like.device)
 

@@ -73,9 +73,8 @@ class OrderedSum:
                 flat, levels = exchange_on(self._group, device), None
                 if self.groups:
                     # NCCL connects ranks in the first collective of all; after that some may send to each other.
-                    flat.gather(
-                        out.new_zeros(self.world_size), [slice(rank, rank + 1) for rank in range(self.world_size)]
-                    )
+                    cuts = [slice(rank, rank + 1) for rank in range(self.world_size)]
+                    flat.gather([(out.new_zeros(self.world_size), cuts)])
                     levels = TwoLevels(self._group, self.groups, device)
                 self._exchanges[device.type] = flat, levels
             flat, levels = self._exchanges[device.type]

@@ -68,7 +68,7 @@ class RoundSum:
             return mine
         whole = self.empty()
         whole[self._cuts[self._exchange.rank]] = mine
-        self._exchange.gather(whole, self._cuts)
+        self._exchange.gather([(whole, self._cuts)])
         return whole
 
 

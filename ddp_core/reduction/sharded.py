@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,15 +46,10 @@ def gather_(flats: Mapping[int, Tensor], shards: Shards, channel: Channel) -> No
     if channel.group is None:
         return
     exchange = exchange_on(channel.group, channel.device)
+    like = torch.empty(0, device=channel.device)
 
-    def gather(flat: Tensor, cuts: Sequence[slice]) -> Tensor:
-        exchange.gather(flat, cuts)
-        return flat
+    def gather() -> Tensor:
+        exchange.gather([(flat, shards.groups[number].cuts) for number, flat in flats.items() if flat.numel()])
+        return like
 
-    on_their_way = [
-        channel.submit(in_one_phase(partial(gather, flat, shards.groups[number].cuts)), flat)
-        for number, flat in flats.items()
-        if flat.numel()
-    ]
-    for future in on_their_way:
-        future.wait()
+    channel.submit(in_one_phase(gather), like).wait()

@@ -7,6 +7,7 @@ gradients are there: every rank sends each other its range of its subtrees, and 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +25,9 @@ from .sharded import clear_gradients, set_gradients
 from .shards import FlatGroup, Shards
 from .tree import GradientTree, Span, add_, are_siblings
 
+PHASES = 2
+"""A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time."""
+
 
 class ShardedContiguousShares:
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
@@ -33,6 +37,7 @@ class ShardedContiguousShares:
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._exchange = None if channel.group is None else exchange_on(channel.group, channel.device)
         self._departures = Departures(shards, self._send)
+        self._under_way = threading.BoundedSemaphore(PHASES)
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
@@ -98,7 +103,6 @@ class ShardedContiguousShares:
                 self._used[position] |= tensor is not None
 
         def job() -> Job:
-            yield from ()
             own = _folded(group, subtrees, tree.leaves)
             plan = plan_for(tree.leaves, self._world_size)
             if self._exchange is None:
@@ -106,7 +110,9 @@ class ShardedContiguousShares:
                 return total
             if not group.flat.numel():
                 return group.empty()
-            return sum_parts(self._exchange, own, own[-1] if own else group.empty(), plan, group.cuts)
+            with self._under_way:
+                like = own[-1] if own else group.empty()
+                return (yield from sum_parts(self._exchange, own, like, plan, group.cuts))
 
         self._totals[number] = self._channel.submit(job(), group.flat)
 

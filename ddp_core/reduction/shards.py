@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from .exchange import LINE_BYTES
-from .flat import fill_, flat_groups, view_in
+from .flat import fill_, flat_groups, in_memory_order, view_in
 
 BLOCK = 1024
 """Elements between two places where a parameter may be cut."""
+_ALONE = 256 * 1024
+"""A parameter of so many elements has a flat tensor to itself, so that its gradient is sent without being copied."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,7 @@ class FlatGroup:
         sizes = [parameter.numel() for parameter in self.like]
         self.starts = [0, *itertools.accumulate(-(-size // line) * line for size in sizes)]
         """Where each parameter begins in the flat tensor, and at last the flat tensor's size."""
+        self.starts[-1] = self.starts[-2] + sizes[-1]
         borders = [_border(self.starts[-1] * rank // world_size, self.starts, sizes) for rank in range(world_size + 1)]
         self.cuts = [slice(*pair) for pair in itertools.pairwise(borders)]
         """The range of each rank."""
@@ -79,7 +82,9 @@ class FlatGroup:
         ]
 
     def flattened(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The values of all parameters (-0.0 for None) in a new flat tensor."""
+        """The values of all parameters (-0.0 for None) in a flat tensor: that of a parameter alone may be its own."""
+        if len(tensors) == 1 and (flat := _as_flat(tensors[0], self.like[0])) is not None:
+            return flat
         flat = self.empty()
         fill_(self.views(flat), tensors)
         return flat
@@ -107,7 +112,7 @@ class Shards:
         self.parameters = list(parameters)
         self.world_size = world_size
         _refuse_shared_memory(self.parameters)
-        self.groups = [FlatGroup(positions, self.parameters, world_size) for positions in flat_groups(self.parameters)]
+        self.groups = [FlatGroup(positions, self.parameters, world_size) for positions in shard_groups(self.parameters)]
         """In the sequence of their first parameters."""
         self._pieces: dict[int, list[Piece]] = {}
 
@@ -125,6 +130,22 @@ class Shards:
                 for member, start, stop in group.ranges(rank)
             ]
         return self._pieces[rank]
+
+
+def shard_groups(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Which parameters, given by their positions, lie in one flat tensor."""
+    small = [position for position, each in enumerate(parameters) if each.numel() < _ALONE]
+    groups = flat_groups([parameters[position] for position in small])
+    alone = [[position] for position, each in enumerate(parameters) if each.numel() >= _ALONE]
+    return sorted(alone + [[small[member] for member in group] for group in groups])
+
+
+def _as_flat(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
+    """The gradient in one dimension, where that is its own memory in the sequence of the parameter's."""
+    if gradient is None or gradient.dtype != parameter.dtype:
+        return None
+    flat = in_memory_order(gradient, parameter)
+    return flat if flat.data_ptr() == gradient.data_ptr() else None
 
 
 def _border(wanted: int, starts: Sequence[int], sizes: Sequence[int]) -> int:

@@ -30,11 +30,12 @@ class Mailboxes:
                 self.queues[self.rank, peer].put(flat[cut].clone())
         yield from (self.queues[sender, self.rank].get(timeout=60) for sender in range(senders))
 
-    def gather(self, flat: Tensor, cuts: Sequence[slice]) -> None:
-        for peer in range(self.world_size):
-            self.queues[self.rank, peer].put(flat[cuts[self.rank]].clone())
-        for sender, cut in enumerate(cuts):
-            flat[cut] = self.queues[sender, self.rank].get(timeout=60)
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        for flat, cuts in flats:
+            for peer in range(self.world_size):
+                self.queues[self.rank, peer].put(flat[cuts[self.rank]].clone())
+            for sender, cut in enumerate(cuts):
+                flat[cut] = self.queues[sender, self.rank].get(timeout=60)
 
 
 def sum_on_rank(exchange: Mailboxes, leaves: Tensor) -> Tensor:
