@@ -59,7 +59,8 @@ class Contender:
     def _exact(self, way: str) -> ExactReduction:
         group = dist.group.WORLD
         assert group is not None
-        world_size = group.size()
+        # As plain DDP does, which gives the mean over ranks of each rank's sum.
+        world_size = self.world_size = group.size()
         if way == "exact":
             exact = ExactReduction(wrapped(self.net), self.own * world_size)
         else:
@@ -83,7 +84,7 @@ class Contender:
         for index in self.exact.share:
             with self.exact.micro_batch(index):
                 self.exact.module(self.rows).sum().backward()
-        self.exact.finish(scale=1 / self.own)
+        self.exact.finish(scale=1 / self.world_size)
         self.optimizer.step()
 
     def state_bytes(self) -> int:

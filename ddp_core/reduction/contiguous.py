@@ -14,7 +14,7 @@ from ddp_core.torch_internals import foreach_copy_, rebuild_buckets
 
 from .buckets import BucketHook, can_overlap, no_sync
 from .communication import Channel
-from .flat import Gradients, flat_groups
+from .flat import Gradients, flat_groups, scale_gradients_
 from .tree import GradientTree, Subtree
 
 
@@ -64,8 +64,8 @@ class ContiguousShares:
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set every `.grad` to the sum over all micro-batches, and `statistics` to that of the statistics."""
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         if not self._overlapped:
             self._sum_all()
         elif missing := [name for index, name in enumerate(self._gradients.names) if index not in self._hook.reduced]:
@@ -76,6 +76,7 @@ class ContiguousShares:
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
+        scale_gradients_(self._gradients.parameters, scale)
 
     def close(self) -> None:
         """Nothing is held beside the channel."""

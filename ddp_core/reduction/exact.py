@@ -19,7 +19,7 @@ from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_
 from .buckets import refuse_inexact
 from .communication import Channel
 from .contiguous import ContiguousShares
-from .flat import Gradients, scale_gradients_
+from .flat import Gradients
 from .norm import block_sums_of_pieces, clip_gradients_, gradient_norm, norm_of
 from .sharded import gather_, require_fit
 from .sharded_contiguous import PHASES, ShardedContiguousShares
@@ -44,8 +44,11 @@ class Shares(Protocol):
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set every `.grad` (with shards: of this rank's pieces) and `statistics` to the sum over all micro-batches."""
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set `statistics` to the sum over all micro-batches, and every `.grad` to theirs times `scale`.
+
+        With shards, only pieces of this rank have a `.grad`.
+        """
 
     def close(self) -> None:
         """Leave DDP or the parameters as they were."""
@@ -237,9 +240,8 @@ class ExactReduction:
         if self.remaining:
             raise RuntimeError(f"micro-batch {self.remaining[0]} of {self.share} has not been run")
         total = self._statistics.zeros()
-        self._shares.finish(total)
+        self._shares.finish(total, scale)
         self._statistics.finish(total)
-        scale_gradients_(self._reduced, scale)
         self._leaves, self._run = None, 0
         self._refuse_foreign_buffers()
 

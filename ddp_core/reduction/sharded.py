@@ -24,6 +24,16 @@ def require_fit(shards: Shards, ddp: DistributedDataParallel | None, gradients: 
         raise ValueError("the shards are not those of the module: make them with Shards.of(module, world_size)")
 
 
+def arrived(totals: Mapping[int, torch.futures.Future[Tensor]], scale: float) -> dict[int, Tensor]:
+    """The totals when all have arrived, times `scale`: each is multiplied while the next ones are on their way."""
+    found = {}
+    for number, future in totals.items():
+        found[number] = future.wait()
+        if scale != 1.0:
+            found[number].mul_(scale)
+    return found
+
+
 def set_gradients(shards: Shards, rank: int, totals: Mapping[int, Tensor], used: Sequence[bool]) -> None:
     """Give each piece of `rank` its gradient: a part of its group's sum, or None where its parameter was not used.
 

@@ -21,7 +21,7 @@ from .departures import Departures
 from .flat import Gradients, record_use
 from .one_level import sum_parts
 from .plan import plan_for
-from .sharded import clear_gradients, set_gradients
+from .sharded import arrived, clear_gradients, set_gradients
 from .shards import FlatGroup, Shards
 from .tree import GradientTree, Span, add_, are_siblings
 
@@ -73,18 +73,18 @@ class ShardedContiguousShares:
         if statistics.numel():
             self._statistics.push([statistics])
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set the `.grad` of this rank's pieces to the sum over all micro-batches, and `statistics` to theirs."""
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
         self._gradients.refuse_foreign()
         # Of a rank without a micro-batch, nothing has been sent yet.
         self._departures.send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self._channel.sum(own, statistics, self._tree.leaves)
+        totals = arrived(self._totals, scale)
         used = torch.tensor([float(used) for used in self._used], device=self._channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.
         self._channel.sum([used], used, self._world_size)
-        totals = {number: future.wait() for number, future in self._totals.items()}
         set_gradients(self._shards, self._rank, totals, [count > 0 for count in used.tolist()])
         self._totals = {}
 

@@ -20,7 +20,7 @@ from .departures import Departures
 from .flat import Gradients, record_use
 from .leaf_sum import LeafSum
 from .round_sum import RoundSum
-from .sharded import clear_gradients, set_gradients
+from .sharded import arrived, clear_gradients, set_gradients
 from .shards import Shards
 
 _UNDER_WAY = 4
@@ -67,8 +67,8 @@ class ShardedStridedShares:
         self._departures.send_rest()
         self._end_round(statistics)
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set the `.grad` of this rank's pieces to the sum over all micro-batches, and `statistics` to theirs."""
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
         self._gradients.refuse_foreign()
         while self._rounds * self._exchange.world_size < self._leaves:
             self._present = None
@@ -83,7 +83,7 @@ class ShardedStridedShares:
         summed_statistics, used = self._notes.totals()
         self._wait_for_all_but(0)
         statistics.copy_(summed_statistics)
-        ranges = {number: future.wait() for number, future in totals.items()}
+        ranges = arrived(totals, scale)
         set_gradients(self._shards, self._exchange.rank, ranges, [count > 0 for count in used.tolist()])
         self._sums, self._notes = [], None
 

@@ -18,7 +18,7 @@ from ddp_core.torch_internals import keep_static_graph_from_reducing, rebuild_bu
 
 from .backends import exchange_on
 from .communication import Channel
-from .flat import Gradients
+from .flat import Gradients, scale_gradients_
 from .leaf_sum import LeafSum
 
 
@@ -63,8 +63,8 @@ class StridedShares:
         present = torch.tensor([float(gradient is not None) for gradient in gradients], device=self._channel.device)
         self._start_round(self._sum_like(statistics), [*gradients, statistics, present])
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set every `.grad` to the sum over all micro-batches, and `statistics` to that of the statistics."""
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         self._gradients.refuse_foreign()
         total = self._sum_like(statistics)
         while self._rounds * self._exchange.world_size < self._leaves:
@@ -74,6 +74,7 @@ class StridedShares:
         statistics.copy_(summed_statistics)
         for parameter, gradient, count in zip(self._gradients.parameters, sums, used.tolist(), strict=True):
             parameter.grad = gradient if count else None
+        scale_gradients_(self._gradients.parameters, scale)
         self._sum = None
 
     def close(self) -> None:

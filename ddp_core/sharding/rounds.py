@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ddp_core.reduction.backends import exchange_on
 from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.flat import Gradients
+from ddp_core.reduction.flat import Gradients, scale_gradients_
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 
@@ -91,8 +91,8 @@ class Rounds:
         used = [float(position in load.present) for load in self._loads for position in range(len(load.rows))]
         self._push_others([statistics, torch.tensor(used, device=self.channel.device)])
 
-    def finish(self, statistics: Tensor) -> None:
-        """Set every `.grad` to the sum over all micro-batches, and `statistics` to that of the statistics.
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs.
 
         Raises RuntimeError where an idle pass is missing, in which the other ranks wait for this one.
         """
@@ -109,6 +109,7 @@ class Rounds:
         for load in self._loads:
             for row, part in zip(load.rows, load.total(), strict=True):
                 row.tensor.grad = row.filled(part) if next(used) else None
+        scale_gradients_(self.gradients.parameters, scale)
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
