@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from .early_additions import twice
 from .shards import Shards
 
 
@@ -53,10 +54,7 @@ class Departures:
         if not self._watching:
             return
         if number > self._next:
-            raise RuntimeError(
-                f"a parameter of shape {list(parameter.shape)} got gradients twice in one backward, when the first was "
-                "already sent: use torch.utils.checkpoint with use_reentrant=False"
-            )
+            raise twice(parameter)
         self._missing[number].discard(position)
         while self._next >= 0 and not self._missing[self._next]:
             self._send_next()

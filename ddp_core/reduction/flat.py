@@ -56,9 +56,13 @@ class Gradients:
 
 def scale_gradients_(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply every `.grad` by `factor`."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
-        foreach_mul_(gradients, factor)
+    scale_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+
+
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply every tensor by `factor`; in bfloat16, `Tensor.mul_` has other bits than what is used here."""
+    if factor != 1.0 and tensors:
+        foreach_mul_(tensors, factor)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[list[int]]:

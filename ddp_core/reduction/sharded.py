@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .backends import exchange_on
 from .communication import Channel, in_one_phase
-from .flat import Gradients
+from .flat import Gradients, scale_
 from .shards import Shards
 
 
@@ -29,8 +29,7 @@ def arrived(totals: Mapping[int, torch.futures.Future[Tensor]], scale: float) ->
     found = {}
     for number, future in totals.items():
         found[number] = future.wait()
-        if scale != 1.0:
-            found[number].mul_(scale)
+        scale_([found[number]], scale)
     return found
 
 

@@ -18,6 +18,7 @@ from ddp_core.shares import share_of
 from .backends import exchange_on
 from .communication import Channel, Job
 from .departures import Departures
+from .early_additions import EarlyAdditions
 from .flat import Gradients, record_use
 from .one_level import sum_parts
 from .plan import plan_for
@@ -36,6 +37,8 @@ class ShardedContiguousShares:
         self._shards, self._gradients, self._channel = shards, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._exchange = None if channel.group is None else exchange_on(channel.group, channel.device)
+        # Its hooks run first: what departs is the sum.
+        self._additions = EarlyAdditions(gradients.parameters)
         self._departures = Departures(shards, self._send)
         self._under_way = threading.BoundedSemaphore(PHASES)
 
@@ -56,12 +59,14 @@ class ShardedContiguousShares:
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
         """Run forward and backward of micro-batch `index` inside."""
+        self._additions.begin(self._tree)
         if index == self._tree.span.stop - 1:
             self._departures.begin()
         try:
             yield
         finally:
             self._departures.stop()
+            self._additions.stop()
 
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
@@ -91,6 +96,7 @@ class ShardedContiguousShares:
     def close(self) -> None:
         """Take the hooks away."""
         self._departures.close()
+        self._additions.close()
 
     def _send(self, number: int) -> None:
         """Fold this rank's gradients of a group, and sum them over ranks, in the background."""

@@ -82,8 +82,8 @@ class FlatGroup:
         ]
 
     def flattened(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The values of all parameters (-0.0 for None) in a flat tensor: that of a parameter alone may be its own."""
-        if len(tensors) == 1 and (flat := _as_flat(tensors[0], self.like[0])) is not None:
+        """The values of all parameters (-0.0 for None) in a flat tensor: that of a large parameter may be its own."""
+        if self.starts[-1] >= _ALONE and len(tensors) == 1 and (flat := _as_flat(tensors[0], self.like[0])) is not None:
             return flat
         flat = self.empty()
         fill_(self.views(flat), tensors)

@@ -70,6 +70,19 @@ class Tiny(nn.Module):
         return (rows[:, :2] * self.weight + self.bias).repeat(1, 3)[:, :CLASSES]
 
 
+class Large(nn.Module):
+    """A layer whose gradient is sent without a copy; it ends within a line of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 601)
+        self.large = nn.Linear(601, 599)
+        self.head = nn.Linear(599, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.large(torch.tanh(self.first(rows)))))
+
+
 class TwoTypes(nn.Module):
     """One layer in float64, one in bfloat16."""
 
@@ -133,6 +146,7 @@ TRAININGS = {
     "channels last": Case(ConvolutionalNet, (1, 6, 6), adamw, channels_last=True, clip=0.1),
     "bfloat16 autocast": Case(ConvolutionalNet, (1, 6, 6), autocast=True, micro_batches=5, steps=(5, 5)),
     "fewer elements than ranks": Case(Tiny, optimizer=adamw, clip=0.01),
+    "a large layer": Case(Large, optimizer=adamw, clip=0.1, micro_batches=7, steps=(7, 7, 2)),
     "two types": Case(TwoTypes, optimizer=adamw, clip=0.1),
 }
 WAYS: tuple[Dealt, ...] = ("contiguous", "strided")
