@@ -1,12 +1,15 @@
 """Save, find, verify, load and prune checkpoints: plain state dicts in, plain state dicts out.
 
-A checkpoint is a data file written by `torch.save` and a manifest beside it; renaming the manifest commits both.
+A checkpoint is a data file written by `torch.save`, or one of each rank, and a manifest beside it; renaming the
+manifest commits all of them.
 docs/reference/checkpoints.md has the format and the order of the writes; docs/explanation/checkpoints.md says why.
 """
 
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.files import POINTS
-from ddp_core.checkpoint.manifest import FORMAT, Checkpoint
+from ddp_core.checkpoint.files import POINTS, POINTS_OF_PARTS
+from ddp_core.checkpoint.manifest import FORMAT, Checkpoint, is_part
+from ddp_core.checkpoint.parts import CutTensor
+from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.reading import (
     best_checkpoint,
     difference,
@@ -23,14 +26,18 @@ from ddp_core.checkpoint.state import describe
 __all__ = [
     "FORMAT",
     "POINTS",
+    "POINTS_OF_PARTS",
     "Checkpoint",
     "Checkpointer",
+    "CutTensor",
     "Fence",
+    "Ranks",
     "Superseded",
     "best_checkpoint",
     "describe",
     "difference",
     "find_checkpoints",
+    "is_part",
     "load",
     "newest_valid",
     "read_checkpoint",

@@ -21,6 +21,7 @@ from ddp_core.files import replace_file, take_lock
 
 _TOKEN_FILE = "fence.json"
 _LOCK_FILE = "fence.lock"
+_PATIENCE = 5.0
 
 
 class Superseded(UserError):
@@ -73,15 +74,16 @@ class Fence:
 
     `Fence.take(directory)` makes every earlier Fence of that directory stale. `check()` of a stale Fence raises
     Superseded; so does `with fence.holding():`, which also keeps others from taking the token until the block ends.
+    `Fence(directory, token)` is the same right in another process that writes for the one that took the token.
     """
 
-    def __init__(self, directory: Path, token: int, patience: float) -> None:
+    def __init__(self, directory: Path, token: int, patience: float = _PATIENCE) -> None:
         self.directory = directory
         self.token = token
         self._patience = patience
 
     @classmethod
-    def take(cls, directory: str | Path, *, patience: float = 5.0) -> Self:
+    def take(cls, directory: str | Path, *, patience: float = _PATIENCE) -> Self:
         """Become the only writer of `directory`: its token is one more than any before.
 
         `patience`: seconds to wait for another process inside its short critical section; a process that stays there

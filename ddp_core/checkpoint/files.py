@@ -33,6 +33,9 @@ POINTS = (
 )
 """The points of a save, in order. A `Checkpointer(at=…)` calls `at(point)` right after each; tests kill it there."""
 
+POINTS_OF_PARTS = ("parts reported", "outcome told")
+"""Two more points, where several ranks save together: after "data renamed", and the last of all."""
+
 At = Callable[[str], None]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ddp_core.checkpoint.state import Shapes
 
 FORMAT = "ddp-checkpoint/1"
 
-_DATA = re.compile(r"step-(\d{9,})(?:-\d+)?\.pt")
+_DATA = re.compile(r"step-(\d{9,})(?:-\d+)?(\.part-\d+-of-\d+)?\.pt")
 _MANIFEST = re.compile(r"step-(\d{9,})\.json")
 
 
@@ -26,16 +27,38 @@ def stem(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def data_name(step: int, version: int, part: tuple[int, int] | None) -> str:
+    """The name of a data file, e.g. "step-000000120.pt", of a second version of it, or of a part: (rank, how many)."""
+    again = f"-{version}" if version > 1 else ""
+    which = f".part-{part[0] + 1}-of-{part[1]}" if part is not None else ""
+    return f"{stem(step)}{again}{which}.pt"
+
+
 def step_of_data(name: str) -> int | None:
     """The step in the name of a data file, None for any other name."""
     match = _DATA.fullmatch(name)
     return int(match[1]) if match else None
 
 
+def is_part(path: str | Path) -> bool:
+    """Whether `path` is named as one of several data files of a checkpoint, which only `load` puts together."""
+    match = _DATA.fullmatch(Path(path).name)
+    return match is not None and match[2] is not None
+
+
 def step_of_manifest(name: str) -> int | None:
     """The step in the name of a manifest, None for any other name."""
     match = _MANIFEST.fullmatch(name)
     return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """A data file: its name, its size, and its digest in hexadecimal."""
+
+    file: str
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -46,22 +69,38 @@ class Checkpoint:
     step: int
     epoch: int
     file: str
+    """The data file; of several, the first rank's."""
     bytes: int
+    """Of all data files."""
     sha256: str
+    """The digest of the data file; of several, that of their hexadecimal digests, one after the other."""
     shapes: Shapes
     metadata: dict[str, Any]
     metric: float | None
     written_at: str
+    parts: tuple[DataPart, ...] = ()
+    """All data files, by rank, where several ranks have written one each."""
+
+    @property
+    def data(self) -> tuple[DataPart, ...]:
+        """All data files."""
+        return self.parts or (DataPart(self.file, self.bytes, self.sha256),)
 
     @property
     def path(self) -> Path:
-        """The data file."""
+        """The data file, or the first one."""
         return self.directory / self.file
 
     @property
     def manifest(self) -> Path:
         """The manifest file."""
         return self.directory / f"{stem(self.step)}.json"
+
+
+def taken_together(parts: Sequence[DataPart]) -> DataPart:
+    """The file, the size and the digest by which a manifest names all its data files."""
+    digest = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
+    return DataPart(parts[0].file, sum(part.bytes for part in parts), digest)
 
 
 def _canonical(content: dict[str, Any]) -> bytes:
@@ -72,6 +111,8 @@ def encode(checkpoint: Checkpoint) -> bytes:
     """The manifest's bytes: one JSON object, sealed with the digest of all its other fields."""
     content = {"format": FORMAT, **asdict(checkpoint)}
     del content["directory"]
+    if not checkpoint.parts:
+        del content["parts"]
     seal = hashlib.sha256(_canonical(content)).hexdigest()
     # One field per line: indented JSON would spread the shapes over a thousand lines.
     lines = [
@@ -98,22 +139,31 @@ def read_manifest(path: Path) -> Checkpoint:
         raise Damaged(f"{path.name} was changed after it was written (its seal does not fit)")
     del content["format"]
     try:
-        checkpoint = Checkpoint(directory=path.parent, **content)
+        parts = tuple(DataPart(**part) for part in content.pop("parts", ()))
+        checkpoint = Checkpoint(directory=path.parent, parts=parts, **content)
     except TypeError as error:
         raise Damaged(f"{path.name} has other fields than {FORMAT} ({error})") from None
-    if checkpoint.step != step_of_manifest(path.name) or checkpoint.step != step_of_data(checkpoint.file):
+    names = [part.file for part in checkpoint.data]
+    if {checkpoint.step} != {step_of_manifest(path.name), *map(step_of_data, names)}:
         raise Damaged(
             f"{path.name} should describe the step in its own name, but says step {checkpoint.step} and names the data "
-            f"file {checkpoint.file}"
+            f"file {' and '.join(names)}"
         )
+    if parts and taken_together(parts) != DataPart(checkpoint.file, checkpoint.bytes, checkpoint.sha256):
+        raise Damaged(f"{path.name} lists parts that do not fit the rest of it")
     return checkpoint
 
 
 def require_data(checkpoint: Checkpoint) -> None:
-    """Raise Damaged unless the data file has the size that the manifest says, or OSError where it is not there."""
-    size = checkpoint.path.stat().st_size
-    if size != checkpoint.bytes:
-        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
+    """Raise Damaged unless each data file has the size that the manifest says, or OSError where one is not there."""
+    for part in checkpoint.data:
+        require_size(part, (checkpoint.directory / part.file).stat().st_size)
+
+
+def require_size(part: DataPart, size: int) -> None:
+    """Raise Damaged unless `size`, in bytes, is that of the data file."""
+    if size != part.bytes:
+        raise Damaged(f"{part.file} has {size} bytes, its manifest says {part.bytes}")
 
 
 def pointed_step(path: Path) -> int | None:
@@ -133,7 +183,8 @@ def uncommitted(path: Path) -> bool:
     if step is None:
         return False
     try:
-        return read_manifest(path.with_name(f"{stem(step)}.json")).file != path.name
+        committed = read_manifest(path.with_name(f"{stem(step)}.json"))
+        return all(part.file != path.name for part in committed.data)
     except FileNotFoundError:
         return True
     except (Damaged, OSError):

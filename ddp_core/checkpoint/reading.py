@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from ddp_core.checkpoint.files import human_bytes
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
+    DataPart,
     pointed_step,
     read_manifest,
     require_data,
+    require_size,
     stem,
     step_of_data,
     step_of_manifest,
     uncommitted,
 )
+from ddp_core.checkpoint.parts import put_together
 from ddp_core.checkpoint.state import Shapes, describe
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.files import take_lock, target_of
@@ -51,7 +54,7 @@ def _manifests(directory: Path) -> list[Path]:
 
 
 def _complete(path: Path) -> Checkpoint:
-    """The checkpoint of a manifest, if its data file is there with the right size; raises Damaged."""
+    """The checkpoint of a manifest, if its data files are there with the right sizes; raises Damaged."""
     try:
         checkpoint = read_manifest(path)
         require_data(checkpoint)
@@ -70,7 +73,7 @@ def find_checkpoints(directory: str | Path) -> list[Checkpoint]:
 
 
 def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoint:
-    """The checkpoint whose manifest or data file is `path`; raises UserError (3) if it is not there or not whole.
+    """The checkpoint of which `path` is the manifest or a data file; raises UserError (3) if it is missing or damaged.
 
     sha256: the digest that another process (rank 0) read; a checkpoint with another digest is an error.
     """
@@ -96,21 +99,30 @@ def best_checkpoint(directory: str | Path) -> Checkpoint | None:
         return None
 
 
-def _verify(checkpoint: Checkpoint, data: BufferedReader) -> None:
-    size = os.fstat(data.fileno()).st_size
-    if size != checkpoint.bytes:
-        raise Damaged(f"{checkpoint.file} has {size} bytes, its manifest says {checkpoint.bytes}")
+def _verify(part: DataPart, data: BufferedReader) -> None:
+    require_size(part, os.fstat(data.fileno()).st_size)
     digest = hashlib.file_digest(data, "sha256").hexdigest()
-    if digest != checkpoint.sha256:
-        raise Damaged(f"{checkpoint.file} has SHA-256 {digest[:12]}…, its manifest says {checkpoint.sha256[:12]}…")
+    if digest != part.sha256:
+        raise Damaged(f"{part.file} has SHA-256 {digest[:12]}…, its manifest says {part.sha256[:12]}…")
     data.seek(0)
 
 
+@contextlib.contextmanager
+def _verified(checkpoint: Checkpoint) -> Iterator[list[BufferedReader]]:
+    """The open data files, all of which have the size and the SHA-256 of the manifest; raises Damaged or OSError."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for part in checkpoint.data:
+            files.append(stack.enter_context((checkpoint.directory / part.file).open("rb")))
+            _verify(part, files[-1])
+        yield files
+
+
 def verify(checkpoint: Checkpoint) -> None:
-    """Raise UserError (3) unless the data file has the size and the SHA-256 of the manifest; nothing is unpickled."""
+    """Raise UserError (3) unless each data file has the size and SHA-256 of the manifest; nothing is unpickled."""
     try:
-        with checkpoint.path.open("rb") as data:
-            _verify(checkpoint, data)
+        with _verified(checkpoint):
+            pass
     except (Damaged, OSError) as error:
         raise _unusable(checkpoint, error) from None
 
@@ -129,8 +141,8 @@ def newest_valid(directory: str | Path, on_event: Callable[[str], None] = _ignor
     for path in _manifests(directory):
         try:
             checkpoint = _complete(path)
-            with checkpoint.path.open("rb") as data:
-                _verify(checkpoint, data)
+            with _verified(checkpoint):
+                pass
         except (Damaged, OSError) as error:
             damages.append(str(error))
             on_event(f"warning: checkpoint {path.with_suffix('').name} is damaged: {error}; trying the one before it")
@@ -177,7 +189,9 @@ def load(
     only: Sequence[str] | None = None,
     expect_metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The state of a checkpoint, read with `weights_only=True` from the open file whose digest was just computed.
+    """The state of a checkpoint, read with `weights_only=True` from the open files whose digests were just computed.
+
+    Of a checkpoint in parts, the whole state, as one process would have saved it.
 
     expect: what `describe` returns for the state that will be filled. only: compare just the parts under these
     top-level keys. expect_metadata: entries that the manifest's metadata must have.
@@ -196,9 +210,9 @@ def load(
         if (other := difference(there, expect)) is not None:
             raise _unusable(checkpoint, f"it is of another model: {other}")
     try:
-        with checkpoint.path.open("rb") as data:
-            _verify(checkpoint, data)
-            state = torch.load(data, map_location=map_location, weights_only=True)
+        with _verified(checkpoint) as files:
+            contents = (torch.load(file, map_location=map_location, weights_only=True) for file in files)
+            state = put_together(contents, checkpoint.shapes) if checkpoint.parts else next(contents)
         other = difference(describe(state), checkpoint.shapes)
     except torch.OutOfMemoryError:
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,8 @@ class Tree:
 
     def over(self, tensors: list[Tensor]) -> Any:
         """The same tree with `tensors[i]` in the place of `self.tensors[i]`."""
-        return _rebuild(self._state, map(tensors.__getitem__, self._slots))
+        chosen = map(tensors.__getitem__, self._slots)
+        return replaced(self._state, lambda leaf, _: next(chosen) if isinstance(leaf, Tensor) else leaf)
 
 
 def describe(state: Any) -> Shapes:
@@ -86,13 +87,11 @@ def describe(state: Any) -> Shapes:
     return Tree(state).shapes
 
 
-def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return next(tensors)
-    if type(state) in _PLAIN:
-        return state
+def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> Any:
+    """The same tree with `replace(leaf, dotted name)` in the place of whatever is no dict, list or tuple."""
     if isinstance(state, Mapping):
-        items = [(key, _rebuild(value, tensors)) for key, value in state.items()]
+        start = f"{name}." if name else ""
+        items = [(key, replaced(value, replace, f"{start}{key}")) for key, value in state.items()]
         if isinstance(state, Counter):  # MultiStepLR keeps its milestones in a Counter
             return Counter(dict(items))
         if not isinstance(state, OrderedDict):
@@ -102,7 +101,10 @@ def _rebuild(state: Any, tensors: Iterator[Tensor]) -> Any:
             tree = Tree(versions)
             set_module_versions(ordered, tree.over(tree.tensors))
         return ordered
-    return type(state)([_rebuild(value, tensors) for value in state])
+    if type(state) in (list, tuple):
+        start = f"{name}." if name else ""
+        return type(state)([replaced(value, replace, f"{start}{index}") for index, value in enumerate(state)])
+    return replace(state, name)
 
 
 class Snapshots:

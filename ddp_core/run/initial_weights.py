@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddp_core.checkpoint import difference, newest_valid
+from ddp_core.checkpoint import difference, is_part, load, newest_valid, read_checkpoint
 from ddp_core.determinism.digests import weights_digest
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import RunDirectory
@@ -59,13 +59,21 @@ def _of_run(run: RunDirectory) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a state dict that torch.save wrote, by name. Raises UserError."""
+    """The tensors of a .safetensors file, of a state dict that torch.save wrote, or of a checkpoint in parts, by name.
+
+    Raises UserError.
+    """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if is_part(path):
+            state = load(read_checkpoint(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"weights file {path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # a damaged file can raise anything

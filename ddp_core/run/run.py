@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from functools import partial
 from pathlib import Path
 
-from ddp_core.checkpoint import Checkpoint, Checkpointer, sweep
+from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.digests import DataDigest
 from ddp_core.determinism.kernels import choose_kernels, has_tf32
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
@@ -19,6 +19,7 @@ from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
 from ddp_core.observe.loggers.choosing import start_loggers
 from ddp_core.observe.loggers.logger import LoggedRun, loggable
+from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
@@ -81,7 +82,7 @@ def run(request: Request, world: World) -> RunDirectory:
                     console=console,
                     metrics=metrics,
                     stop=stop,
-                    checkpointer=training.enter_context(_checkpointer(record, console)),
+                    checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
                     observers=[
                         heartbeat,
                         *parts.observers,
@@ -201,22 +202,54 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
 
 
 @contextmanager
-def _checkpointer(record: RunRecord, console: Console) -> Iterator[Checkpointer | None]:
-    """Rank 0's checkpointer; the other ranks have none."""
-    if not record.world.is_first:
+def _checkpointer(record: RunRecord, collectives: Collectives, console: Console) -> Iterator[Checkpointer | None]:
+    """Rank 0's checkpointer; the other ranks have one where each rank writes its part."""
+    request, world, directory = record.request, record.world, record.directory
+    options, in_parts = request.options, request.layout.saves_in_parts
+    if not (world.is_first or in_parts):
         yield None
         return
-    options, directory = record.request.options, record.directory.checkpoints
-    sweep(directory)
-    with Checkpointer(
-        directory,
-        keep_last=options.keep_last,
-        keep_every=options.keep_every,
-        asynchronous=options.asynchronous_save,
-        fence=record.fence,
-        on_event=lambda line: console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None,
-    ) as checkpointer:
-        yield checkpointer
+    if world.is_first:
+        sweep(directory.checkpoints)
+    with ExitStack() as stack:
+        fence, ranks = record.fence, None
+        if in_parts:
+            ranks = stack.enter_context(Ranks.meeting(world.place, options.timeout))
+            # All parts are written in the name of rank 0, so a later rank 0 takes this right from all ranks.
+            fence = Fence(directory.path, collectives.broadcast(fence.token if fence is not None else 0))
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                directory.checkpoints,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                asynchronous=options.asynchronous_save,
+                fence=fence,
+                ranks=ranks,
+                on_event=lambda line: (
+                    console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None
+                ),
+            )
+        )
+        try:
+            yield checkpointer
+        except Exception as error:
+            if is_peer_loss(error):
+                _raise_failed_save(checkpointer)
+            raise
+
+
+def _raise_failed_save(checkpointer: Checkpointer) -> None:
+    """Raise the UserError of a save in the background, if there was one.
+
+    All ranks leave where one of them cannot save its part. A rank may miss the first that leaves before it looks at
+    how the save ended.
+    """
+    try:
+        checkpointer.wait()
+    except UserError:
+        raise
+    except Exception:
+        return  # the loss of a peer, which has ended the save as well
 
 
 @contextmanager

@@ -8,7 +8,7 @@ memory of this rank's rows (`rows`), and the state of all ranks goes in and out 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -115,16 +115,12 @@ class FullySharded:
 
         A collective.
         """
-        for part in self._parts:
-            part.reshard()
-        state = self.module.state_dict()
-        wholes: dict[int, Tensor | None] = {}
-        for name, rows in self._rows.items():
-            if id(rows) not in wholes:
-                wholes[id(rows)] = rows.put_together(rows.local)
-            if name in state:
-                state[name] = wholes[id(rows)]
+        state = self._weights(lambda rows: rows.put_together(rows.local))
         return state if self.group.rank() == 0 else None
+
+    def own_weights(self) -> dict[str, Any]:
+        """The module's state_dict on every rank, with a CutTensor of this rank's rows for each parameter."""
+        return self._weights(lambda rows: rows.cut_tensor(rows.local))
 
     def load_whole_weights(self, state: Mapping[str, Any]) -> None:
         """Load a state_dict of the module as it is on one process; every rank has all of it."""
@@ -142,20 +138,12 @@ class FullySharded:
 
         A collective.
         """
-        state, by_number = self._optimizer.state_dict(), self._rows_by_number()
+        state = self._state(Rows.put_together)
+        return state if self.group.rank() == 0 else None
 
-        def whole(rows: Rows, value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            is_filled = value.shape == rows.tensor.shape
-            return rows.put_together(rows.of_filled(value)) if is_filled else value.clone().cpu()
-
-        # The entries in a state_dict are the optimizer's own, so they are not changed.
-        wholes = {
-            number: {name: whole(by_number[number], value) for name, value in entries.items()}
-            for number, entries in state["state"].items()
-        }
-        return {**state, "state": wholes} if self.group.rank() == 0 else None
+    def own_state(self) -> dict[str, Any]:
+        """The same on every rank, with a CutTensor of this rank's rows for each tensor with values for each element."""
+        return self._state(Rows.cut_tensor)
 
     def load_whole_state(self, state: Mapping[str, Any]) -> None:
         """Load a state_dict of the optimizer as it is on one process; every rank has all of it."""
@@ -175,6 +163,36 @@ class FullySharded:
     def close(self) -> None:
         """Let go of the optimizer. The module stays sharded."""
         self._hook.remove()
+
+    def _weights(self, whole: Callable[[Rows], Any]) -> dict[str, Any]:
+        """The module's state_dict, with `whole` of the rows in the place of each parameter."""
+        for part in self._parts:
+            part.reshard()
+        state: dict[str, Any] = self.module.state_dict()
+        wholes: dict[int, Any] = {}
+        for name, rows in self._rows.items():
+            if id(rows) not in wholes:
+                wholes[id(rows)] = whole(rows)
+            if name in state:
+                state[name] = wholes[id(rows)]
+        return state
+
+    def _state(self, whole: Callable[[Rows, Tensor], Any]) -> dict[str, Any]:
+        """The optimizer's state_dict, with `whole` of the rows and their values where each element has a value."""
+        state, by_number = self._optimizer.state_dict(), self._rows_by_number()
+
+        def taken(rows: Rows, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            is_filled = value.shape == rows.tensor.shape
+            return whole(rows, rows.of_filled(value)) if is_filled else value.clone().cpu()
+
+        # The entries in a state_dict are the optimizer's own, so they are not changed.
+        entries = {
+            number: {name: taken(by_number[number], value) for name, value in each.items()}
+            for number, each in state["state"].items()
+        }
+        return {**state, "state": entries}
 
     def _replace_parameters(self, wholes: Mapping[str, nn.Parameter]) -> RemovableHandle:
         """Let the optimizer, and what state it has, be of this rank's rows."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction, Piece
 from ddp_core.reduction.flat import in_memory_order
 
@@ -63,19 +64,36 @@ class ShardedOptimizer:
         """
         entries = self._entries_of_all_ranks()
         self._gather_tensors(entries)
-        if self._reduction.rank > 0:
-            return None
-        own = self._optimizer.state_dict()
-        numbers = itertools.count()
-        states = {key: value for key, value in own["state"].items() if not isinstance(key, int)}
-        for group, parameters in zip(own["param_groups"], self._parameters, strict=True):
-            group["params"] = [next(numbers) for _ in parameters]
-            for number, parameter in zip(group["params"], parameters, strict=True):
-                position = self._position.get(id(parameter))
-                state = self._optimizer.state.get(parameter, {}) if position is None else entries.get(position, {})
-                if state:
-                    states[number] = {name: _on_host(value) for name, value in state.items()}
-        return {**own, "state": states}
+        return self._state_dict(entries) if self._reduction.rank == 0 else None
+
+    def own_state(self) -> dict[str, Any]:
+        """The same on every rank, with a CutTensor of this rank's pieces for each tensor that is cut.
+
+        A collective that moves no such tensor.
+        """
+        entries = self._entries_of_all_ranks()
+        for position, state in entries.items():
+            for name, value in state.items():
+                if isinstance(value, torch.dtype):
+                    values = {
+                        piece: self._optimizer.state.get(piece.tensor, {}).get(name) for piece in self._own[position]
+                    }
+                    state[name] = self._cut_tensor(position, value, values)
+        return self._state_dict(entries)
+
+    def own_weights(self, module: nn.Module) -> dict[str, Any]:
+        """The state_dict of the module, with a CutTensor of this rank's pieces for each parameter that is cut."""
+        state: dict[str, Any] = module.state_dict()
+        cuts: dict[int, CutTensor] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            position, value = self._position.get(id(parameter)), state.get(name)
+            # A module may save something else under this name.
+            if position is not None and isinstance(value, Tensor) and value.is_set_to(parameter):
+                if position not in cuts:
+                    values = {piece: piece.tensor for piece in self._own[position]}
+                    cuts[position] = self._cut_tensor(position, parameter.dtype, values)
+                state[name] = cuts[position]
+        return state
 
     def load_whole_state(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a state_dict of the optimizer without shards; every rank has all of it."""
@@ -103,6 +121,26 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Gather no more after `optimizer.step()`."""
         self._hook.remove()
+
+    def _cut_tensor(self, position: int, dtype: torch.dtype, values: Mapping[Piece, Tensor | None]) -> CutTensor:
+        """Values for each element of a parameter, of which this rank has those of its pieces."""
+        parameter = self._shards.parameters[position]
+        pieces = {piece.start: value.detach() for piece, value in values.items() if value is not None}
+        return CutTensor(dtype, tuple(parameter.shape), parameter.stride(), pieces)
+
+    def _state_dict(self, entries: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """The optimizer's state_dict as it is without shards, with these states of the parameters that are cut."""
+        own = self._optimizer.state_dict()
+        numbers = itertools.count()
+        states = {key: value for key, value in own["state"].items() if not isinstance(key, int)}
+        for group, parameters in zip(own["param_groups"], self._parameters, strict=True):
+            group["params"] = [next(numbers) for _ in parameters]
+            for number, parameter in zip(group["params"], parameters, strict=True):
+                position = self._position.get(id(parameter))
+                state = self._optimizer.state.get(parameter, {}) if position is None else entries.get(position, {})
+                if state:
+                    states[number] = {name: _on_host(value) for name, value in state.items()}
+        return {**own, "state": states}
 
     def _parts(self, parameter: Tensor) -> list[Tensor]:
         """What the optimizer gets in the place of a parameter: this rank's pieces, or a frozen one as it was."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction.exchange import LINE_BYTES
 
 
@@ -27,7 +28,7 @@ class Rows:
     def __init__(self, name: str, whole: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> None:
         rank, world_size, elements = group.rank(), group.size(), whole.numel()
         rows = whole.shape[0]
-        self.name, self.shape, self._group = name, whole.shape, group
+        self.name, self.shape, self._strides, self._group = name, whole.shape, whole.stride(), group
         self.reach = -(-rows // world_size) * (elements // max(rows, 1))
         """The elements of the first rank's part, the longest."""
         self.start = min(rank * self.reach, elements)
@@ -77,6 +78,10 @@ class Rows:
         """Which blocks of `size` elements of the whole lie on several ranks."""
         borders = range(self.reach, self.shape.numel(), max(self.reach, 1))
         return sorted({border // size for border in borders if border % size})
+
+    def cut_tensor(self, values: Tensor) -> CutTensor:
+        """Values of the whole, of which this rank has those of its rows, without those around them."""
+        return CutTensor(values.dtype, tuple(self.shape), self._strides, {self.start: values})
 
     def put_together(self, values: Tensor) -> Tensor | None:
         """All ranks' values of their rows as those of the whole, in host memory, on rank 0; None on the others.

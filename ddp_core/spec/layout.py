@@ -51,6 +51,11 @@ class Layout(Frozen):
         return self.shard in ("gradients", "parameters")
 
     @property
+    def saves_in_parts(self) -> bool:
+        """Whether each rank writes its part of every checkpoint."""
+        return self.shard != "none" and self.world_size > 1
+
+    @property
     def label(self) -> str:
         """A short name for directories and tables: single-cpu, dp-2-cpu, ddp-2x2-cpu, ddp-1x2-cpu-shard-optimizer."""
         if self.kind == "single":

@@ -50,6 +50,6 @@ class Job:
     directory: Path | None = None
     """The run directory, for callbacks."""
     checkpointer: Checkpointer | None = None
-    """Rank 0 alone has a checkpointer."""
+    """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

@@ -16,7 +16,10 @@ from ddp_core.trainers.state import TrainState
 
 
 class Saving(StepObserver):
-    """Saves checkpoints of the state: rank 0 writes them, and the other ranks only wait where that is asked for."""
+    """Saves checkpoints of the state: rank 0 writes them, and the other ranks only wait where that is asked for.
+
+    Where the state is sharded among ranks, each rank writes its part.
+    """
 
     def __init__(self, job: Job, state: TrainState, clock: StepClock, steps_per_epoch: int) -> None:
         self._job, self._state, self._clock, self._steps_per_epoch = job, state, clock, steps_per_epoch
@@ -45,12 +48,12 @@ class Saving(StepObserver):
         return step % (self._every or self._steps_per_epoch) == 0
 
     def wait(self) -> None:
-        """Return once the last checkpoint is written (rank 0)."""
+        """Return once the last checkpoint is written, on the ranks that write."""
         if self._job.checkpointer is not None:
             self._job.checkpointer.wait()
 
     def save(self, best: bool = False, wait: bool = False) -> None:
-        """Save a checkpoint after the step just done (rank 0); with `wait`, all ranks return once it is written.
+        """Save a checkpoint after the step just done; with `wait`, all ranks return once it is written.
 
         Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
         """
@@ -66,11 +69,9 @@ class Saving(StepObserver):
                     f"{self.newest}: lower optimizer.lr, or set clip_norm",
                     ExitCode.NUMERICS,
                 )
-            # On every rank: where the optimizer is sharded, each has a part of its state.
-            whole = state.state_dict()
             if job.checkpointer is not None:
                 job.checkpointer.save(
-                    whole,
+                    state.state_dict(in_parts=job.layout.saves_in_parts),
                     step=state.step,
                     epoch=state.step // self._steps_per_epoch,
                     metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},

@@ -59,14 +59,15 @@ class TrainState:
         self.best = score
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, in_parts: bool = False) -> dict[str, Any]:
         """The state in nested dictionaries of tensors and plain JSON types.
 
         Where something is sharded, a collective; its state is then whole on rank 0, and None on the other ranks.
+        With `in_parts` it is on every rank a tree with CutTensors of what this rank has, and no tensor is sent.
         """
         return {
-            "model": self.weights(),
-            "optimizer": self.optimizer_state(),
+            "model": self.own_weights() if in_parts else self.weights(),
+            "optimizer": self.own_optimizer_state() if in_parts else self.optimizer_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
@@ -85,6 +86,13 @@ class TrainState:
     def weights(self) -> dict[str, Any] | None:
         """The model's state dict, as one process has it; see `state_dict` for sharded parameters."""
         return self.model.state_dict() if self.fully_sharded is None else self.fully_sharded.whole_weights()
+
+    def own_weights(self) -> dict[str, Any]:
+        """The model's state dict, with CutTensors of what this rank has of the parameters that are sharded."""
+        if self.fully_sharded is not None:
+            return self.fully_sharded.own_weights()
+        assert isinstance(self.sharded, ShardedOptimizer)
+        return self.sharded.own_weights(self.model)
 
     def described(self) -> dict[str, Any]:
         """The model's state dict, as one process has it, of which only names, dtypes and shapes are meant."""
@@ -105,6 +113,11 @@ class TrainState:
     def optimizer_state(self) -> dict[str, Any] | None:
         """The optimizer's state dict, as one process has it; see `state_dict` for a sharded optimizer's."""
         return self.optimizer.state_dict() if self.sharded is None else self.sharded.whole_state()
+
+    def own_optimizer_state(self) -> dict[str, Any]:
+        """The state dict of a sharded optimizer, with CutTensors of what this rank has."""
+        assert self.sharded is not None
+        return self.sharded.own_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""

@@ -22,6 +22,7 @@ from ddp_core.errors import UserError
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.fully_sharded import FullySharded
 from tests.distributed.exact_cases import CLASSES, ConvolutionalNet, MixedNet, RandomNet, process_group
+from tests.distributed.put_together import whole_of
 
 SAMPLES = 3
 WORDS = 11
@@ -232,7 +233,11 @@ class Training:
         if self.sharded is None:
             return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
         weights, state = self.sharded.whole_weights(), self.sharded.whole_state()
-        return None if weights is None else {"model": weights, "optimizer": state}
+        own = {"model": self.sharded.own_weights(), "optimizer": self.sharded.own_state()}
+        whole = None if weights is None else {"model": weights, "optimizer": state}
+        from_parts = whole_of(own)
+        assert whole is None or digest_of(from_parts) == digest_of(whole)
+        return whole
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a whole state."""

@@ -24,6 +24,7 @@ from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.sharding import ShardedOptimizer
 from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, digest_of, process_group
+from tests.distributed.put_together import whole_of
 
 Dealt = Literal["contiguous", "strided"]
 
@@ -230,7 +231,12 @@ class Training:
 
     def digest(self) -> tuple[str, str]:
         """SHA-256 of weights and buffers, and of the whole optimizer state (rank 0's)."""
-        return digest_of(self.net), described(self.state())
+        state = self.state()
+        if self.sharded is not None:
+            whole = whole_of({"model": self.sharded.own_weights(self.net), "optimizer": self.sharded.own_state()})
+            assert described(whole["model"]) == described(self.net.state_dict())
+            assert state is None or described(whole["optimizer"]) == described(state)
+        return digest_of(self.net), described(state)
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, but for the counts of steps."""

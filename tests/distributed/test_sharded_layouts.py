@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddp_core.checkpoint import newest_valid
+from ddp_core.checkpoint import load, newest_valid
+from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.observe.ledger import audit
 from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.distributed.test_every_name import facts
@@ -115,15 +117,21 @@ def in_any_sequence(output: Path) -> dict[int, tuple[int, list[int]]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_the_same_file_with_any_shard_mode(tmp_path: Path) -> None:
-    words = [ADAMW_MLP, "--set", "max_steps=3", "--checkpoint-every", "3"]
+def test_a_checkpoint_is_the_same_state_with_any_shard_mode(tmp_path: Path) -> None:
+    words = [ADAMW_MLP, "--set", "max_steps=3", "--set", "model.width=400", "--checkpoint-every", "3"]
     found = []
-    for number, shard in enumerate(["none", *SHARD_MODES]):
+    for number, (shard, ranks) in enumerate(itertools.product(["none", *SHARD_MODES], [2, 3])):
         output = tmp_path / str(number)
-        train(output, *words, "--shard", shard, ranks=2)
+        record = train(output, *words, "--shard", shard, ranks=ranks)
         checkpoint = newest_valid(trained(output)[0].checkpoints)
         assert checkpoint is not None
-        found.append(checkpoint.shapes)
+        assert len(checkpoint.data) == (1 if shard == "none" else ranks)
+        state = load(checkpoint)
+        digests = weights_digest(state["model"]), optimizer_digest(state["optimizer"])
+        assert digests == (record["weights_sha256"], record["optimizer_sha256"])
+        sizes = sorted(part.bytes for part in checkpoint.data)
+        assert sizes[-1] < 2 * sizes[0], "each rank writes its part"
+        found.append((checkpoint.shapes, *digests))
     assert found[1:] == found[:-1]
 
 

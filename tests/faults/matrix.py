@@ -26,6 +26,7 @@ _NUMBERS = "tests/faults/test_numbers.py"
 _REQUESTS = "tests/faults/test_requests.py"
 _PLACES = "tests/faults/test_places.py"
 _CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
+_PARTS = "tests/core/checkpoint/test_parts.py"
 _INPUT = "tests/core/test_bad_input.py"
 _GROUP = "tests/distributed/test_process_group.py"
 _LAYOUTS = "tests/distributed/test_layouts.py"
@@ -124,6 +125,7 @@ ROWS = (
         "P, D",
         (
             f"{_SAVES}::test_a_full_disk_ends_the_run_and_loses_one_save",
+            f"{_SAVES}::test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save",
             f"{_CHECKPOINTS}::test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads",
             f"{_CHECKPOINTS}::test_a_full_disk_is_seen_before_and_during_the_write",
         ),
@@ -136,6 +138,7 @@ ROWS = (
         (
             f"{_CHECKPOINTS}::test_a_kill_at_any_point_of_a_save_leaves_the_newest_complete_checkpoint",
             f"{_CHECKPOINTS}::test_many_kills_at_random_times_lose_no_committed_checkpoint",
+            f"{_PARTS}::test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoint",
         ),
     ),
     Row(

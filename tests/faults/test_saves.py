@@ -138,3 +138,31 @@ def test_a_full_disk_ends_the_run_and_loses_one_save(tmp_path: Path) -> None:
 def _limit_files(limit: int, rank: int) -> None:
     """Let no file of this process grow beyond `limit` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save(tmp_path: Path, shard: str, victim: int) -> None:
+    wide = ["--set", "model.width=600"]
+    expected = undisturbed(tmp_path / "undisturbed", *wide)
+    output = tmp_path / "outputs"
+    sharded = ["--layout", "ddp", "--nproc-per-node", "2", "--shard", shard]
+    words = [*WORDS, *wide, "--output", str(output)]
+    assert ddp(*words, *sharded, "--fault", "raise@18").code == 2
+    newest = checkpoints(output)[0]
+    assert min(part.bytes for part in newest.parts) > 20_000, "larger than all other files of the run"
+    resumed = [*words, "--resume", "auto"]
+    for rank, ended in enumerate(run_workers([*resumed, *sharded], 2, partial(_limit_files_of, victim, 20_000))):
+        assert ended.code == 4, f"rank {rank}: {ended.errors}"
+        assert f"rank {victim} (node 0): disk full: needs" in ended.errors
+        assert f".part-{victim + 1}-of-2.pt" in ended.errors
+    assert newest_valid(trained(output)[0].checkpoints) == newest
+    assert ddp(*resumed).code == 0
+    check_aftermath(output, expected)
+    record_row(8, "one of two ranks that save together: 4 on both; resumed from the checkpoint before, same weights")
+
+
+def _limit_files_of(victim: int, limit: int, rank: int) -> None:
+    if rank == victim:
+        _limit_files(limit, rank)

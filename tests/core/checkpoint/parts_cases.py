@@ -1,0 +1,121 @@
+"""A state that is cut among ranks, and ranks that save it: in threads, or in processes that may be killed.
+
+The children import this module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.checkpoint import Checkpointer, CutTensor, Ranks
+
+Value = TypeVar("Value")
+
+
+def whole_state(step: int) -> dict[str, Any]:
+    """A state as one process has it, with tied, transposed, empty and single numbers."""
+    weight = torch.arange(24.0).view(4, 6) + step
+    weights: OrderedDict[str, Any] = OrderedDict(
+        weight=weight,
+        again=weight,
+        turned=(torch.arange(40.0).view(5, 8) - step).t(),
+        none=torch.empty(0, 3),
+        number=torch.tensor(float(step)),
+        statistics=torch.full((7,), float(step)),
+    )
+    state = {0: {"momentum": weight * 2, "step": torch.tensor(step)}, 2: {"momentum": None}}
+    return {"model": weights, "optimizer": {"state": state, "betas": (0.9, 0.999)}, "step": step}
+
+
+def cut_state(step: int, rank: int, world_size: int) -> dict[str, Any]:
+    """What one rank has of this state: neighbouring elements of every parameter, and of the momentum."""
+    state = whole_state(step)
+    cuts = {name: _cut(state["model"][name], rank, world_size) for name in ("weight", "turned", "none", "number")}
+    state["model"] |= {**cuts, "again": cuts["weight"]}
+    momentum = state["optimizer"]["state"][0]["momentum"]
+    state["optimizer"]["state"][0]["momentum"] = _cut(momentum, rank, world_size)
+    return state
+
+
+def _cut(whole: Tensor, rank: int, world_size: int) -> CutTensor:
+    start, stop = (whole.numel() * each // world_size for each in (rank, rank + 1))
+    values = whole.as_strided((whole.numel(),), (1,))[start:stop]
+    # What has no elements is one rank's alone.
+    pieces = {start: values} if values.numel() or rank == 0 else {}
+    return CutTensor(whole.dtype, tuple(whole.shape), whole.stride(), pieces)
+
+
+class ThreadRanks(Ranks):
+    """A rank that is a thread of this process."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self.count, self.place = rank, len(values), f"rank {rank}"
+        self._meeting, self._values = meeting, values
+
+    def gather(self, own: Value) -> list[Value]:
+        self._values[self.rank] = own
+        self._meeting.wait()
+        values = list(self._values)
+        self._meeting.wait()
+        return values
+
+    def hear_first(self, own: Value) -> Value:
+        return self.gather(own)[0]
+
+
+def in_threads(work: Callable[[ThreadRanks], Any], count: int) -> list[Any]:
+    """What `work` returns or raises on each of `count` ranks."""
+    meeting, values = threading.Barrier(count, timeout=60), [None] * count
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(work, ThreadRanks(rank, meeting, values)) for rank in range(count)]
+        return [future.exception() or future.result() for future in futures]
+
+
+def save_in_parts(directory: Path, ranks: Ranks, *steps: int, **settings: Any) -> None:
+    """Save the state of these steps as one of the ranks."""
+    with Checkpointer(directory, ranks=ranks, **settings) as checkpointer:
+        for step in steps:
+            state = cut_state(step, ranks.rank, ranks.count)
+            checkpointer.save(state, step=step, epoch=0, best=True, metadata={"ranks": ranks.count})
+
+
+def saved_by_processes(rank: int, world_size: int, directory: Path, asynchronous: bool) -> None:
+    """Save two steps as one of several processes."""
+    _join(rank, world_size, directory.with_name(f"{directory.name}-meeting"))
+    with Ranks.meeting(f"rank {rank}", 60) as ranks:
+        save_in_parts(directory, ranks, 10, 20, asynchronous=asynchronous)
+    dist.destroy_process_group()
+
+
+def killed_at(directory: Path, rank: int, point: str, victim: int, asynchronous: bool) -> None:
+    """Save the steps 10 and 20, then 30, in which the victim dies by SIGKILL at `point`; the others end with code 6."""
+    _join(rank, 2, directory.with_name(f"{directory.name}-meeting"))
+    with Ranks.meeting(f"rank {rank}", 60) as ranks:
+        save_in_parts(directory, ranks, 10, 20)
+
+        def die(reached: str) -> None:
+            if (reached, rank) == (point, victim):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            save_in_parts(directory, ranks, 30, asynchronous=asynchronous, at=die)
+        except RuntimeError:
+            os._exit(6)
+    os._exit(0)
+
+
+def _join(rank: int, world_size: int, meeting: Path) -> None:
+    meeting.mkdir(parents=True, exist_ok=True)
+    store = dist.FileStore(str(meeting / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -1,0 +1,379 @@
+"""Checkpoints of which each rank writes a part: what is written, read, kept and removed, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.checkpoint import (
+    POINTS,
+    POINTS_OF_PARTS,
+    Checkpoint,
+    Checkpointer,
+    CutTensor,
+    Fence,
+    Superseded,
+    describe,
+    find_checkpoints,
+    load,
+    newest_valid,
+    read_checkpoint,
+    sweep,
+    verify,
+)
+from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
+from ddp_core.checkpoint.parts import part_of, put_together
+from ddp_core.errors import ExitCode, UserError
+from ddp_core.run.initial_weights import read_weights
+from tests.core.checkpoint.parts_cases import (
+    ThreadRanks,
+    cut_state,
+    in_threads,
+    killed_at,
+    save_in_parts,
+    saved_by_processes,
+    whole_state,
+)
+from tests.faults.matrix import record_row
+from tests.support.processes import HANG, run_processes, start
+
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "checkpoints.md"
+
+
+def described(state: Any) -> Any:
+    """A state in a form that can be compared, with the strides of its tensors."""
+    if isinstance(state, torch.Tensor):
+        return (str(state.dtype), tuple(state.shape), state.stride(), state.tolist())
+    if isinstance(state, dict):
+        return (type(state), [(key, described(value)) for key, value in state.items()])
+    return [described(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def save(directory: Path, count: int, *steps: int, **settings: Any) -> list[Checkpoint]:
+    """Save these steps by `count` ranks; return all checkpoints, the newest first."""
+    ended = in_threads(lambda ranks: save_in_parts(directory, ranks, *steps, **settings), count)
+    assert ended == [None] * count
+    return find_checkpoints(directory)
+
+
+def is_whole(checkpoint: Checkpoint | None) -> bool:
+    return checkpoint is not None and described(load(checkpoint)) == described(whole_state(checkpoint.step))
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()} - {"latest.json", "best.json", "fence.json", "fence.lock"}
+
+
+@pytest.mark.parametrize(("count", "asynchronous"), [(2, False), (3, True), (25, False)])
+def test_what_all_ranks_have_written_is_read_as_one_process_would_have_saved_it(
+    tmp_path: Path, count: int, asynchronous: bool
+) -> None:
+    [newest, older] = save(tmp_path, count, 10, 20, asynchronous=asynchronous)
+    assert (newest.step, older.step) == (20, 10)
+    assert newest == newest_valid(tmp_path)
+    for checkpoint in (newest, older):
+        state, parts = (
+            load(checkpoint),
+            [f"step-0000000{checkpoint.step}.part-{n + 1}-of-{count}.pt" for n in range(count)],
+        )
+        assert described(state) == described(whole_state(checkpoint.step))
+        assert state["model"]["weight"] is state["model"]["again"]
+        assert checkpoint.shapes == describe(state)
+        assert [part.file for part in checkpoint.parts] == parts
+        assert checkpoint.bytes == sum((tmp_path / name).stat().st_size for name in parts)
+        for name in (checkpoint.manifest.name, parts[0], parts[-1]):
+            assert read_checkpoint(tmp_path / name, sha256=checkpoint.sha256) == checkpoint
+    assert read_weights(newest.path)["turned"].equal(whole_state(20)["model"]["turned"])
+
+
+def test_two_processes_save_together(tmp_path: Path) -> None:
+    run_processes(saved_by_processes, 2, tmp_path / "checkpoints", True)
+    assert is_whole(newest_valid(tmp_path / "checkpoints"))
+
+
+def test_each_rank_passes_its_points_in_the_order_of_the_page(tmp_path: Path) -> None:
+    passed: list[list[str]] = [[], []]
+
+    def work(ranks: ThreadRanks) -> None:
+        save_in_parts(tmp_path, ranks, 10, keep_last=1)
+        save_in_parts(tmp_path, ranks, 20, keep_last=1, at=passed[ranks.rank].append)
+
+    assert in_threads(work, 2) == [None, None]
+    data = POINTS[: POINTS.index("data renamed") + 1]
+    assert passed == [[*data, "parts reported", *POINTS[len(data) :], "outcome told"], [*data, *POINTS_OF_PARTS]]
+    text = REFERENCE.read_text().partition("## The order of the writes")[2]
+    assert all(f"`{point}`" in text for point in POINTS_OF_PARTS)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_checkpoint_with_a_damaged_part_is_passed_over_and_the_part_is_named(
+    tmp_path: Path, part: int, damage: Callable[[Path], None]
+) -> None:
+    newest, older = save(tmp_path, 3, 10, 20)
+    damage(tmp_path / newest.parts[part].file)
+    lines: list[str] = []
+    assert newest_valid(tmp_path, lines.append) == older
+    assert is_whole(older)
+    assert newest.parts[part].file in lines[0]
+    for read in (verify, load):
+        with pytest.raises(UserError, match=re.escape(newest.parts[part].file)) as caught:
+            read(newest)
+        assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_nothing_is_unpickled_before_all_parts_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [checkpoint] = save(tmp_path, 3, 10)
+    flip_a_bit(tmp_path / checkpoint.parts[2].file)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a part was loaded"))
+    with pytest.raises(UserError, match="SHA-256"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(("field", "value"), [("bytes", 3), ("sha256", "0" * 64), ("file", "step-000000010.pt")])
+def test_a_manifest_whose_parts_do_not_fit_is_damaged(tmp_path: Path, field: str, value: Any) -> None:
+    [checkpoint] = save(tmp_path, 2, 10)
+    checkpoint.manifest.write_bytes(encode(replace(checkpoint, **{field: value})))
+    assert find_checkpoints(tmp_path) == []
+    outside = tuple(replace(part, file=f"../{part.file}") for part in checkpoint.parts)
+    whole = taken_together(outside)
+    checkpoint.manifest.write_bytes(encode(replace(checkpoint, parts=outside, file=whole.file)))
+    assert find_checkpoints(tmp_path) == []
+
+
+def contents(count: int = 3) -> tuple[list[Any], Any]:
+    parts = [part_of(cut_state(10, rank, count), rank == 0) for rank in range(count)]
+    return [content for content, _ in parts], parts[0][1]
+
+
+def lose_a_piece(parts: list[Any]) -> None:
+    del parts[1]["pieces"]["model.weight"]
+
+
+def lose_all_pieces(parts: list[Any]) -> None:
+    for part in parts:
+        part["pieces"].pop("model.weight")
+
+
+def have_a_piece_twice(parts: list[Any]) -> None:
+    parts[1]["pieces"]["model.weight"] = parts[0]["pieces"]["model.weight"]
+
+
+def have_a_piece_too_far(parts: list[Any]) -> None:
+    parts[1]["pieces"]["model.weight"] = {23: torch.ones(2)}
+
+
+def have_another_type(parts: list[Any]) -> None:
+    [(start, values)] = parts[1]["pieces"]["model.weight"].items()
+    parts[1]["pieces"]["model.weight"] = {start: values.double()}
+
+
+def have_an_unknown_name(parts: list[Any]) -> None:
+    parts[1]["pieces"]["model.other"] = {0: torch.ones(2)}
+
+
+def have_gaps(parts: list[Any]) -> None:
+    parts[0]["strides"]["model.weight"] = [12, 1]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *(lose_a_piece, lose_all_pieces, have_a_piece_twice, have_a_piece_too_far, have_another_type),
+        *(have_an_unknown_name, have_gaps),
+    ],
+)
+def test_parts_that_are_not_the_whole_are_damaged(spoil: Callable[[list[Any]], None]) -> None:
+    parts, shapes = contents()
+    assert described(put_together(parts, shapes)) == described(whole_state(10))
+    spoil(parts)
+    with pytest.raises(Damaged, match=r"model\.(weight|other)"):
+        put_together(parts, shapes)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    cut = CutTensor(torch.float32, (1,), (1,), {0: torch.ones(1)})
+    for other in (cut, torch.ones(1)):
+        with pytest.raises(ValueError, match=r"two tensors of the state are called 'a\.b'"):
+            part_of({"a": {"b": cut}, "a.b": other}, is_first=True)
+
+
+def test_a_cut_tensor_needs_ranks(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model\.weight"):
+        Checkpointer(tmp_path).save(cut_state(10, 0, 1), step=10, epoch=0)
+
+
+def test_old_checkpoints_go_with_all_their_parts(tmp_path: Path) -> None:
+    save(tmp_path, 3, 10, 20, keep_last=1)
+    Checkpointer(tmp_path, keep_last=1).save(whole_state(30), step=30, epoch=0, best=True)
+    assert names(tmp_path) == {"step-000000030.json", "step-000000030.pt"}
+    [newest] = save(tmp_path, 2, 30)
+    assert is_whole(newest)
+    assert {part.file for part in newest.data} == {f"step-000000030.part-{n}-of-2.pt" for n in (1, 2)}
+    [again] = save(tmp_path, 2, 30)
+    assert names(tmp_path) == {"step-000000030.json", *(f"step-000000030-2.part-{n}-of-2.pt" for n in (1, 2))}
+    assert is_whole(again)
+
+
+def test_an_unreadable_manifest_goes_with_the_parts_beside_it(tmp_path: Path) -> None:
+    [damaged] = save(tmp_path, 2, 10)
+    truncate(damaged.manifest)
+    save(tmp_path, 2, 20, 30)
+    save(tmp_path, 2, 40)
+    assert [checkpoint.step for checkpoint in find_checkpoints(tmp_path)] == [40, 30]
+    assert not [name for name in names(tmp_path) if "10" in name]
+
+
+def full(point: str, rank: int, ranks: ThreadRanks) -> Callable[[str], None]:
+    def at(reached: str) -> None:
+        if (reached, ranks.rank) == (point, rank):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    return at
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [(1, "data opened"), (1, "data renamed"), (2, "data written"), (0, "data synced"), (0, "manifest written")],
+)
+def test_a_full_disk_of_one_rank_is_an_error_of_all_and_commits_nothing(
+    tmp_path: Path, rank: int, point: str, asynchronous: bool
+) -> None:
+    save(tmp_path, 3, 10)
+    before = names(tmp_path)
+    settings = {"asynchronous": asynchronous}
+    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full(point, rank, ranks), **settings), 3)
+    for error in ended:
+        assert isinstance(error, UserError)
+        assert error.exit_code == ExitCode.RESOURCES
+        assert re.match(rf"rank {rank}: disk full: needs .*step-000000020\.part-{rank + 1}-of-3\.pt", str(error))
+    assert names(tmp_path) == before
+    assert is_whole(newest_valid(tmp_path))
+    assert is_whole(save(tmp_path, 3, 20)[0])
+
+
+def test_an_error_after_the_commit_is_told_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 10, at=full("latest synced", 0, ranks)), 2)
+    assert all(isinstance(error, UserError) for error in ended)
+    assert is_whole(newest_valid(tmp_path))
+    assert sweep(tmp_path) == []
+
+
+def test_what_one_rank_cannot_even_begin_to_save_is_told_to_the_others(tmp_path: Path) -> None:
+    def work(ranks: ThreadRanks) -> None:
+        with Checkpointer(tmp_path, ranks=ranks) as checkpointer:
+            state = {"odd": object()} if ranks.rank == 0 else cut_state(10, ranks.rank, ranks.count)
+            checkpointer.save(state, step=10, epoch=0)
+
+    first, second = in_threads(work, 2)
+    assert isinstance(first, TypeError)
+    assert isinstance(second, RuntimeError)
+    assert str(second).startswith("rank 0 could not save a checkpoint: TypeError: state['odd']")
+    assert names(tmp_path) == set()
+
+
+def test_a_superseded_rank_commits_nothing(tmp_path: Path) -> None:
+    old, before = Fence.take(tmp_path), names(tmp_path)
+
+    def take_over(reached: str) -> None:
+        if reached == "data synced":
+            Fence.take(tmp_path)
+
+    def work(ranks: ThreadRanks) -> None:
+        fence = Fence(tmp_path, old.token)
+        save_in_parts(tmp_path, ranks, 10, fence=fence, at=take_over if ranks.rank == 1 else lambda _: None)
+
+    assert [type(error) for error in in_threads(work, 2)] == [Superseded, Superseded]
+    assert names(tmp_path) == before
+
+
+def test_a_part_that_the_first_rank_does_not_see_is_not_committed(tmp_path: Path) -> None:
+    def work(ranks: ThreadRanks) -> None:
+        save_in_parts(tmp_path / str(ranks.rank), ranks, 10)
+
+    for error in in_threads(work, 2):
+        assert isinstance(error, UserError)
+        assert "rank 1 has written step-000000010.part-2-of-2.pt, but rank 0 does not see it" in str(error)
+    assert [*names(tmp_path / "0"), *names(tmp_path / "1")] == []
+
+
+def test_what_dead_ranks_left_is_swept_and_what_a_live_one_holds_is_not(tmp_path: Path) -> None:
+    swept: list[list[str]] = []
+
+    def look(reached: str) -> None:
+        if reached == "data renamed":
+            swept.append([path.name for path in sweep(tmp_path)])
+
+    leftovers = {"step-000000009.part-2-of-2.pt", ".step-000000009.part-1-of-2.pt.0123456789ab.tmp"}
+    for name in leftovers:
+        (tmp_path / name).touch()
+    ended = in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 10, at=look), 2)
+    assert ended == [None, None]
+    assert {name for found in swept for name in found} == leftovers
+    assert is_whole(newest_valid(tmp_path))
+
+
+def test_a_manifest_of_one_file_has_no_field_for_parts(tmp_path: Path) -> None:
+    Checkpointer(tmp_path).save(whole_state(10), step=10, epoch=0)
+    assert "parts" not in json.loads((tmp_path / "step-000000010.json").read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "aside"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_of_either_rank_at_any_point_leaves_the_newest_complete_checkpoint(
+    tmp_path: Path, victim: int, asynchronous: bool
+) -> None:
+    data = POINTS[: POINTS.index("data renamed") + 1]
+    points = [*data, "parts reported", *(POINTS[len(data) :] if victim == 0 else []), "outcome told"]
+    for point in points:
+        directory = tmp_path / point.replace(" ", "-")
+        children = [start(killed_at, directory, rank, point, victim, asynchronous) for rank in range(2)]
+        for child in children:
+            child.join(HANG)
+        codes = [child.exitcode for child in children]
+        assert codes.pop(victim) == -signal.SIGKILL, point
+        # The other rank may have nothing left to wait for.
+        was_over = (victim, point) == (1, "parts reported") or point == "outcome told"
+        assert codes == [6] or (was_over and codes == [0]), point
+        newest = newest_valid(directory)
+        assert newest is not None
+        committed = points.index(point) >= points.index("parts reported" if victim == 1 else "manifest renamed")
+        assert newest.step == (30 if committed else 20), point
+        assert is_whole(newest), point
+        sweep(directory)
+        expected = {name for each in find_checkpoints(directory) for name in (each.manifest.name, *files(each))}
+        assert names(directory) == expected, point
+        save(directory, 2, 40)
+        assert is_whole(newest_valid(directory)), point
+    how = "aside" if asynchronous else "at once"
+    record_row(
+        9,
+        f"two ranks, {how}: rank {victim} killed at each of {len(points)} points, the newest one loads",
+    )
+
+
+def files(checkpoint: Checkpoint) -> list[str]:
+    return [part.file for part in checkpoint.data]
