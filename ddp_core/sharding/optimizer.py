@@ -81,18 +81,23 @@ class ShardedOptimizer:
                     state[name] = self._cut_tensor(position, value, values)
         return self._state_dict(entries)
 
-    def own_weights(self, module: nn.Module) -> dict[str, Any]:
-        """The state_dict of the module, with a CutTensor of this rank's pieces for each parameter that is cut."""
-        state: dict[str, Any] = module.state_dict()
-        cuts: dict[int, CutTensor] = {}
+    def own_weights(self, module: nn.Module, copy: nn.Module | None = None) -> dict[str, Any]:
+        """The state_dict of the module, with a CutTensor of this rank's pieces for each parameter that is cut.
+
+        With `copy` that of a copy of the module, such as averaged weights, cut as the module is.
+        """
+        state: dict[str, Any] = (module if copy is None else copy).state_dict()
+        cuts: dict[tuple[int, int], CutTensor] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             position, value = self._position.get(id(parameter)), state.get(name)
-            # A module may save something else under this name.
-            if position is not None and isinstance(value, Tensor) and value.is_set_to(parameter):
-                if position not in cuts:
-                    values = {piece: piece.tensor for piece in self._own[position]}
-                    cuts[position] = self._cut_tensor(position, parameter.dtype, values)
-                state[name] = cuts[position]
+            if position is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            key = (position, value.data_ptr())  # tied parameters have one memory
+            if key not in cuts:
+                flat = in_memory_order(value, parameter)
+                values = {piece: flat[piece.start : piece.stop] for piece in self._own[position]}
+                cuts[key] = self._cut_tensor(position, value.dtype, values)
+            state[name] = cuts[key]
         return state
 
     def load_whole_state(self, state: Mapping[str, Any]) -> None:

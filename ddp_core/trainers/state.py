@@ -70,7 +70,7 @@ class TrainState:
             "optimizer": self.own_optimizer_state() if in_parts else self.optimizer_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
+            "average": None if self.average is None else self.averages(in_parts),
             "position": {
                 "step": self.step,
                 "epoch_loss": self.epoch_loss,
@@ -118,6 +118,15 @@ class TrainState:
         """The state dict of a sharded optimizer, with CutTensors of what this rank has."""
         assert self.sharded is not None
         return self.sharded.own_state()
+
+    def averages(self, in_parts: bool) -> dict[str, Any]:
+        """The state dict of the averaged weights, whole on all ranks; with `in_parts` cut as the weights are."""
+        assert self.average is not None
+        state: dict[str, Any] = self.average.state_dict()
+        if in_parts and isinstance(self.sharded, ShardedOptimizer):
+            own = self.sharded.own_weights(self.model, self.average.module)
+            state.update({f"module.{name}": value for name, value in own.items()})
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
