@@ -90,14 +90,6 @@ def save_in_parts(directory: Path, ranks: Ranks, *steps: int, **settings: Any) -
             checkpointer.save(state, step=step, epoch=0, best=True, metadata={"ranks": ranks.count})
 
 
-def saved_by_processes(rank: int, world_size: int, directory: Path, asynchronous: bool) -> None:
-    """Save two steps as one of several processes."""
-    _join(rank, world_size, directory.with_name(f"{directory.name}-meeting"))
-    with Ranks.meeting(f"rank {rank}", 60) as ranks:
-        save_in_parts(directory, ranks, 10, 20, asynchronous=asynchronous)
-    dist.destroy_process_group()
-
-
 def killed_at(directory: Path, rank: int, point: str, victim: int, asynchronous: bool) -> None:
     """Save the steps 10 and 20, then 30, in which the victim dies by SIGKILL at `point`; the others end with code 6."""
     _join(rank, 2, directory.with_name(f"{directory.name}-meeting"))
