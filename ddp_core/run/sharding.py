@@ -15,8 +15,8 @@ def shards_refused_by(experiment: Experiment) -> str | None:
     for name in ("static_graph", "communication_hook"):
         if getattr(experiment.ddp, name) != getattr(usual, name):
             return f"it does without DistributedDataParallel, so that the setting ddp.{name} would change nothing"
-    if (reason := promise_broken_by(experiment)) is not None:
-        return f"it needs the exact reduction, which cannot be had here: {reason}"
+    if experiment.sync_batch_norm:
+        return "sync_batch_norm is for the plain sums of DistributedDataParallel, and it does without that"
     return None
 
 
@@ -38,14 +38,24 @@ def check_shards(asked: Asked, experiment: Experiment, layout: Layout) -> None:
         return
     if (reason := shards_refused_by(experiment)) is not None:
         raise UserError(f"{option}: {reason}; leave --shard out")
-    if (asked.reduction or experiment.reduction) == "plain":
-        raise UserError(
-            f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
-            "gradients to every rank; use --reduction exact, or leave --shard out"
-        )
-    if layout.shard == "parameters" and (reason := whole_parameters_needed_by(experiment)) is not None:
-        raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
+    if layout.shard == "parameters":
+        if (reason := whole_parameters_needed_by(experiment)) is not None:
+            raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
+    else:
+        _require_exact(option, asked, experiment)
     if asked.cuda_graph:
         raise UserError(
             f"--cuda-graph: {option} sends gradients from within backward, which no graph holds; leave one of them out"
+        )
+
+
+def _require_exact(option: str, asked: Asked, experiment: Experiment) -> None:
+    """Torch's own sums are made by DistributedDataParallel, or by fully_shard, which shards the parameters."""
+    instead = "use --shard parameters, or leave --shard out"
+    if (reason := promise_broken_by(experiment)) is not None:
+        raise UserError(f"{option} needs the exact reduction, which cannot be had here: {reason}; {instead}")
+    if (asked.reduction or experiment.reduction) == "plain":
+        raise UserError(
+            f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
+            f"gradients to every rank; use --reduction exact, {instead}"
         )

@@ -62,7 +62,8 @@ class FullySharded:
         refuse_unsuitable(module)
         require_elementwise(optimizer)
         if process_group.size() > 1:
-            require_agreement(process_group, micro_batches, "strided", Gradients(module), 0)
+            if exact:
+                require_agreement(process_group, micro_batches, "strided", Gradients(module), 0)
             require_equal_weights(process_group, module)
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

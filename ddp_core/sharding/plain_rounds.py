@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_core.shares import share_of
+from ddp_core.reduction.norm import clip_gradients_
 from ddp_core.torch_internals import foreach_mul_, sent_together
 
 from .refusals import refusing_bypasses
@@ -21,7 +21,7 @@ from .rows import Rows
 
 
 class PlainRounds:
-    """Sums without a promise: contiguous shares, torch's reduce-scatter, gradients of the rows that add up in `.grad`.
+    """Sums without a promise: strided shares, torch's reduce-scatter, gradients of the rows that add up in `.grad`.
 
     As with `Rounds`, every rank must run the same number of passes. In an `idle_pass`, weight the loss by 0.
     """
@@ -29,6 +29,7 @@ class PlainRounds:
     def __init__(self, parts: Sequence[FSDPModule], rows: Mapping[int, Rows], group: dist.ProcessGroup) -> None:
         self._group = group
         self._members = [(sharded, rows[id(sharded)]) for part in parts for sharded, _ in sent_together(part)]
+        self._device = self._members[0][1].local.device if self._members else torch.device("cpu")
         self._present: set[int] = set()
         self._leaves = 0
         wholes = (whole for part in parts for _, whole in sent_together(part))
@@ -43,7 +44,7 @@ class PlainRounds:
     @property
     def share(self) -> range:
         """The micro-batches that this rank computes in the step at hand, in order."""
-        return share_of(self._leaves, self._group.rank(), self._group.size())
+        return range(self._group.rank(), self._leaves, self._group.size())
 
     @property
     def idle_passes(self) -> int:
@@ -52,7 +53,7 @@ class PlainRounds:
 
     def idle_pass(self) -> contextlib.AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside, with a loss weight of 0."""
-        return contextlib.nullcontext()
+        return refusing_bypasses()
 
     def begin(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` micro-batches over all ranks."""
@@ -70,8 +71,7 @@ class PlainRounds:
 
         It stays None for a parameter that no micro-batch has used.
         """
-        device = self._members[0][1].local.device if self._members else torch.device("cpu")
-        used = torch.zeros(len(self._members), device=device)
+        used = torch.zeros(len(self._members), device=self._device)
         used[list(self._present)] = 1.0
         dist.all_reduce(used, group=self._group)
         gradients = []
@@ -83,6 +83,21 @@ class PlainRounds:
             sharded.grad = None
         if scale != 1.0 and gradients:
             foreach_mul_(gradients, scale)
+
+    @torch.no_grad()
+    def clip_gradients_(self, max_norm: float) -> Tensor:
+        """Multiply all gradients by max_norm / norm where that is below 1; returns the norm of the whole gradient.
+
+        A collective. Call it between `finish` (and a scaler's `unscale_`) and the update.
+        """
+        tensors = [rows.tensor for _, rows in self._members]
+        own = nn.utils.get_total_norm([tensor.grad for tensor in tensors if tensor.grad is not None])
+        # In float64, in which the square of no float32 overflows.
+        squares = own.to(self._device, torch.float64).square()
+        dist.all_reduce(squares, group=self._group)
+        norm = squares.sqrt()
+        clip_gradients_(tensors, norm, max_norm)
+        return norm
 
     def close(self) -> None:
         """Do nothing: this holds nothing that has to be released."""

@@ -125,9 +125,9 @@ class Where(Frozen):
     )
     shard: ShardMode = Field(
         "none",
-        description="What each rank of ddp keeps only its own part of; the result has the same bits. optimizer: the "
-        "optimizer's state. gradients: also gradients, which then travel after each micro-batch. parameters: also "
-        "parameters.",
+        description="What each rank of ddp keeps only its own part of; the exact reduction has the same bits. "
+        "optimizer: the optimizer's state. gradients: also gradients, which then travel after each micro-batch. "
+        "parameters: also parameters (with the plain reduction, too).",
     )
     rdzv_endpoint: Annotated[
         str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.flat import flat_groups
 from ddp_core.reduction.plain import PlainReduction
+from ddp_core.torch_internals import foreach_copy_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ddp_core.sharding.plain_rounds import PlainRounds
 
 
 class DistributedTrainer(Trainer):
@@ -30,7 +36,7 @@ class DistributedTrainer(Trainer):
             job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
         super().__init__(job)
         self.module: nn.Module
-        self.reduction: ExactReduction | PlainReduction
+        self.reduction: ExactReduction | PlainReduction | PlainRounds
         self.set_up()
         self.module.train()
 
@@ -59,8 +65,9 @@ class DistributedTrainer(Trainer):
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
         self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
-        # DDP's own all-reduce divides by the number of ranks, the exact reduction does not.
-        weight = self.passes.loss_weight(batch.samples, copies=1 if self.exact else self.job.layout.world_size)
+        # DDP's own all-reduce divides by the number of ranks, and nothing else does.
+        copies = self.job.layout.world_size if isinstance(self.reduction, PlainReduction) else 1
+        weight = self.passes.loss_weight(batch.samples, copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
@@ -85,8 +92,8 @@ class DistributedTrainer(Trainer):
         """Take part in what other ranks still do for the step; overridden where all ranks must."""
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Limit the norm of the exact gradient: with shards, the ranks sum their parts of it."""
-        assert isinstance(self.reduction, ExactReduction)
+        """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
+        assert not isinstance(self.reduction, PlainReduction)
         self.reduction.clip_gradients_(max_norm)
 
     def settle_buffers(self) -> None:
@@ -96,8 +103,12 @@ class DistributedTrainer(Trainer):
         """
         if not self.exact and self.experiment.ddp.broadcast_buffers:
             models = [self.model] if self.state.average is None else [self.model, self.state.average.module]
-            for buffer in (buffer for model in models for buffer in model.buffers()):
-                dist.broadcast(buffer, src=0)
+            buffers = [buffer.detach() for model in models for buffer in model.buffers()]
+            for group in ([buffers[position] for position in positions] for positions in flat_groups(buffers)):
+                flat = torch.cat([buffer.reshape(-1) for buffer in group])
+                dist.broadcast(flat, src=0)
+                parts = flat.split([buffer.numel() for buffer in group])
+                foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
 
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
@@ -107,7 +118,7 @@ class DistributedTrainer(Trainer):
 
     def _join_empty_handed(self) -> None:
         """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
-        if self.exact:
+        if not isinstance(self.reduction, PlainReduction):
             self.send_signals()
             return
         # DDP's all-reduce runs in a backward only, so this rank runs the backward of one sample with a loss weight of

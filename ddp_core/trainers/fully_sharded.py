@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.fully_sharded import FullySharded
-from ddp_core.sharding.rounds import Rounds
+from ddp_core.sharding.plain_rounds import PlainRounds
 from ddp_core.trainers.sharded import ShardedTrainer
 
 
@@ -28,11 +29,19 @@ class FullyShardedTrainer(ShardedTrainer):
         state, group, micro_batches = self.state, dist.group.WORLD, self.cut.micro_batches
         assert group is not None
         self.module = self.model
-        sharded = FullySharded(self.model, state.optimizer, micro_batches, process_group=group)
+        sharded = FullySharded(self.model, state.optimizer, micro_batches, process_group=group, exact=self.exact)
         state.sharded = state.fully_sharded = sharded
-        assert isinstance(sharded.rounds, Rounds)
-        self.reduction = ExactReduction(self.model, micro_batches, process_group=group, shares=sharded.rounds)
+        if isinstance(sharded.rounds, PlainRounds):
+            self.reduction = sharded.rounds
+        else:
+            self.reduction = ExactReduction(self.model, micro_batches, process_group=group, shares=sharded.rounds)
         self.use_sharded_scaler()
+
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward and backward of this rank's micro-batches; each backward also sends gradients."""
+        # DistributedDataParallel does so in the first forward of each step, and fully_shard does not.
+        self.settle_buffers()
+        super().compute_gradients(batch)
 
     def join_last_round(self, batch: StepBatch) -> None:
         """Run the passes of other ranks' micro-batches along, where this rank has none: each gathers the parameters.
@@ -47,7 +56,9 @@ class FullyShardedTrainer(ShardedTrainer):
             self.seed_micro_batch(batch.step, first.index)
             with rounds.idle_pass():
                 loss = self.passes.loss(self.module, inputs, targets)
-                self.passes.backward(loss, self.passes.loss_weight(batch.samples))
+                weight = self.passes.loss_weight(batch.samples)
+                # Torch's own sums take in every gradient that there is.
+                self.passes.backward(loss, weight if self.exact else torch.zeros_like(weight))
 
     def whole_model(self) -> contextlib.AbstractContextManager[None]:
         """Every rank has all parameters inside: ranks do not evaluate the same number of batches."""

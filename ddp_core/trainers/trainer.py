@@ -65,7 +65,7 @@ class Trainer(ABC):
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
-        clip = self.clip_gradients if self.exact else None
+        clip = self.clip_gradients if self.exact or job.layout.shard != "none" else None
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, clip)
         overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)

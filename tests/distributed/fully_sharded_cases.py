@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from ddp_core.determinism.digests import weights_digest
@@ -155,6 +157,7 @@ CASES = {
     "two groups": Case(optimizer=two_groups),
     "one block": Case(fewest_elements=1 << 30),
     "clipped": Case(net=wide, clip_norm=0.1),
+    "clipped momentum": Case(net=wide, optimizer=sgd, clip_norm=0.1),
     "incomplete batches": Case(net=Residual, shape=(1, 5, 5), steps=(8, 1, 7, 2, 8)),
     "residual network": Case(net=Residual, shape=(1, 5, 5), optimizer=sgd),
     "dropout": Case(net=ConvolutionalNet, shape=(1, 6, 6)),
@@ -249,12 +252,26 @@ class Training:
             self.sharded.load_whole_state(state["optimizer"])
 
     def outputs(self, batches: int) -> list[list[float]]:
-        """The outputs of an evaluation of so many batches, which need not be the same number on all ranks."""
-        with torch.no_grad(), self.sharded.gathered() if self.sharded is not None else contextlib.nullcontext():
-            self.net.eval()
+        """The outputs of an evaluation of so many batches, the same number on all ranks."""
+        self.net.eval()
+        with torch.no_grad():
             found = [self.net(batch(100 + number, 1, self.case.shape)[0][0]) for number in range(batches)]
-            self.net.train()
+        self.net.train()
         return [outputs.flatten().tolist() for outputs in found]
+
+    def whole_at_a_time(self) -> list[int]:
+        """How many blocks are whole whenever an evaluation comes to a block."""
+        found = []
+        blocks = [part for part in self.net.modules() if isinstance(part, FSDPModule) and part is not self.net]
+
+        def count(*_: Any) -> None:
+            found.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
+
+        hooks = [block.register_forward_pre_hook(count) for block in blocks]
+        self.outputs(1)
+        for hook in hooks:
+            hook.remove()
+        return found
 
 
 @contextlib.contextmanager
@@ -315,10 +332,41 @@ def everything(rank: int, world_size: int, names: Sequence[str]) -> dict[str, An
     return {"digests": digests, "threads": communication_threads()}
 
 
-def both_ways(rank: int, world_size: int, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The digests of a case on all ranks, and of the same without a process group; on rank 0."""
-    found = everything(rank, world_size, [name])["digests"]
-    return found, alone(rank, world_size, [name]) if rank == 0 else {}
+@dataclass(frozen=True)
+class Glance:
+    """A short look at everything that is promised."""
+
+    digests: tuple[str, str]
+    """Of a training on all ranks, and of the same in one process."""
+    distance: float
+    """How far a training with torch's own sums ends from that in one process."""
+    whole: list[int]
+    """How many blocks are whole whenever an evaluation comes to a block."""
+
+
+def glance(rank: int, world_size: int) -> Glance | None:
+    """Train on all ranks, with both kinds of sums, and in one process; on rank 0."""
+    ends = []
+    with process_group():
+        for name, exact in (("clipped", True), ("clipped momentum", False)):
+            with training(CASES[name], world_size, exact) as made:
+                made.train()
+                whole = made.whole_at_a_time()
+                ends.append(made.state())
+    if rank:
+        return None
+    for name in ("clipped", "clipped momentum"):
+        with training(CASES[name], 0) as made:
+            made.train()
+            ends.append(made.state())
+    digests = digest_of(ends[0] or {}), digest_of(ends[2] or {})
+    return Glance(digests, distance(ends[1], ends[3], "clipped momentum"), whole)
+
+
+def distance(one: Any, other: Any, name: str) -> float:
+    """The largest difference between the parameters of two states of a case."""
+    names = [name for name, _ in CASES[name].net().named_parameters()]
+    return max((one["model"][key] - other["model"][key]).abs().max().item() for key in names)
 
 
 def communication_threads() -> list[str]:
@@ -332,9 +380,9 @@ def go_on(rank: int, world_size: int, name: str, before: bytes | None, steps: in
             made.load(torch.load(io.BytesIO(before)))
             made.step = 2
         made.train(steps)
-        evaluated = made.outputs(2 + rank)
+        evaluated = made.outputs(2)
         state = made.state()
-        return {"state": saved(state), "digest": digest_of(state) if state else None, "outputs": evaluated[:2]}
+        return {"state": saved(state), "digest": digest_of(state) if state else None, "outputs": evaluated}
 
 
 def plainly(rank: int, world_size: int) -> list[float]:
@@ -347,14 +395,9 @@ def plainly(rank: int, world_size: int) -> list[float]:
                 with training(CASES[name], world_size, exact) as made:
                     made.train()
                     ends.append(made.state())
-            if ends[0] is not None and ends[1] is not None:
-                pairs = [(ends[0]["model"][key], ends[1]["model"][key]) for key, _ in made_parameters(name)]
-                found.append(max((one - other).abs().max().item() for one, other in pairs))
+            if rank == 0:
+                found.append(distance(*ends, name))
     return found
-
-
-def made_parameters(name: str) -> list[tuple[str, nn.Parameter]]:
-    return list(CASES[name].net().named_parameters())
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

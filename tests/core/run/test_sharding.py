@@ -11,6 +11,7 @@ from ddp_core.run.sharding import check_shards, shards_refused_by
 from ddp_core.spec.experiment import Component, DdpOptions, Experiment
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Asked
+from ddp_core.spec.records import Reduction
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -22,9 +23,9 @@ def experiment(**fields: Any) -> Experiment:
     ("asked", "fields", "words"),
     [
         ({"reduction": "plain"}, {}, ["--shard optimizer needs the exact reduction", "use --reduction exact"]),
-        ({}, {"reduction": "plain"}, ["--shard optimizer needs the exact reduction", "use --reduction exact"]),
+        ({}, {"reduction": "plain"}, ["--shard optimizer needs the exact reduction", "--shard parameters"]),
         ({}, {"micro_batch": None}, ["cannot be had here: without micro_batch", "leave --shard out"]),
-        ({}, {"sync_batch_norm": True}, ["cannot be had here: SyncBatchNorm"]),
+        ({}, {"sync_batch_norm": True}, ["sync_batch_norm is for the plain sums", "leave --shard out"]),
         ({"cuda_graph": True}, {}, ["--cuda-graph", "leave one of them out"]),
         ({}, {"ddp": DdpOptions(static_graph=True)}, ["ddp.static_graph would change nothing"]),
         ({}, {"ddp": DdpOptions(communication_hook="fp16")}, ["ddp.communication_hook would change nothing"]),
@@ -40,6 +41,13 @@ def test_what_leaves_no_place_for_shards_is_named(
     assert raised.value.exit_code == ExitCode.BAD_INPUT
     assert all(word in str(raised.value) for word in words)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("fields", [{}, {"reduction": "plain"}, {"micro_batch": None}], ids=["exact", "plain", "uncut"])
+@pytest.mark.parametrize("reduction", [None, "plain"])
+def test_parameters_can_be_sharded_with_either_reduction(fields: dict[str, Any], reduction: Reduction | None) -> None:
+    request = Asked(experiment="mine", reduction=reduction)
+    check_shards(request, experiment(**fields), Layout(kind="ddp", nproc_per_node=2, shard="parameters"))
 
 
 @pytest.mark.parametrize(("name", "value"), [("ema_decay", 0.9), ("memory_format", "channels_last")])
