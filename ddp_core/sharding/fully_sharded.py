@@ -7,8 +7,7 @@ memory of this rank's rows (`rows`), and the state of all ranks goes in and out 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -40,7 +39,9 @@ class FullySharded:
 
     The module stays the same object and is called as before. The optimizer stays the same object, too; its groups hold
     this rank's rows in the place of the parameters, and its own `state_dict` is of these alone. `fewest_elements` is
-    the size from which a part of the model is gathered by itself (`blocks_of`).
+    the size from which a part of the model is gathered by itself (`blocks_of`). Every forward gathers, so all ranks
+    must run as many of them, also in an evaluation. Without `exact` the sums are torch's own, and `rounds` takes the
+    place of the reduction.
 
     The same on every rank. Drop the module and this object, and collect garbage, before the process group is destroyed.
     Raises UserError (2) for a module that fully_shard cannot wrap and for an optimizer that does not treat each element
@@ -69,8 +70,7 @@ class FullySharded:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self.group = own_group(process_group, device, timeout)
         wholes = dict(module.named_parameters(remove_duplicate=False))
-        self._blocks = _wrapped(module, self.group, device, fewest_elements)
-        self._parts = [*self._blocks, cast(FSDPModule, module)]
+        self._parts = _wrapped(module, self.group, device, fewest_elements)
         self._rows: dict[str, Rows] = {}
         """By the parameters' names; a shared parameter has several."""
         by_parameter: dict[int, Rows] = {}
@@ -79,37 +79,18 @@ class FullySharded:
                 local = cast(DTensor, parameter.detach()).to_local().detach().view(-1)
                 by_parameter[id(parameter)] = Rows(name, wholes[name], local, self.group)
             self._rows[name] = by_parameter[id(parameter)]
-        with self.gathered():
-            self.rounds: Rounds | PlainRounds
-            if exact:
-                channel = Channel(process_group, device, timeout)
-                self.rounds = Rounds(self._parts, by_parameter, process_group, channel)
-            else:
-                self.rounds = PlainRounds(self._parts, by_parameter, self.group)
+        self.rounds: Rounds | PlainRounds
+        if exact:
+            channel = Channel(process_group, device, timeout)
+            self.rounds = Rounds(self._parts, by_parameter, process_group, channel)
+        else:
+            self.rounds = PlainRounds(self._parts, by_parameter, self.group)
         self._hook = self._replace_parameters(wholes)
 
     @property
     def trained(self) -> dict[str, Tensor]:
         """This rank's rows of the trained parameters by name, each in one dimension."""
         return {name: rows.local for name, rows in self._rows.items() if rows.tensor.requires_grad}
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Every rank has all parameters inside, for forwards without backward that not all ranks run alike.
-
-        A collective at its begin.
-        """
-        for part in self._parts:
-            part.reshard()
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
-        try:
-            yield
-        finally:
-            for part in self._parts:
-                part.reshard()
-            for block in self._blocks:
-                block.set_reshard_after_forward(True, recurse=False)
 
     def whole_weights(self) -> dict[str, Any] | None:
         """The module's state_dict as it is on one process, on rank 0, parameters in host memory; None on the others.
@@ -222,15 +203,15 @@ class FullySharded:
 def _wrapped(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, fewest_elements: int
 ) -> list[FSDPModule]:
-    """Let fully_shard wrap the blocks of the module, then the module; return the blocks."""
+    """Let fully_shard wrap the blocks of the module, then the module; return all of them, the module last."""
     mesh = DeviceMesh.from_group(group, device.type)
     blocks = blocks_of(module, fewest_elements)
     try:
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        wrapped = cast(list[FSDPModule], blocks)
-        for part in (*wrapped, cast(FSDPModule, module)):
+        wrapped = cast(list[FSDPModule], [*blocks, module])
+        for part in wrapped:
             # fully_shard looks at the dtypes here.
             part.unshard()
             part.reshard()

@@ -39,30 +39,36 @@ def evaluate(
     collectives: Collectives,
     collate: Collate | None = None,
     metrics: NamedMetrics | None = None,
+    keep_pace: bool = False,
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
     With `metrics` also its figures, `test_<name>`.
-    `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch.
+    `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch. With
+    `keep_pace` every rank calls it as often as the others do, so that it may be a collective.
     """
     samples, size = len(dataset), settings.samples_per_batch
     batches = math.ceil(samples / size)
     world = collectives.world
     if settings.where == "rank0":
-        mine = range(batches) if world.is_first else range(0)
+        mine, most = range(batches) if world.is_first else range(0), batches
     else:
-        mine = range(world.rank, batches, world.world_size)
+        mine, most = range(world.rank, batches, world.world_size), math.ceil(batches / world.world_size)
+    # The last batch is often the smallest. Where a rank runs it only to keep pace, it does not count.
+    run = [*mine, *[batches - 1] * (most - len(mine) if keep_pace else 0)]
     device = collectives.device
     # The table stays on the device while batches are evaluated: reading a figure makes the host wait for the device.
     table = torch.zeros(batches, 2, dtype=torch.float64, device=device)
     sums = NamedSums(metrics, batches) if metrics is not None else None
     training = model.training
     model.eval()
-    wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in mine)
+    wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in run)
     loader = Loader(dataset, collate=collate, device=device)
     with contextlib.closing(loader.stream((0, [ids]) for ids in wanted)) as stream:
-        for batch, ((inputs, targets),) in zip(mine, stream, strict=True):
+        for number, (batch, ((inputs, targets),)) in enumerate(zip(run, stream, strict=True)):
             outputs, targets, loss = forward(inputs, targets)
+            if number >= len(mine):
+                continue
             table[batch, 0] = loss.double()
             if count_hits is not None:
                 table[batch, 1] = count_hits(outputs, targets)

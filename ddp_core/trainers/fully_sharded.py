@@ -5,8 +5,6 @@ This file loads torch's FSDP, which takes a second, so only `build_trainer` impo
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 
@@ -59,8 +57,3 @@ class FullyShardedTrainer(ShardedTrainer):
                 weight = self.passes.loss_weight(batch.samples)
                 # Torch's own sums take in every gradient that there is.
                 self.passes.backward(loss, weight if self.exact else torch.zeros_like(weight))
-
-    def whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """Every rank has all parameters inside: ranks do not evaluate the same number of batches."""
-        assert self.state.fully_sharded is not None
-        return self.state.fully_sharded.gathered()

@@ -196,16 +196,11 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
-        with self.whole_model():
-            figures = self._figures_of(self.model)
+        figures = self._figures_of(self.model)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
-
-    def whole_model(self) -> contextlib.AbstractContextManager[None]:
-        """All parameters are there inside; overridden where ranks keep a part of them only."""
-        return contextlib.nullcontext()
 
     def _figures_of(self, model: nn.Module) -> dict[str, Any]:
         """Loss, for classification accuracy, and the experiment's own metrics."""
@@ -214,7 +209,15 @@ class Trainer(ABC):
             return {}
         forward, settings = partial(self.passes.outputs_and_loss, model), self.experiment.evaluation
         return evaluate(
-            model, forward, job.hits, splits.test, settings, job.collectives, splits.collate, job.named_metrics
+            model,
+            forward,
+            job.hits,
+            splits.test,
+            settings,
+            job.collectives,
+            splits.collate,
+            job.named_metrics,
+            keep_pace=self.state.fully_sharded is not None,
         )
 
     def _fresh_state(self) -> TrainState:

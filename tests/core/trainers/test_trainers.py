@@ -346,6 +346,37 @@ def test_evaluation_counts_every_sample_once(count: int) -> None:
     assert result(samples_per_batch=4, where="rank0") == found
 
 
+@pytest.mark.parametrize(
+    ("settings", "forwards"),
+    [({"samples_per_batch": 2}, 2), ({"samples_per_batch": 9}, 1), ({"samples_per_batch": 2, "where": "rank0"}, 5)],
+    ids=["some ranks have fewer", "some ranks have none", "rank 0 has all"],
+)
+def test_ranks_that_keep_pace_run_as_many_batches_and_count_each_once(settings: dict[str, Any], forwards: int) -> None:
+    test, model = samples(9, seed=3), mlp()
+    calls: list[int] = []
+    tables: list[Tensor] = []
+
+    class Apart(Collectives):
+        """Ranks of which each runs after the other, and sees its own part of a sum alone."""
+
+        def sum_(self, tensor: Tensor) -> Tensor:
+            tables.append(tensor.clone())
+            return tensor
+
+    def forward(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        calls[-1] += 1
+        outputs = model(inputs)
+        return outputs, targets, cross_entropy(outputs, targets)
+
+    for world_size in (1, 3):
+        for rank in range(world_size):
+            calls.append(0)
+            apart = Apart(World(rank=rank, world_size=world_size), CPU)
+            evaluate(model, forward, class_hits, test, Evaluation(**settings), apart, keep_pace=True)
+    assert calls[1:] == [forwards] * 3
+    assert torch.equal(tables[0], torch.stack(tables[1:]).sum(0))
+
+
 def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
     trainer = finished(experiment(epochs=2), test=samples(30, seed=9))
     assert trainer.state.evaluation.keys() == {"test_loss", "test_accuracy"}
