@@ -44,7 +44,10 @@ class Goal:
 
 def goals() -> list[Goal]:
     """All goals of the recorded results."""
-    return [*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction(), *_exact_end_to_end(), *_startup()]
+    return [
+        *(*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction(), *_fully_sharded()),
+        *(*_exact_end_to_end(), *_startup()),
+    ]
 
 
 def table() -> str:
@@ -146,6 +149,14 @@ def _reduction() -> Iterator[Goal]:
     for row in _results("reduction")["sum"]:
         what = f"ordered sum of all_reduce, {row['world_size']} ranks, pieces: {row['pieces']}"
         yield Goal("reduction", what, row["target"], row["ratio"])
+
+
+def _fully_sharded() -> Iterator[Goal]:
+    """Nothing where no figures are recorded yet."""
+    for row in _results("fully_sharded") if (RESULTS / "fully_sharded.json").exists() else ():
+        each = f"{row['world_size']} ranks, {row['micro_batches_per_rank']} micro-batches each"
+        what = f"exact step of FSDP2, plain, {row['model']}, {each}"
+        yield Goal("fully_sharded", what, row["target"], row["ratios"]["parameters, exact"])
 
 
 def _exact_end_to_end() -> Iterator[Goal]:

@@ -67,6 +67,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
         ("sharded", "exact, gradients"),
+        ("fully_sharded", "parameters, exact"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )

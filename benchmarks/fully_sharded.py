@@ -1,0 +1,171 @@
+"""What the exact reduction costs where parameters are sharded: steps of torch's FSDP2 and of `--shard parameters`.
+
+    python -m benchmarks.fully_sharded [--worlds 2 4] [--rounds 15] [--quick] [--json PATH]
+
+Two models of 25 million parameters, the linear layers of benchmarks.sharded and the transformer of char_transformer,
+with AdamW (fused) and micro-batches so small that hardly anything but gradients, updates and parameters takes time.
+"FSDP2, plain" is torch's `fully_shard` with its own reduce-scatter and its optimizer over the DTensors, in the same
+blocks, gathered and freed alike. The ways take turns in one run, each with a model of its own; the slowest rank counts;
+ratios are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from benchmarks.record import record
+from benchmarks.reduction import on_ranks
+from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
+from benchmarks.turns import rotated
+from ddp_core.model.builders import MODELS
+from ddp_core.reduction import ExactReduction
+from ddp_core.sharding.blocks import blocks_of
+from ddp_core.sharding.fully_sharded import FullySharded
+from ddp_core.sharding.plain_rounds import PlainRounds
+
+WAYS = ("FSDP2, plain", "parameters, plain", "parameters, exact")
+TARGET = 1.10
+SAMPLES, LENGTH = 2, 16
+
+
+def linear_layers(quick: bool) -> tuple[nn.Module, Tensor]:
+    """The network of benchmarks.sharded and a micro-batch for it."""
+    layers = (part for _ in range(2 if quick else LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
+
+
+def transformer(quick: bool) -> tuple[nn.Module, Tensor]:
+    """The model of char_transformer and a micro-batch for it."""
+    net = MODELS["transformer"](width=512, depth=1 if quick else 8, dropout=0.05)
+    return net, torch.randint(0, 128, (SAMPLES, LENGTH))
+
+
+NETS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
+    "linear layers": linear_layers,
+    "transformer": transformer,
+}
+
+
+class Contender:
+    """A network, sharded in one of the ways, and its optimizer; `own` micro-batches in a step of each rank."""
+
+    def __init__(self, way: str, net: str, own: int, quick: bool) -> None:
+        torch.manual_seed(0)
+        self.net, self.inputs = NETS[net](quick)
+        self.own = own
+        self.close: list[Callable[[], None]] = []
+        group = dist.group.WORLD
+        assert group is not None
+        self.micro_batches = own * group.size()
+        if way.startswith("FSDP2"):
+            for block in blocks_of(self.net):
+                fully_shard(block, reshard_after_forward=True)
+            fully_shard(self.net, reshard_after_forward=False)
+            for part in self.net.modules():
+                if isinstance(part, FSDPModule):
+                    # Sums, not means: gloo has nothing else.
+                    part.set_gradient_divide_factor(1)
+                    part.set_force_sum_reduction_for_comms(True)
+            self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
+            self.step: Callable[[], None] = self._fsdp_step
+            return
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
+        exact = way.endswith("exact")
+        sharded = FullySharded(self.net, self.optimizer, self.micro_batches, process_group=group, exact=exact)
+        self.reduction: ExactReduction | PlainRounds
+        if isinstance(sharded.rounds, PlainRounds):
+            self.reduction = sharded.rounds
+        else:
+            self.reduction = ExactReduction(self.net, self.micro_batches, process_group=group, shares=sharded.rounds)
+        self.step = self._own_step
+        self.close += [self.reduction.close, sharded.close]
+
+    def _backward(self) -> None:
+        self.net(self.inputs).sum().backward()
+
+    def _fsdp_step(self) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(self.own):
+            self._backward()
+        self.optimizer.step()
+
+    def _own_step(self) -> None:
+        self.reduction.begin(self.micro_batches)
+        for index in self.reduction.share:
+            with self.reduction.micro_batch(index):
+                self._backward()
+        self.reduction.finish()
+        self.optimizer.step()
+
+
+def time_steps(rank: int, world_size: int, rounds: int, net: str, own: int, quick: bool) -> dict[str, list[float]]:
+    """By way: seconds of the slowest rank in each round."""
+    contenders = {way: Contender(way, net, own, quick) for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(rounds + WARM_UP):
+        for way in rotated(WAYS, turn):
+            dist.barrier()
+            start = time.perf_counter()
+            contenders[way].step()
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if turn >= WARM_UP:
+                seconds[way].append(slowest.item())
+    for contender in contenders.values():
+        for close in contender.close:
+            close()
+    return seconds
+
+
+def measure(worlds: list[int], rounds: int, shares: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
+    """All figures, printed as they come."""
+    rows = []
+    print(f"AdamW, medians of {rounds} rounds in turns")
+    print("model          parameters  ranks  micro-batches per rank  way                ms a step  / FSDP2")
+    for net, build in NETS.items():
+        parameters = sum(each.numel() for each in build(quick)[0].parameters())
+        for world_size in worlds:
+            for own in shares:
+                found = on_ranks(time_steps, world_size, rounds, net, own, quick)
+                ratios = {way: _ratio(seconds, found[WAYS[0]]) for way, seconds in found.items()}
+                for way, seconds in found.items():
+                    print(
+                        f"{net:<13} {parameters:11,} {world_size:6} {own:23}  {way:<18} "
+                        f"{1e3 * statistics.median(seconds):9.1f} {ratios[way]:8.2f}"
+                    )
+                row = {"model": net, "parameters": parameters, "world_size": world_size, "micro_batches_per_rank": own}
+                rows.append(row | {"target": TARGET, "ratios": ratios, "seconds": found})
+    return rows
+
+
+def _ratio(seconds: list[float], base: list[float]) -> float:
+    return statistics.median(ours / theirs for ours, theirs in zip(seconds, base, strict=True))
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="small networks on two ranks, three rounds")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.worlds, arguments.rounds = [2], 3
+    shares: tuple[int, ...] = (1,) if arguments.quick else (1, 4)
+    found = measure(arguments.worlds, arguments.rounds, shares, arguments.quick)
+    print(record("fully_sharded", "python -m benchmarks.fully_sharded", found, arguments.json))
+
+
+if __name__ == "__main__":
+    main()
