@@ -51,11 +51,11 @@ def check_shards(asked: Asked, experiment: Experiment, layout: Layout) -> None:
 
 def _require_exact(option: str, asked: Asked, experiment: Experiment) -> None:
     """Torch's own sums are made by DistributedDataParallel, or by fully_shard, which shards the parameters."""
-    instead = "use --shard parameters, or leave --shard out"
+    instead = "--shard parameters, or leave --shard out"
     if (reason := promise_broken_by(experiment)) is not None:
-        raise UserError(f"{option} needs the exact reduction, which cannot be had here: {reason}; {instead}")
+        raise UserError(f"{option} needs the exact reduction, which cannot be had here: {reason}; use {instead}")
     if (asked.reduction or experiment.reduction) == "plain":
         raise UserError(
             f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
-            f"gradients to every rank; use --reduction exact, {instead}"
+            f"gradients to every rank; use --reduction exact, or {instead}"
         )
