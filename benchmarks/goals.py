@@ -45,7 +45,8 @@ class Goal:
 def goals() -> list[Goal]:
     """All goals of the recorded results."""
     return [
-        *(*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction(), *_fully_sharded()),
+        *(*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction()),
+        *(*_sharded(), *_fully_sharded()),
         *(*_exact_end_to_end(), *_startup()),
     ]
 
@@ -151,9 +152,19 @@ def _reduction() -> Iterator[Goal]:
         yield Goal("reduction", what, row["target"], row["ratio"])
 
 
+def _sharded() -> Iterator[Goal]:
+    for row in _results("sharded")["steps"]:
+        ranks, found = row["world_size"], row["ways"]
+        each = f"{ranks} ranks, {row['micro_batches_per_rank']} micro-batches each"
+        ours, plain = found["exact, optimizer"], found["plain DDP"]
+        yield Goal("sharded", f"exact step, --shard optimizer, of plain DDP's, {each}", 1.00, ours["of_plain"])
+        yield Goal("sharded", f"the same of plain DDP's with ZeRO, {each}", 0.95, ours["of_zero"])
+        state = ours["state_bytes"] / plain["state_bytes"]
+        yield Goal("sharded", f"fullest rank's part of the optimizer's state, {each}", 1 / ranks + 0.02, state)
+
+
 def _fully_sharded() -> Iterator[Goal]:
-    """Nothing where no figures are recorded yet."""
-    for row in _results("fully_sharded") if (RESULTS / "fully_sharded.json").exists() else ():
+    for row in _results("fully_sharded"):
         each = f"{row['world_size']} ranks, {row['micro_batches_per_rank']} micro-batches each"
         what = f"exact step of FSDP2, plain, {row['model']}, {each}"
         yield Goal("fully_sharded", what, row["target"], row["ratios"]["parameters, exact"])
