@@ -235,8 +235,9 @@ def case_of(micro_batches: int) -> Case:
 MICRO_BATCHES = range(5, 13)
 
 
-def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
-    """Sum random leaves over the ranks by each way of exchange; return the cases that differ from one process."""
+def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
+    """Sum random leaves over the group by each way of exchange; return the cases that differ from one process."""
+    rank, world_size = group.rank(), group.size()
     generator = random.Random(seed)
     micro_batches = generator.randint(1, 12)
     elements = generator.choice([0, 1, 2, 7, 100, 1023, 5000])
@@ -253,10 +254,10 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
     share = share_of(micro_batches, rank, world_size)
     wrong = []
     for name, exchange in (
-        ("chosen", OrderedSum(dist.group.WORLD)),
-        ("point to point", PointToPoint(dist.group.WORLD)),
-        ("collectives", Collectives(dist.group.WORLD)),
-        ("through host memory", ThroughHost(PointToPoint(dist.group.WORLD))),
+        ("chosen", OrderedSum(group)),
+        ("point to point", PointToPoint(group)),
+        ("collectives", Collectives(group)),
+        ("through host memory", ThroughHost(PointToPoint(group))),
     ):
         own = []
         for span in canonical_subtrees(share.start, share.stop, micro_batches):
@@ -274,11 +275,21 @@ def random_sum(seed: int, rank: int, world_size: int) -> list[str]:
         if not torch.equal(out, expected):
             wrong.append(f"{name}: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     if world_size > 1:
-        messages = PointToPoint(dist.group.WORLD)
-        for way in (messages, Collectives(dist.group.WORLD), ThroughHost(messages)):
+        messages = PointToPoint(group)
+        for way in (messages, Collectives(group), ThroughHost(messages)):
             with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
                 if not torch.equal(sum_in_rounds(way, list(leaves)), expected):
                     wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
+    return wrong
+
+
+def sums_without_the_first(rank: int, world_size: int) -> list[str]:
+    """`random_sum` over a group without rank 0, where an exchange with all ranks cannot be."""
+    group = dist.new_group(range(1, world_size)) if world_size > 1 else None
+    seeds = range(4) if group is not None and rank else ()
+    wrong = [f"without rank 0: {message}" for seed in seeds for message in random_sum(seed, group)]
+    # Rank 0 keeps the store that the others' first exchange needs.
+    dist.barrier()
     return wrong
 
 
@@ -365,7 +376,9 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
                     case_of(count), world_size, WAYS[1 + count // 2 % 2]
                 )
         zeros = [zero_signs(world_size, present) for present in ZEROS]
-        wrong = [message for seed in range(20) for message in random_sum(seed, rank, world_size)]
+        assert dist.group.WORLD is not None
+        wrong = [message for seed in range(20) for message in random_sum(seed, dist.group.WORLD)]
+        wrong += sums_without_the_first(rank, world_size)
     threads = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
     return {"digests": digests, "zeros": zeros, "wrong sums": wrong, "threads": threads}
 
