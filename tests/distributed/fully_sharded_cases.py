@@ -163,6 +163,7 @@ CASES = {
     "dropout": Case(net=ConvolutionalNet, shape=(1, 6, 6)),
     "transformer": Case(net=Transformer),
     "bfloat16 autocast": Case(net=Transformer, autocast=True, micro_batches=5, steps=(5, 5, 5)),
+    "bfloat16 autocast, clipped": Case(net=Transformer, autocast=True, clip_norm=0.1, steps=(8, 8)),
     "sometimes unused": Case(net=sometimes_unused, fewest_elements=1 << 30),
     "partly frozen": Case(net=partly_frozen),
 }

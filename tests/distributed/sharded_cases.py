@@ -146,6 +146,7 @@ TRAININGS = {
     "adagrad, moved": Case(optimizer=adagrad, micro_batches=6, steps=(6, 6, 6, 6)),
     "channels last": Case(ConvolutionalNet, (1, 6, 6), adamw, channels_last=True, clip=0.1),
     "bfloat16 autocast": Case(ConvolutionalNet, (1, 6, 6), autocast=True, micro_batches=5, steps=(5, 5)),
+    "every kind in bfloat16, clipped": Case(optimizer=adamw, autocast=True, clip=0.5, steps=(8, 8)),
     "fewer elements than ranks": Case(Tiny, optimizer=adamw, clip=0.01),
     "a large layer": Case(Large, optimizer=adamw, clip=0.1, micro_batches=7, steps=(7, 7, 2)),
     "two types": Case(TwoTypes, optimizer=adamw, clip=0.1),
