@@ -79,7 +79,10 @@ ROWS = (
         "a node is killed, launcher and workers",
         "noticed within 1 s; the others train again within 10 s on what is left; the node is taken in when it is back",
         "P, D",
-        (f"{_NODES}::test_a_killed_node_is_done_without_and_taken_in_again",),
+        (
+            f"{_NODES}::test_a_killed_node_is_done_without_and_taken_in_again",
+            f"{_NODES}::test_a_killed_node_that_had_the_only_copy_of_a_part_is_done_without",
+        ),
         limits={NOTICED: 1, AGAIN: 10},
     ),
     Row(
@@ -106,6 +109,7 @@ ROWS = (
         (
             f"{_LOSSES}::test_a_stopped_worker_is_replaced",
             f"{_LOSSES}::test_a_stopped_worker_that_had_the_only_copy_of_a_part_is_replaced",
+            f"{_NODES}::test_a_stopped_node_that_had_the_only_copy_of_a_part_is_done_without",
             f"{_NODES}::test_a_stopped_node_writes_nothing_when_it_wakes",
         ),
         limits={LATE: 1},

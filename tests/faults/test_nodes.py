@@ -10,6 +10,7 @@ import pytest
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.ledger import committed_steps
+from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import trained, wait_until
@@ -64,6 +65,61 @@ def test_a_killed_node_is_done_without_and_taken_in_again(tmp_path: Path, digest
         f"node of rank {rank}: noticed after {noticed:.1f} s, two of three train again after {recovered:.1f} s, "
         "three when it is back; same weights",
         {NOTICED: noticed, AGAIN: recovered},
+    )
+
+
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_killed_node_that_had_the_only_copy_of_a_part_is_done_without(
+    tmp_path: Path, digest: str, shard: ShardMode
+) -> None:
+    watch = Watch(tmp_path)
+    with nodes(3, tmp_path, *LENGTH, "--shard", shard, pause=PAUSE) as (launches, start, _):
+        watch.wait_for_step(10)
+        victim = node_of(1, launches)
+        others = [launch for launch in launches if launch is not victim]
+        struck = now()
+        victim.kill()
+        wait_until(lambda: all(launch.errors() for launch in others), HANG, "the loss is noticed")
+        noticed = now() - struck
+        recovered = watch.wait_for_new_step(struck)
+        assert watch.layout() == f"ddp-2x1-cpu-shard-{shard}"
+        back = start()
+        ended = [launch.wait() for launch in (*others, back)]
+    assert [end.code for end in ended] == [0, 0, 0], [end.errors for end in ended]
+    record = check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
+    assert [attempt["layout"]["nnodes"] for attempt in record["attempts"]][:3] == [3, 2, 3]
+    record_row(
+        2,
+        f"--shard {shard}: noticed after {noticed:.1f} s, two of three train again after {recovered:.1f} s, three when "
+        "the node is back; same weights",
+        {NOTICED: noticed, AGAIN: recovered},
+    )
+
+
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_a_stopped_node_that_had_the_only_copy_of_a_part_is_done_without(
+    tmp_path: Path, digest: str, shard: ShardMode
+) -> None:
+    watch, timeout = Watch(tmp_path), 6
+    words = [*LENGTH, "--shard", shard, "--timeout", str(timeout)]
+    with nodes(3, tmp_path, *words, pause=PAUSE) as (launches, _, _):
+        watch.wait_for_step(10)
+        victim = node_of(0, launches)
+        others = [launch for launch in launches if launch is not victim]
+        struck = now()
+        victim.signal_all(signal.SIGSTOP)
+        wait_until(lambda: all(launch.errors() for launch in others), HANG, "the silence is noticed")
+        noticed = now() - struck
+        recovered = watch.wait_for_new_step(struck)
+        victim.signal_all(signal.SIGCONT)
+        ended = [launch.wait() for launch in (*others, victim)]
+    assert [end.code for end in ended] == [0, 0, 0], [end.errors for end in ended]
+    check_aftermath(tmp_path, digest, EPOCHS * STEPS_PER_EPOCH)
+    record_row(
+        5,
+        f"node of rank 0, --shard {shard}: noticed {noticed - timeout:.1f} s after the timeout, the others train again "
+        f"after {recovered:.1f} s; same weights",
+        {LATE: noticed - timeout, AGAIN: recovered},
     )
 
 
