@@ -1,1 +1,1 @@
-"""What `ddp` does beside training: verify, compare, doctor, and the estimate of memory. One module each."""
+"""What `ddp` does beside training: verify, compare, doctor and others. One module each."""

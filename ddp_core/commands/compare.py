@@ -53,6 +53,7 @@ def table(runs: Sequence[Run]) -> str:
         "accuracy",
         "loss",
         "memory",
+        "in steps",
         "data wait",
         "weights",
         "run",
@@ -123,6 +124,8 @@ def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float 
         "accuracy": result.get("test_accuracy"),
         "loss": result.get("test_loss", result.get("train_loss")),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "step_memory_bytes": result.get("step_memory_bytes"),
+        "predicted_memory_bytes": result.get("predicted_memory_bytes"),
         "data_wait": result.get("data_wait"),
         "weights_sha256": record.get("weights_sha256"),
     }
@@ -138,10 +141,17 @@ def _row(facts: dict[str, Any]) -> tuple[str, ...]:
         _number(facts["accuracy"], "{:.4f}"),
         _number(facts["loss"], "{:.5f}"),
         _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
+        _in_steps(facts["step_memory_bytes"], facts["predicted_memory_bytes"]),
         _number(facts["data_wait"], "{:.1f}%", 100),
         (facts["weights_sha256"] or facts["status"])[:12],
         Path(facts["run"]).name,
     )
+
+
+def _in_steps(measured: float | None, predicted: float | None) -> str:
+    """The memory of the steps alone, without evaluations and saves, beside what it was to be."""
+    expected = "" if predicted is None else f" (predicted {predicted * 1e-6:.0f})"
+    return _number(measured, "{:.0f} MB", 1e-6) + expected
 
 
 def _kind(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from ddp_core.distributed.world import World, node_here
 from ddp_core.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from ddp_core.commands.rank_memory import MemoryEstimate, Replica
+    from ddp_core.run.rank_memory import MemoryEstimate, Replica
     from ddp_core.spec.experiment import Experiment
 
 _RANKS = (2, 4, 8)
@@ -96,13 +96,14 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
     import psutil
     import torch
 
-    from ddp_core.commands.memory import replica_of, samples_at_once, way_of
+    from ddp_core.run.memory import replica_of, samples_at_once, way_of
     from ddp_core.run.prepare import load_with_settings
     from ddp_core.run.request import build_parts
 
     loaded = load_with_settings(name, settings)
     experiment = loaded.experiment
-    replica, samples = replica_of(loaded, build_parts(loaded, data_dir)), samples_at_once(experiment)
+    parts, samples = build_parts(loaded, data_dir), samples_at_once(experiment)
+    replica = replica_of(loaded, parts.model, parts.loss, parts.splits, samples)
     estimate = replica.estimate(way_of(experiment))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rooms = {"cpu": psutil.virtual_memory().available}
@@ -110,6 +111,7 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
     return {
         "experiment": experiment.name,
         "samples": samples,
+        "precision": experiment.precision,
         "parts": dict(estimate.table()),
         "peak": estimate.peak,
         "gradient_buckets": estimate.gradients,
@@ -122,7 +124,7 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
 
 def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, int]]:
     """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
-    from ddp_core.commands.memory import way_of
+    from ddp_core.run.memory import way_of
     from ddp_core.spec.layout import SHARD_MODES
 
     return {
@@ -138,6 +140,8 @@ def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, i
 def _describe_memory(memory: dict[str, Any]) -> None:
     samples = memory["samples"]
     print(f"memory  {memory['experiment']}, one replica, micro-batches of {samples} samples, float32 (estimated):")
+    if memory["precision"] in ("bf16", "fp16"):
+        print(f"  not counted: what {memory['precision']} saves of activations, and its copies of weights in 16 bits")
     for part, size in [*memory["parts"].items(), ("peak", memory["peak"])]:
         print(f"  {part:16} {in_units(size)}")
     print(f"  DistributedDataParallel keeps gradient buckets beside these: {in_units(memory['gradient_buckets'])}")

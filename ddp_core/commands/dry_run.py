@@ -7,11 +7,11 @@ from typing import Any
 
 from ddp_core.checkpoint import newest_valid
 from ddp_core.commands.doctor import in_units
-from ddp_core.commands.memory import replica_of, samples_at_once, way_of
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode
 from ddp_core.run.continuing import find_resumable
 from ddp_core.run.directory import RunDirectory
+from ddp_core.run.memory import replica_of, samples_at_once, way_of
 from ddp_core.run.prepare import check_request
 from ddp_core.run.request import Parts, Request, build_parts
 from ddp_core.sharding import refuse_unsuitable, require_elementwise
@@ -86,12 +86,14 @@ def _model(experiment: Experiment, parts: Parts) -> str:
 
 def _memory(request: Request, parts: Parts) -> str:
     experiment, layout = request.loaded.experiment, request.layout
-    estimate = replica_of(request.loaded, parts).estimate(way_of(experiment, layout.shares, layout.shard))
+    samples, of_rank = samples_at_once(experiment), layout.shard != "none"
+    replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)
+    estimate = replica.estimate(way_of(experiment, layout.shares, layout.shard))
     has_buckets = layout.kind == "ddp" and layout.shard == "none"
     buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if has_buckets else ""
     return (
-        f"{in_units(estimate.peak)} for each replica, in float32 with micro-batches of {samples_at_once(experiment)} "
-        f"samples (estimated){buckets}"
+        f"{in_units(estimate.peak)} for each {'rank' if of_rank else 'replica'}, in float32 with micro-batches of "
+        f"{samples} samples (estimated){buckets}"
     )
 
 

@@ -62,6 +62,8 @@ class Heartbeat(StepObserver):
         self._step_began = time.perf_counter()
         self._own_seconds.append(self._own_part or 0.0)
         self._own_part = None
+        if self._usage is not None:
+            self._usage.step_done()
         self._beat(batch.step + 1)
 
     def _beat(self, step: int) -> None:

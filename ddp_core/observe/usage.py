@@ -15,12 +15,16 @@ import psutil
 import torch
 
 _DISTURBED_SHARE = 0.1
+_FIRST_STEPS = 2
 
 
 class _Used(TypedDict):
-    """Bytes at the peak of memory; cores kept busy (1.0: one core all the time); and the share of time in which kernels
-    ran on the CUDA device (None without a CUDA device or without NVML)."""
+    """Bytes of memory when counting began, at the peak of the first steps and at that of all; cores kept busy (1.0: one
+    core all the time); and the share of time in which kernels ran on the CUDA device (None without a CUDA device or
+    without NVML)."""
 
+    memory_at_start_bytes: int
+    step_memory_bytes: int
     peak_memory_bytes: int
     cpu_utilisation: float
     gpu_utilisation: float | None
@@ -47,10 +51,12 @@ class Usage:
         self._device = device
         self._asks_driver = device.type == "cuda"
         self._shares: list[float] = []
+        self._step_memory, self._steps = 0, 0
         self.restart()
 
     def restart(self) -> None:
         """Count from now on; the peak of memory is kept."""
+        self._memory_at_start = _memory(self._device)
         self._began, self._processor = time.perf_counter(), time.process_time()
         self._machine_seconds, self._own_seconds = _machine_seconds(), _own_seconds()
         self._shares.clear()
@@ -64,10 +70,21 @@ class Usage:
         except Exception:  # nvidia-ml-py is missing, or the driver raises an error of its own type
             self._asks_driver = False
 
+    def step_done(self) -> None:
+        """Note the peak of memory after the first steps: later, evaluations and saves have their part in it.
+
+        The second step has what the first one's update makes, the optimizer's state.
+        """
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            self._step_memory = _peak_memory(self._device)
+
     def totals(self) -> RankTotals:
         """What has been used until now."""
         seconds = time.perf_counter() - self._began
         return {
+            "memory_at_start_bytes": self._memory_at_start,
+            "step_memory_bytes": self._step_memory,
             "peak_memory_bytes": _peak_memory(self._device),
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
@@ -78,7 +95,7 @@ class Usage:
 
 
 def of_all(parts: list[RankTotals]) -> Totals:
-    """The usage of several ranks: the largest peak of memory, the mean of each share, and what was left to others."""
+    """The usage of several ranks: the most memory, the mean of each share, and what was left to others."""
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
     machines = {part["machine"]: [other for other in parts if other["machine"] == part["machine"]] for part in parts}
     others = [
@@ -86,6 +103,8 @@ def of_all(parts: list[RankTotals]) -> Totals:
         for ranks in machines.values()
     ]
     return {
+        "memory_at_start_bytes": max(part["memory_at_start_bytes"] for part in parts),
+        "step_memory_bytes": max(part["step_memory_bytes"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
         "cpu_utilisation": fmean(part["cpu_utilisation"] for part in parts),
         "gpu_utilisation": fmean(busy) if busy else None,
@@ -124,6 +143,13 @@ def _own_seconds() -> float:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
             seconds += sum(process.cpu_times()[:4])
     return seconds
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes now, counted as `_peak_memory` does."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss - _held_by_others()
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddp_core.checkpoint import Fence
 from ddp_core.determinism.fingerprint import fingerprint
+from ddp_core.determinism.seeds import generators_kept
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.errors import ExitCode, UserError
@@ -21,10 +22,11 @@ from ddp_core.run.continuing import continue_command
 from ddp_core.run.data_record import to_json, write_parts
 from ddp_core.run.directory import FORMAT, RunDirectory
 from ddp_core.run.environment import describe_environment
+from ddp_core.run.memory import predict
 from ddp_core.run.request import Request
 from ddp_core.run.result import gather_ends, result_of, save_weights, summary
 from ddp_core.run.source import collect
-from ddp_core.trainers import Trainer
+from ddp_core.trainers import Job, Trainer
 from ddp_core.trainers.state import TrainState
 
 
@@ -181,6 +183,21 @@ class RunRecord:
             job.console.say(end.slowest)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")
+        self._add_prediction(job, result)
+
+    def _add_prediction(self, job: Job, result: dict[str, Any]) -> None:
+        """Put the memory that this run was to take beside what it took.
+
+        A replica is built and watched for that. It comes last: the peak has been measured, and the run is complete
+        whatever becomes of the prediction.
+        """
+        with contextlib.suppress(Exception), generators_kept(job.device):
+            found = predict(self.request, job.loss, job.splits, job.device)
+            if found is not None:
+                result["predicted_memory_bytes"] = result["memory_at_start_bytes"] - found.weights + found.peak
+                assert self.fence is not None
+                with self.fence.holding():
+                    self.directory.update(result=result)
 
 
 def _utc(moment: float) -> str:

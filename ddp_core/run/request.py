@@ -60,8 +60,26 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
 
     Raises UserError.
     """
-    experiment = loaded.experiment
     splits = build_splits(loaded, data_dir)
+    model = build_model(loaded, device)
+    optimizer = optimizer_of(loaded, model)
+    callbacks, observers = callbacks_of(loaded)
+    return Parts(
+        model=model,
+        loss=resolve(loaded, "loss", loaded.experiment.loss),
+        hits=resolve_hits(loaded),
+        splits=splits,
+        optimizer=optimizer,
+        schedule=schedule_of(loaded, optimizer, len(splits.train)),
+        named_metrics=metrics_of(loaded),
+        callbacks=callbacks,
+        observers=observers,
+    )
+
+
+def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Module:
+    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError."""
+    experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
     if not isinstance(model, nn.Module):
@@ -71,20 +89,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    model = lay_out(model.to(device), experiment.memory_format)
-    optimizer = optimizer_of(loaded, model)
-    callbacks, observers = callbacks_of(loaded)
-    return Parts(
-        model=model,
-        loss=resolve(loaded, "loss", experiment.loss),
-        hits=resolve_hits(loaded),
-        splits=splits,
-        optimizer=optimizer,
-        schedule=schedule_of(loaded, optimizer, len(splits.train)),
-        named_metrics=metrics_of(loaded),
-        callbacks=callbacks,
-        observers=observers,
-    )
+    return lay_out(model.to(device), experiment.memory_format)
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:

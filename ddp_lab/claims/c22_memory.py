@@ -5,7 +5,7 @@ only the batch is divided. Model parallelism cuts the model, so that each device
 leaves out what lies between: sharded data parallelism (ZeRO, FSDP) cuts weights, gradients and optimizer state, too,
 and gathers the weights of a layer only while it computes; it is not measured here.
 
-Whether a replica fits can be told beforehand (`ddp_core.commands.memory`; `ddp doctor EXPERIMENT` prints it). Here that
+Whether a replica fits can be told beforehand (`ddp_core.run.memory`; `ddp doctor EXPERIMENT` prints it). Here that
 estimate is compared with the peak of CUDA's allocator or, on CPU, with the growth of a fresh process. The error is what
 the estimate leaves out: workspaces of libraries, and fragmentation. Then the sentence itself is tried, on CPU: a device
 is a process whose memory the kernel limits, and a model that fits it, or does not, is trained in each way.
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_core.commands.memory import estimate_memory
 from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
+from ddp_core.run.memory import estimate_memory
 from ddp_core.spec.experiment import Optimizer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting

@@ -145,6 +145,17 @@ def test_the_record_names_the_layout(toy_runs: dict[str, Path]) -> None:
     }
 
 
+def test_the_record_has_the_memory_that_was_foreseen(toy_runs: dict[str, Path]) -> None:
+    for name, output in toy_runs.items():
+        result = trained(output)[1]["result"]
+        measured = [result[f"{what}_bytes"] for what in ("memory_at_start", "step_memory", "peak_memory")]
+        assert measured == sorted(measured), name
+        # Replicas of dp share one process, of which nothing is foretold.
+        assert ("predicted_memory_bytes" in result) == (name != "dp x 2")
+        if name != "dp x 2":
+            assert result["predicted_memory_bytes"] == pytest.approx(measured[0], rel=0.01), "a tiny model"
+
+
 DDP_OPTIONS = {
     "small buckets": ["--set", "ddp.bucket_cap_mb=0.001"],
     "gradients as bucket views": ["--set", "ddp.gradient_as_bucket_view=true"],

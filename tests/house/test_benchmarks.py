@@ -68,6 +68,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("whole_run", "bare script"),
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
+        ("shard_memory", "parameters"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )

@@ -30,6 +30,13 @@ class FamilySection:
     """The command that adds another layout, for an experiment that was run in one way only; else empty."""
 
 
+_STEP_MEMORY = (
+    Column("in steps (MB)", True, "of that, before anything was evaluated or saved"),
+    Column("predicted (MB)", True, "what the steps were to need, counted from one micro-batch of a replica"),
+)
+_STEP_FIGURES = ("step_memory_bytes", "predicted_memory_bytes")
+
+
 def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
     """Return the section of one experiment; `style` has the number of each layout's colour and dash."""
     return FamilySection(
@@ -66,7 +73,9 @@ def _other_layout(run: Run) -> str:
 
 def comparison_table(family: Family) -> Table:
     """Return the layouts in figures, one row per group of runs."""
-    gpu = any(group.spread("gpu_utilisation") for group in family.groups)
+    gpu, predicted = (
+        any(group.spread(name) for group in family.groups) for name in ("gpu_utilisation", "predicted_memory_bytes")
+    )
     columns = [
         Column("layout"),
         Column("N", True, "processes of ddp, replicas of dp"),
@@ -75,6 +84,7 @@ def comparison_table(family: Family) -> Table:
         Column("speed-up", True, "against single on the same device type"),
         Column("efficiency", True),
         Column("memory (MB)", True, "of the process or device that needed most"),
+        *(_STEP_MEMORY if predicted else []),
         Column("cores", True, "kept busy by each process"),
         *([Column("GPU busy", True, "share of the time in which kernels ran")] if gpu else []),
         Column("data wait", True),
@@ -82,10 +92,10 @@ def comparison_table(family: Family) -> Table:
         Column("loss", True, "test loss, or training loss where nothing was held out"),
         Column("seconds", True),
     ]
-    return Table(columns, [_comparison_row(family, group, gpu) for group in family.groups])
+    return Table(columns, [_comparison_row(family, group, gpu, predicted) for group in family.groups])
 
 
-def _comparison_row(family: Family, group: Group, gpu: bool) -> list[Cell]:
+def _comparison_row(family: Family, group: Group, gpu: bool, predicted: bool) -> list[Cell]:
     gain = family.speed_up(group)
     efficiency = gain.over(group.shares) if gain else None
     loss = group.spread("test_loss") or group.spread("train_loss")
@@ -98,6 +108,7 @@ def _comparison_row(family: Family, group: Group, gpu: bool) -> list[Cell]:
         _spread_cell(gain, suffix=TIMES),
         _spread_cell(efficiency, 100, suffix=" %"),
         _spread_cell(group.spread("peak_memory_bytes"), 1e-6),
+        *(_spread_cell(group.spread(name), 1e-6) for name in _STEP_FIGURES if predicted),
         _spread_cell(group.spread("cpu_utilisation")),
         *([_spread_cell(group.spread("gpu_utilisation"), 100, suffix=" %")] if gpu else []),
         _spread_cell(group.spread("data_wait"), 100, suffix=" %"),

@@ -24,6 +24,8 @@ def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 
         "test_loss": 0.04321,
         "samples_per_second": speed,
         "peak_memory_bytes": 300_000_000,
+        "step_memory_bytes": 250_000_000,
+        "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
     }
     return {
@@ -73,6 +75,7 @@ def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None
         "accuracy",
         "loss",
         "memory",
+        "in steps",
         "data wait",
         "weights",
         "run",
@@ -86,6 +89,7 @@ def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None
         "0.9889",
         "0.04321",
         "300 MB",
+        "250 MB (predicted 240)",
         "3.1%",
         "a" * 12,
         "run-0",
@@ -103,8 +107,8 @@ def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None
     _, _, failed, interrupted, *_ = rows(
         tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
     )
-    assert failed[3:10] == ["-", "-", "-", "-", "-", "-", "failed"]
-    assert interrupted[9] == "interrupted", "nobody holds the lock of that directory"
+    assert failed[3:11] == ["-", "-", "-", "-", "-", "-", "-", "failed"]
+    assert interrupted[10] == "interrupted", "nobody holds the lock of that directory"
 
 
 def test_equal_digests_are_identical() -> None:
@@ -162,6 +166,8 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "accuracy": 0.9889,
         "loss": 0.04321,
         "peak_memory_bytes": 300_000_000,
+        "step_memory_bytes": 250_000_000,
+        "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
         "weights_sha256": "a" * 64,
     }

@@ -40,23 +40,30 @@ def test_memory_is_what_this_process_accounts_for() -> None:
 def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([40, 60])
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(answers))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    peaks = iter([5, 6, 7])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     usage = Usage(CUDA)
+    for _ in range(5):
+        usage.step_done()
     for _ in range(4):
         usage.sample()  # from the third call on, the driver raises an error (here StopIteration)
     found = usage.totals()
     assert found["gpu_utilisation"] == pytest.approx(0.5)
-    assert found["peak_memory_bytes"] == 7
+    assert [found[f"{name}_bytes"] for name in ("memory_at_start", "step_memory", "peak_memory")] == [4, 6, 7]
 
 
 def of_rank(machine: str = "here", all_cores: float = 2.0, own: float = 1.0, **fields: Any) -> RankTotals:
-    used = {"peak_memory_bytes": 1, "cpu_utilisation": 1.0, "gpu_utilisation": None} | fields
+    memory = {"memory_at_start_bytes": 1, "step_memory_bytes": 1, "peak_memory_bytes": 1}
+    used = memory | {"cpu_utilisation": 1.0, "gpu_utilisation": None} | fields
     return RankTotals(machine=machine, machine_cores_busy=all_cores, own_cores_busy=own, **used)
 
 
 def test_several_ranks_are_the_most_memory_and_the_mean_of_the_rest() -> None:
     parts = [of_rank(), of_rank(peak_memory_bytes=3, cpu_utilisation=0.5, gpu_utilisation=0.8)]
     assert of_all(parts) == {
+        "memory_at_start_bytes": 1,
+        "step_memory_bytes": 1,
         "peak_memory_bytes": 3,
         "cpu_utilisation": 0.75,
         "gpu_utilisation": 0.8,

@@ -189,6 +189,7 @@ def _other_average(part: Any) -> Any:
 
 def _ends(trainer: Trainer) -> Any:
     usage = {"machine": "here", "machine_cores_busy": 0.0, "own_cores_busy": 0.0, "peak_memory_bytes": 0}
+    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0}
     return gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from ddp_core.commands.backward import Backward, Leaving
 from ddp_core.reduction.tree import canonical_subtrees
+from ddp_core.run.backward import Backward, Leaving
 from ddp_core.shares import share_of
 from ddp_core.spec.layout import ShardMode
 from ddp_core.spec.records import Reduction

@@ -14,22 +14,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_core.commands.backward import bytes_of, watch
-from ddp_core.commands.rank_memory import MemoryEstimate, Replica, Way
 from ddp_core.data.loader import Loader
-from ddp_core.data.trees import Tree, tensors_of
+from ddp_core.data.splits import Splits
+from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
 from ddp_core.reduction.flat import flat_groups
+from ddp_core.run.backward import bytes_of, watch
 from ddp_core.run.experiment_file import LoadedExperiment
 from ddp_core.run.hooks import optimizer_of
-from ddp_core.run.request import Parts
+from ddp_core.run.rank_memory import MemoryEstimate, Replica, Way
+from ddp_core.run.request import Request, build_model
 from ddp_core.sharding.blocks import blocks_of
+from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Experiment, Optimizer
 from ddp_core.spec.layout import ShardMode
 
@@ -37,6 +40,15 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 _WATCHED_SAMPLES = 8
 """Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
+
+
+class Prediction(NamedTuple):
+    """What training takes, in bytes."""
+
+    weights: int
+    """Parameters and buffers of a whole replica."""
+    peak: int
+    """What a rank needs at the moment that needs most, its weights in it."""
 
 
 def watch_replica(
@@ -92,21 +104,39 @@ def estimate_memory(
     return replica.estimate(Way(), bucketed)
 
 
-def replica_of(loaded: LoadedExperiment, parts: Parts) -> Replica:
-    """What one replica of this experiment takes, on the CPU and in float32; a few samples are watched."""
-    experiment = loaded.experiment
-    ids = np.arange(min(samples_at_once(experiment), _WATCHED_SAMPLES, len(parts.splits.train)), dtype=np.int64)
-    inputs, targets = Loader(parts.splits.train, collate=parts.splits.collate).fetch(0, ids)
-    chosen = experiment.optimizer
+def replica_of(loaded: LoadedExperiment, model: nn.Module, loss: Loss, splits: Splits, micro_batch: int) -> Replica:
+    """What one replica of this experiment takes, on the model's device and in float32; a few samples are watched."""
+    ids = np.arange(min(micro_batch, _WATCHED_SAMPLES, len(splits.train)), dtype=np.int64)
+    device = next(model.parameters()).device
+    batch = Loader(splits.train, collate=splits.collate).fetch(0, ids)
+    inputs, targets = (map_tensors(lambda tensor: tensor.to(device), part) for part in batch)
+    chosen = loaded.experiment.optimizer
     return watch_replica(
-        parts.model,
-        parts.loss,
+        model,
+        loss,
         chosen if isinstance(chosen, Optimizer) else partial(optimizer_of, loaded),
         inputs,
         targets,
-        growth=samples_at_once(experiment) / len(ids),
-        averaged=experiment.ema_decay is not None,
+        growth=micro_batch / len(ids),
+        averaged=loaded.experiment.ema_decay is not None,
     )
+
+
+def predict(request: Request, loss: Loss, splits: Splits, device: torch.device) -> Prediction | None:
+    """The memory that training needs on each rank of this request, from a replica that is built and watched for it.
+
+    None where nothing is known: `dp`, whose replicas share one process, and mixed precision, of which the copies of
+    weights in 16 bits are not counted.
+    """
+    experiment, layout = request.loaded.experiment, request.layout
+    if layout.kind == "dp" or experiment.precision not in ("fp32", "tf32"):
+        return None
+    world_size, reduction = layout.world_size, request.options.reduction
+    way = Way(experiment.micro_batches or world_size, reduction, world_size, layout.shard)
+    micro_batch = BatchCut.of(experiment, layout).micro_batch
+    replica = replica_of(request.loaded, build_model(request.loaded, device), loss, splits, micro_batch)
+    bucketed = layout.kind == "ddp" and layout.shard == "none"
+    return Prediction(replica.weights, replica.estimate(way, bucketed).peak)
 
 
 def way_of(experiment: Experiment, world_size: int = 1, shard: ShardMode = "none") -> Way:

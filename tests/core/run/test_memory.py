@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.commands.backward import Backward, Leaving, Moment
 from ddp_core.commands.doctor import _fits, doctor
-from ddp_core.commands.memory import estimate_memory, watch_replica
-from ddp_core.commands.rank_memory import MemoryEstimate, ShardMode, Way
+from ddp_core.run.backward import Backward, Leaving, Moment
+from ddp_core.run.memory import Prediction, estimate_memory, predict, watch_replica
+from ddp_core.run.prepare import load_with_settings, prepare
+from ddp_core.run.rank_memory import MemoryEstimate, ShardMode, Way
+from ddp_core.run.request import build_splits
 from ddp_core.spec.experiment import Optimizer
+from ddp_core.spec.options import Asked
 
 FLOAT = 4
 
@@ -145,6 +149,24 @@ def test_without_exact_sums_gradients_are_added_where_they_are() -> None:
     replica = watch_replica(model, squares, Optimizer(), torch.randn(8, 10), torch.randn(8, 5))
     assert replica.estimate(Way(8, "plain", 8)) == replica.estimate()
     assert replica.estimate(Way(8, "plain", 4)).sums == WEIGHTS
+
+
+def test_a_request_is_foreseen_by_its_layout() -> None:
+    def found(**asked: Any) -> Prediction | None:
+        words: dict[str, Any] = {"experiment": "toy_mlp", "device": "cpu"} | asked
+        request = prepare(Asked(**words), "")
+        return predict(request, squares, splits, torch.device("cpu"))
+
+    splits = build_splits(load_with_settings("toy_mlp", []), Path("data"))
+    alone = found()
+    assert alone is not None
+    assert alone.weights == 61 * FLOAT
+    one_rank = found(layout="ddp", nproc_per_node=1)
+    assert one_rank is not None
+    assert one_rank.peak == alone.peak + alone.weights, "DistributedDataParallel's buckets"
+    assert found(layout="ddp", nproc_per_node=2, shard="optimizer") not in (None, one_rank)
+    assert found(layout="dp", nproc_per_node=2) is None
+    assert found(settings=["precision=bf16"]) is None
 
 
 @pytest.mark.parametrize(("room", "words"), [(1000, "data parallelism"), (500, "smaller"), (200, "model parallelism")])
