@@ -42,8 +42,12 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The table of runs of one experiment, with the verdict on their digests below it."""
+    """The table of runs of one experiment, with the verdict on their digests below it.
+
+    Where one of them is sharded, which is done for the sake of memory, it tells what the steps of each took of it.
+    """
     name = runs[0][1]["experiment"]["name"]
+    sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     header = (
         "layout",
         "world",
@@ -53,12 +57,12 @@ def table(runs: Sequence[Run]) -> str:
         "accuracy",
         "loss",
         "memory",
-        "in steps",
+        *(["in steps"] if sharded else []),
         "data wait",
         "weights",
         "run",
     )
-    rows = [_row(_facts_of(directory, record, _reference(runs))) for directory, record in runs]
+    rows = [_row(_facts_of(directory, record, _reference(runs)), sharded) for directory, record in runs]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [f"{name}"]
     lines += [
@@ -131,7 +135,7 @@ def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float 
     }
 
 
-def _row(facts: dict[str, Any]) -> tuple[str, ...]:
+def _row(facts: dict[str, Any], sharded: bool) -> tuple[str, ...]:
     return (
         facts["layout"] + (" (threads)" if facts["simulated"] else ""),
         str(facts["world_size"]),
@@ -141,7 +145,7 @@ def _row(facts: dict[str, Any]) -> tuple[str, ...]:
         _number(facts["accuracy"], "{:.4f}"),
         _number(facts["loss"], "{:.5f}"),
         _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
-        _in_steps(facts["step_memory_bytes"], facts["predicted_memory_bytes"]),
+        *([_in_steps(facts["step_memory_bytes"], facts["predicted_memory_bytes"])] if sharded else []),
         _number(facts["data_wait"], "{:.1f}%", 100),
         (facts["weights_sha256"] or facts["status"])[:12],
         Path(facts["run"]).name,

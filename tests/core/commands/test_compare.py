@@ -75,7 +75,6 @@ def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None
         "accuracy",
         "loss",
         "memory",
-        "in steps",
         "data wait",
         "weights",
         "run",
@@ -89,13 +88,21 @@ def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None
         "0.9889",
         "0.04321",
         "300 MB",
-        "250 MB (predicted 240)",
         "3.1%",
         "a" * 12,
         "run-0",
     ]
     assert dp[:5] == ["dp-2-cpu (threads)", "2", "exact", "1500", "1.50x"]
     assert ddp[:5] == ["ddp-2x2-cpu", "4", "exact", "3000", "3.00x"]
+
+
+def test_the_memory_of_steps_stands_beside_what_was_foreseen_where_a_run_is_sharded(tmp_path: Path) -> None:
+    unknown = {"step_memory_bytes": 250_000_000}
+    header, _, single, ddp, *_ = rows(
+        tmp_path, record(result=unknown), record(Layout(kind="ddp", nproc_per_node=2, shard="optimizer"))
+    )
+    assert header[7:9] == ["memory", "in steps"]
+    assert (single[8], ddp[8]) == ("250 MB", "250 MB (predicted 240)")
 
 
 def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
@@ -107,8 +114,8 @@ def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None
     _, _, failed, interrupted, *_ = rows(
         tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
     )
-    assert failed[3:11] == ["-", "-", "-", "-", "-", "-", "-", "failed"]
-    assert interrupted[10] == "interrupted", "nobody holds the lock of that directory"
+    assert failed[3:10] == ["-", "-", "-", "-", "-", "-", "failed"]
+    assert interrupted[9] == "interrupted", "nobody holds the lock of that directory"
 
 
 def test_equal_digests_are_identical() -> None:
