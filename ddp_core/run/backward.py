@@ -44,12 +44,14 @@ class Backward:
     copies: int
     """How many more copies of a gradient there are while it is made."""
     moments: tuple[Moment, ...]
+    adds_early: bool = False
+    """Whether a gradient is added to earlier sums as soon as it is made, where ranks keep a part of it."""
 
-    def highest(self, growth: float, sums: int = 0, leaving: Leaving | None = None) -> int:
+    def highest(self, growth: float, sums: int = 0, leaving: Leaving | None = None, added: int = 0) -> int:
         """The most bytes at a time, of what does not live from step to step, in a batch `growth` times as large.
 
-        `sums` are those of earlier micro-batches, each as large as all gradients. Where gradients leave, a group takes
-        its part of these sums with it.
+        `sums` are those of earlier micro-batches, each as large as all gradients. `added`: so many of these are added
+        to a gradient as soon as it is made. Where gradients leave, a group takes its part of the others with it.
         """
         alive, made, gone, under_way, highest = growth * self.activations, 0, 0, 0.0, 0.0
         for moment in self.moments:
@@ -60,9 +62,9 @@ class Backward:
             stays = 0.0
             if leaving is not None:
                 if made >= leaving.group:
-                    under_way, gone, made = leaving.under_way * (1 + sums) * made, gone + made, 0
+                    under_way, gone, made = leaving.under_way * (1 + sums - added) * made, gone + made, 0
                 stays = leaving.stays * gone
-            kept = made + under_way + stays + sums * (self.gradients - gone)
+            kept = (1 - added) * made + under_way + stays + sums * (self.gradients - gone)
             highest = max(highest, alive + flying + kept)
             alive -= growth * moment.freed
         return round(highest)
@@ -105,6 +107,7 @@ class _Watch:
             # oneDNN keeps weights, and makes their gradients, in a memory format of its own, which takes copies.
             copies=2 if self.device.type == "cpu" else 0,
             moments=tuple(self._moments(kept)),
+            adds_early=self.device.type == "cpu",
         )
 
     def _keep(self, tensor: Tensor) -> Tensor:

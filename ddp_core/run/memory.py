@@ -27,7 +27,7 @@ from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
-from ddp_core.reduction.flat import flat_groups
+from ddp_core.reduction.shards import shard_groups
 from ddp_core.run.backward import bytes_of, watch
 from ddp_core.run.experiment_file import LoadedExperiment
 from ddp_core.run.hooks import optimizer_of
@@ -188,5 +188,5 @@ def _in_passing(optimizer: Optimizer | BuildOptimizer, parameters: Sequence[Tens
 
 def _largest_group(parameters: Sequence[Tensor]) -> int:
     """The most gradients that ranks send at a time."""
-    groups = flat_groups(parameters)
+    groups = shard_groups(parameters)
     return max((sum(parameters[position].nbytes for position in group) for group in groups), default=0)

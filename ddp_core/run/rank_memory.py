@@ -138,7 +138,7 @@ class Replica:
     def _in_backward(self, way: Way) -> tuple[int, int]:
         """The most in any backward of a step, on any rank, and the most that sums of earlier micro-batches take."""
         highest, leaves, ranks = partial(self.backward.highest, self.growth), way.micro_batches, way.world_size
-        if way.reduction == "plain":
+        if way.reduction == "plain" and way.shard == "none":
             # Each gradient is added to that of earlier micro-batches as soon as it is made.
             sums = self.trainable if leaves > ranks else 0
             return (sums + highest(leaving=Leaving()), sums) if sums else (highest(), 0)
@@ -158,10 +158,13 @@ class Replica:
         sums = max(map(max, counts)) * self.trainable
         if way.shard == "none":
             return highest(max(map(max, counts))), sums
-        last = Leaving(self.group, _WHILE_SENT, 1 / ranks)
-        earlier = {count for each in counts for count in each[:-1]}
-        found = [*map(highest, earlier), *(highest(count, last) for count in {each[-1] for each in counts})]
-        return max(found), sums
+        last, backwards = Leaving(self.group, _WHILE_SENT, 1 / ranks), set()
+        for share, before in zip(shares, counts, strict=True):
+            after = [*before[1:], len(canonical_subtrees(share.start, share.stop, leaves))]
+            for index, held, then in zip(share, before, after, strict=True):
+                added = held + 1 - then if self.backward.adds_early else 0
+                backwards.add((held, last if index == share[-1] else None, added))
+        return max(highest(*each) for each in backwards), sums
 
 
 def _arriving(way: Way, size: int) -> int:

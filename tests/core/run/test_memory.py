@@ -100,6 +100,12 @@ def test_the_highest_moment_of_backward_by_hand(sums: int, leaving: Leaving | No
     assert WATCHED.highest(1.0, sums, leaving) == highest
 
 
+def test_a_gradient_that_is_added_at_once_takes_no_place_beside_the_sums() -> None:
+    assert WATCHED.highest(1.0, 2, None, added=1) == 60 + 2 * 60 + 2 * 60
+    # The gradient of 20 is one with both sums' parts, and these leave once, not three times.
+    assert WATCHED.highest(1.0, 2, Leaving(20, 2, 0.5), added=2) == 60 + 2 * 60 + 2 * 20 + 10 + 2 * 40
+
+
 @pytest.mark.parametrize(
     ("shard", "ranks", "weights", "kept", "sums", "gathered"),
     [
