@@ -39,6 +39,8 @@ def test_every_benchmark_with_goals_is_there() -> None:
         "loader",
         "nodes",
         "reduction",
+        "sharded",
+        "fully_sharded",
         "exact_end_to_end",
         "startup",
     }
