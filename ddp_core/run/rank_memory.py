@@ -158,12 +158,13 @@ class Replica:
         sums = max(map(max, counts)) * self.trainable
         if way.shard == "none":
             return highest(max(map(max, counts))), sums
-        last, backwards = Leaving(self.group, _WHILE_SENT, 1 / ranks), set()
-        for share, before in zip(shares, counts, strict=True):
-            after = [*before[1:], len(canonical_subtrees(share.start, share.stop, leaves))]
-            for index, held, then in zip(share, before, after, strict=True):
-                added = held + 1 - then if self.backward.adds_early else 0
-                backwards.add((held, last if index == share[-1] else None, added))
+        last = Leaving(self.group, _WHILE_SENT, 1 / ranks)
+        backwards: set[tuple[int, Leaving | None, int]] = set()
+        for share, of_share in zip(shares, counts, strict=True):
+            following = [*of_share[1:], len(canonical_subtrees(share.start, share.stop, leaves))]
+            for index, count, then in zip(share, of_share, following, strict=True):
+                added = count + 1 - then if self.backward.adds_early else 0
+                backwards.add((count, last if index == share[-1] else None, added))
         return max(highest(*each) for each in backwards), sums
 
 
