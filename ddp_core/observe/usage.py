@@ -77,7 +77,7 @@ class Usage:
         """
         self._steps += 1
         if self._steps <= _FIRST_STEPS:
-            self._step_memory = _peak_memory(self._device)
+            self._step_memory = max(self._memory_at_start, _peak_memory(self._device))
 
     def totals(self) -> RankTotals:
         """What has been used until now."""
@@ -85,7 +85,8 @@ class Usage:
         return {
             "memory_at_start_bytes": self._memory_at_start,
             "step_memory_bytes": self._step_memory,
-            "peak_memory_bytes": _peak_memory(self._device),
+            # What other processes share is not counted, and may be more by now than it was after the first steps.
+            "peak_memory_bytes": max(self._step_memory, _peak_memory(self._device)),
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
             "machine": _machine(),
