@@ -1,9 +1,13 @@
-"""Freed memory stays with the process, because every training step allocates the same tensors again.
+"""What becomes of freed memory: it stays with the process, which is fast, or goes back to the kernel, which is small.
 
 glibc returns large blocks to the kernel as soon as they are freed, and the kernel hands out each page anew, filled with
-zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that. Where a GPU trains, the
-host's part of loading allocates the same again (`python -m benchmarks.loader`). Sources: mallopt(3); glibc,
-malloc/malloc.c, "M_TRIM_THRESHOLD" and "M_MMAP_THRESHOLD".
+zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that, though every step allocates
+the same tensors again. Where a GPU trains, the host's part of loading allocates the same again
+(`python -m benchmarks.loader`).
+
+Where parameters are sharded, blocks of the model come and go within a step. What stays with the process is then cut
+into free pieces that fit nothing: of 25 million parameters on two ranks, 500 MB (`python -m benchmarks.shard_memory`).
+Sources: mallopt(3); glibc, malloc/malloc.c, "M_TRIM_THRESHOLD" and "M_MMAP_THRESHOLD".
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ _M_MMAP_THRESHOLD = -3
 _LARGEST_KEPT = 1 << 30
 # The largest value that glibc before 2.35 accepts.
 _LARGEST_ONCE = 32 << 20
+_SMALLEST_RETURNED = 256 << 10
 
 
 def keep_freed_memory() -> bool:
@@ -22,9 +27,20 @@ def keep_freed_memory() -> bool:
 
     This changes no result: torch aligns every tensor to 64 bytes by itself.
     """
+    kept = _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT) or _set(_M_MMAP_THRESHOLD, _LARGEST_ONCE)
+    return kept and _set(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def return_large_blocks() -> bool:
+    """Let malloc return freed blocks of 256 KiB or more at once; returns whether that worked (only glibc can do it).
+
+    Without a fixed size, glibc keeps larger and larger blocks as it sees them freed.
+    """
+    return _set(_M_MMAP_THRESHOLD, _SMALLEST_RETURNED)
+
+
+def _set(parameter: int, value: int) -> bool:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return bool(ctypes.CDLL(None).mallopt(parameter, ctypes.c_int(value)))
     except (OSError, AttributeError, TypeError):
         return False
-    kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) or mallopt(_M_MMAP_THRESHOLD, _LARGEST_ONCE)
-    return bool(kept and mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(2**31 - 1)))

@@ -5,10 +5,9 @@ the tensors that backward will need (`torch.autograd.graph.saved_tensors_hooks` 
 last layer to the first, while it makes the weights' gradients. So the peak is somewhere within backward: `backward`
 notes in which order saved tensors are used and gradients are made, and finds that moment. Backward also holds, for a
 while, the gradients of one layer's output and input, here called gradients in flight. `rank_memory` adds what a step
-of several micro-batches and several ranks takes. Not counted are the libraries' workspaces (on the CPU some 30 MB,
-which come with the first step), the CUDA context (some 500 MB beside the allocator's), and fragmentation: with 10
-million parameters on the CPU malloc had 255 MB in use more than before training, as estimated, and 65 to 97 MB of free
-blocks among them.
+of several micro-batches and several ranks takes. Not counted are the CUDA context (some 500 MB beside the
+allocator's), and fragmentation: with 10 million parameters on the CPU malloc had 255 MB in use more than before
+training, as estimated, and 65 to 97 MB of free blocks among them.
 """
 
 from __future__ import annotations
@@ -42,13 +41,16 @@ BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 _WATCHED_SAMPLES = 8
 """Enough for batch norm, few enough for any machine; the estimate is then scaled to the real micro-batch."""
+LIBRARIES = 15_000_000
+"""What a process on the CPU takes with its first step beside tensors: kernels that are loaded then, and their
+workspaces. Of small runs of digits and char_transformer, 12 to 15 MB for a rank of two, 22 MB for one process."""
 
 
 class Prediction(NamedTuple):
     """What training takes, in bytes."""
 
     weights: int
-    """Parameters and buffers of a whole replica."""
+    """Parameters and buffers that a rank has from step to step."""
     peak: int
     """What a rank needs at the moment that needs most, its weights in it."""
 
@@ -138,7 +140,8 @@ def predict(request: Request, loss: Loss, splits: Splits, device: torch.device) 
     micro_batch = BatchCut.of(experiment, layout).micro_batch
     replica = replica_of(request.loaded, build_model(request.loaded, device), loss, splits, micro_batch)
     bucketed = layout.kind == "ddp" and layout.shard == "none"
-    return Prediction(replica.weights, replica.estimate(way, bucketed).peak)
+    estimate = replica.estimate(way, bucketed)
+    return Prediction(estimate.weights, estimate.peak + (LIBRARIES if device.type == "cpu" else 0))
 
 
 def way_of(experiment: Experiment, world_size: int = 1, shard: ShardMode = "none") -> Way:

@@ -27,7 +27,7 @@ from ddp_core.run.changes import Origin
 from ddp_core.run.data_record import agreed_digest
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.environment import describe_code
-from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.initial_weights import put_weights
 from ddp_core.run.lock import RunLock
 from ddp_core.run.record import RunRecord
@@ -111,7 +111,10 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     """Meet the other workers of the launch, on this process's own device."""
     options, layout = request.options, request.layout
     device = local_device(world, layout.device)
-    keep_freed_memory()
+    if layout.shard == "parameters" and device.type == "cpu":
+        return_large_blocks()
+    else:
+        keep_freed_memory()
     return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
 
 

@@ -22,11 +22,16 @@ class Load:
     """What `part`, a module of fully_shard, sends in a backward: a flat tensor of W parts, one for each rank.
 
     A part has the rows of that rank of one parameter after the other, each filled up to the length of the first rank's.
-    `arrived` is called when a flat tensor is ready.
+    `arrived` is called when a flat tensor is ready. All loads share `unread`.
     """
 
     def __init__(
-        self, part: FSDPModule, rows: Mapping[int, Rows], exchange: WholeExchange, arrived: Callable[[], None]
+        self,
+        part: FSDPModule,
+        rows: Mapping[int, Rows],
+        exchange: WholeExchange,
+        arrived: Callable[[], None],
+        unread: Unread,
     ) -> None:
         members = sent_together(part)
         self.rows = [rows[id(sharded)] for sharded, _ in members]
@@ -48,7 +53,7 @@ class Load:
         part.set_gradient_divide_factor(1)
         part.set_force_sum_reduction_for_comms(True)
         part.set_reduce_scatter_unused_params(exchange.world_size > 1, recurse=False)
-        part.set_custom_reduce_scatter(_Handover(self._take))  # type: ignore[arg-type]
+        part.set_custom_reduce_scatter(_Handover(self._take, self._cuts[-1].stop, unread))  # type: ignore[arg-type]
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
@@ -126,18 +131,34 @@ class Load:
         self._arrived()
 
 
-class _Handover:
-    """Stands in the place of torch's reduce-scatter, and hands the flat tensor on to be added up in the background.
+class Unread:
+    """Memory for the sums that torch puts into `.grad` after each backward, which are wrong here: nothing reads them.
 
-    What torch then puts into `.grad` has arbitrary numbers; nothing reads it.
+    All blocks share it; otherwise each would keep its own until the end of the pass.
     """
 
-    def __init__(self, take: Callable[[Tensor], None]) -> None:
-        self._take = take
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """So many elements, which others have, too."""
+        if self._memory.numel() < elements or (self._memory.dtype, self._memory.device) != (dtype, device):
+            self._memory = torch.empty(elements, dtype=dtype, device=device)
+        return self._memory[:elements]
+
+
+class _Handover:
+    """Stands in the place of torch's reduce-scatter, and hands the flat tensor on to be added up in the background."""
+
+    def __init__(self, take: Callable[[Tensor], None], elements: int, unread: Unread) -> None:
+        self._take, self._elements, self._unread = take, elements, unread
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a flat tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Memory for a flat tensor, or for the part of its sum that torch expects."""
+        (elements,) = size
+        if elements == self._elements:
+            return torch.empty(elements, dtype=dtype, device=device)
+        return self._unread.memory(elements, dtype, device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         """Hand over `input_tensor`."""

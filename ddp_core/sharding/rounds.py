@@ -24,7 +24,7 @@ from ddp_core.reduction.flat import Gradients, scale_gradients_
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 
-from .load import Load
+from .load import Load, Unread
 from .norm import norm_of_rows
 from .refusals import refusing_bypasses
 from .rows import Rows
@@ -50,7 +50,8 @@ class Rounds:
         # One rank alone sends nothing, and its channel has no group.
         self._exchange = PointToPoint(group) if channel.group is None else exchange_on(channel.group, channel.device)
         # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
-        self._loads = [Load(part, rows, self._exchange, self._send) for part in reversed(parts)]
+        unread = Unread()
+        self._loads = [Load(part, rows, self._exchange, self._send, unread) for part in reversed(parts)]
         self._others: LeafSum | None = None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
         self._leaves = self._rounds = self._sent = 0

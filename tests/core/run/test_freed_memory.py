@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: a tensor that is allocated again costs no page faults."""
+"""Freed memory stays with the process, where it is allocated again without page faults, or goes back to the kernel."""
 
 from __future__ import annotations
 
@@ -44,3 +44,22 @@ def test_what_is_freed_is_used_again_without_page_faults() -> None:
     # A tensor of 40 MB has 9,766 pages of 4 KiB, and ten tensors are allocated.
     assert faults < 1000
     assert faults_otherwise > 10_000
+
+
+RETURNED = """
+import psutil, torch
+from ddp_core.run.freed_memory import return_large_blocks
+worked = return_large_blocks()
+blocks = [torch.ones(elements) for _ in range(100) for elements in (70_000, 700)]
+full = psutil.Process().memory_info().rss
+del blocks[::2]  # a little of every page range is still in use
+print(worked, full - psutil.Process().memory_info().rss)
+"""
+
+
+def test_large_blocks_go_back_to_the_kernel_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", RETURNED], capture_output=True, text=True, check=True, timeout=HANG)
+    worked, returned = done.stdout.split()
+    if worked != "True":
+        pytest.skip("this C library has no mallopt")
+    assert int(returned) > 0.9 * 100 * 70_000 * 4
