@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., int])
 
+IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
+"""The key of click's notes that tells whether this process was started to run the command."""
+
 _EXAMPLES = """
 \b
 Examples:
@@ -111,12 +114,15 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     from ddp_core.cli.entry import main
     from ddp_core.distributed.world import World, node_here
     from ddp_core.run.early import require_free
+    from ddp_core.run.early_numerics import EarlyNumerics
     from ddp_core.run.following import follow_launcher
 
     asked, config = asked_in(context), config_of(context)
     # What a file says is written out, so that the run's record and its workers need the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     world = World.from_environment()
+    numerics = EarlyNumerics(is_own_process=context.meta.get(IS_OWN_PROCESS, False))
+    numerics.expect(asked, world)
     asked, is_host = follow_launcher(asked, world, node_here())
     require_free(asked, world)
     # These load torch, which takes seconds.
@@ -124,7 +130,7 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     from ddp_core.run.prepare import prepare
 
     with config.blamed():
-        request = prepare(asked, shlex.join(["ddp", *words]))
+        request = prepare(asked, shlex.join(["ddp", *words]), numerics.holds)
     if only_said:
         from ddp_core.commands.dry_run import dry_run
 

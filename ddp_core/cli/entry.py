@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import click
 
-from ddp_core.cli.commands import ddp
+from ddp_core.cli.commands import IS_OWN_PROCESS, ddp
 from ddp_core.cli.completion import VARIABLE, answer
 from ddp_core.cli.config import DEFAULT_MAP, config_of
 from ddp_core.cli.options import meant_by
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])]
     try:
         with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
-            return _call(words)
+            return _call(words, is_own=arguments is None)
     except UserError as error:
         if not World.is_set():
             raise
@@ -44,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report_error(error)
 
 
-def _call(words: list[str]) -> int:
+def _call(words: list[str], is_own: bool) -> int:
     """The exit code of the command. Raises UserError for whatever is wrong with the words.
+
+    `is_own`: whether this process was started to run the command.
 
     click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.
     """
@@ -53,6 +55,7 @@ def _call(words: list[str]) -> int:
         return answer(ddp, os.environ[VARIABLE])
     try:
         with ddp.make_context("ddp", words, obj=words) as context:
+            context.meta[IS_OWN_PROCESS] = is_own
             return int(ddp.invoke(context))
     except click.exceptions.Exit as ended:
         return ended.exit_code

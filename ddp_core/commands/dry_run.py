@@ -60,7 +60,7 @@ def _layout(request: Request) -> str:
     layout, options = request.layout, request.options
     count = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
     by = f" by {options.launcher}" if layout.kind == "ddp" else ""
-    return f"{layout.description}: {count}{by}, reduction {options.reduction}"
+    return f"{layout.description}: {count}{by}, reduction {options.reduction}, numerics {options.numerics}"
 
 
 def _steps(experiment: Experiment, samples: int) -> str:

@@ -56,6 +56,7 @@ def verify(
         nproc_per_node=count,
         shard=recorded.get("shard", "none") if kind == recorded["kind"] else "none",
         reduction=record["options"]["reduction"],
+        numerics=record["options"].get("numerics", "native"),
         # Runs were always deterministic before there was a choice.
         deterministic="always" if record["options"].get("deterministic", True) else "never",
         data_dir=data_dir or record["options"]["data_dir"],

@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def fingerprint(device: torch.device) -> dict[str, Any]:
-    """What a result depends on, bit for bit: build, instruction set or GPU model, threads, kernel settings."""
+def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any]:
+    """What a result depends on, bit for bit: build, instruction set or GPU model, threads, kernel settings.
+
+    With portable numerics, `rules` is the version of their rules, and stands in the place of all that tells one CPU
+    from another.
+    """
     import numpy as np
     import torch
 
@@ -21,12 +25,16 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "mkldnn": bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
-        "environment": _set_among("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "device": "cpu",
+    }
+    if rules is not None:
+        return facts | {"numerics": "portable", "numerics_rules": rules}
+    facts |= {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": _set_among("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -76,7 +84,13 @@ def cpu_model() -> str:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised."""
+    """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
+
+    Of native and portable numerics only that is said: the fingerprints of the two tell different things.
+    """
+    numerics = [each.get("numerics", "native") for each in (ours, theirs)]
+    if numerics[0] != numerics[1]:
+        return [f"numerics: here {numerics[0]}, there {numerics[1]}"]
     names = sorted(set(ours) | set(theirs))
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"

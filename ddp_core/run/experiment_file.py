@@ -77,7 +77,7 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
     Raises UserError for an unknown name (with the nearest known name), a missing file, a file that raises (with the
     line), or a file without an `experiment`.
     """
-    path = _find(name_or_path, search)
+    path = find_experiment(name_or_path, search)
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -184,7 +184,8 @@ def _registry(kind: Kind) -> Mapping[str, Callable[..., Any]]:
     return LOSSES
 
 
-def _find(name_or_path: str, search: Sequence[Path] | None) -> Path:
+def find_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> Path:
+    """The file of the experiment of that name, or at that path. Raises UserError where there is none."""
     path = Path(name_or_path)
     if path.suffix == ".py":
         if path.is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.faults import Fault
+from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.run.building import Kind, complete_options
@@ -27,13 +28,20 @@ from ddp_core.spec.cut import BatchCut
 from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.spec.layout import Layout
 from ddp_core.spec.options import Asked, Options
-from ddp_core.spec.records import Reduction
+from ddp_core.spec.records import Numerics, Reduction
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
 
 
-def prepare(asked: Asked, command: str) -> Request:
+def computes_with(numerics: Numerics) -> bool:
+    """Whether this process computes with these numerics: the limits of the portable ones are older than torch in it."""
+    return numerics == "native" or limits_hold()
+
+
+def prepare(asked: Asked, command: str, computes_with: Callable[[Numerics], bool] = computes_with) -> Request:
     """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
+
+    `computes_with` says whether this process computes with certain numerics, and may start it anew so that it does.
 
     Raises UserError where the parts do not fit together, or a launcher has started something else than was asked for.
     """
@@ -44,8 +52,11 @@ def prepare(asked: Asked, command: str) -> Request:
     check_shards(asked, loaded.experiment, layout)
     reduction = asked.reduction or _default_reduction(loaded.experiment, world)
     options = Options(
-        **asked.model_dump(include=Options.model_fields.keys() - {"reduction", "deterministic", "launcher"}),
+        **asked.model_dump(
+            include=Options.model_fields.keys() - {"reduction", "numerics", "deterministic", "launcher"}
+        ),
         reduction=reduction,
+        numerics=_numerics(asked, loaded.experiment, layout, world, computes_with),
         deterministic=_is_deterministic(asked, reduction, layout),
         launcher=_launcher(asked, world),
     )
@@ -116,6 +127,29 @@ def _default_reduction(experiment: Experiment, world: World) -> Reduction:
         return experiment.reduction
     say(world, f"plain reduction instead of exact: {reason}")
     return "plain"
+
+
+def _numerics(
+    asked: Asked, experiment: Experiment, layout: Layout, world: World, computes_with: Callable[[Numerics], bool]
+) -> Numerics:
+    """What was asked for, else the experiment's own; native, with a printed line, where that cannot be had.
+
+    Raises UserError where portable numerics were asked for and cannot be had.
+    """
+    wanted = asked.numerics or experiment.numerics
+    reason = None
+    if wanted == "portable":
+        on_gpu = "it is for CPUs, and this run is on a GPU" if layout.device == "cuda" else None
+        reason = on_gpu or portable_refused_by()
+    if reason is None:
+        if computes_with(wanted):
+            return wanted
+        reason = limits_missed()
+    if asked.numerics == "portable":
+        raise UserError(f"--numerics portable: {reason}")
+    computes_with("native")
+    say(world, f"native numerics instead of portable: {reason}")
+    return "native"
 
 
 def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:

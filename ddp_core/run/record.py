@@ -14,6 +14,7 @@ from ddp_core.determinism.seeds import generators_kept
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.run.blame import shortage, unforeseen
@@ -37,7 +38,8 @@ class RunRecord:
         self, request: Request, collectives: Collectives, directory: RunDirectory, origin: Origin, steps_per_epoch: int
     ) -> None:
         self.request, self.world, self.directory = request, collectives.world, directory
-        self.fingerprint = fingerprint(collectives.device)
+        is_portable = request.options.numerics == "portable"
+        self.fingerprint = fingerprint(collectives.device, rules=RULES if is_portable else None)
         self.origin, self.steps_per_epoch = origin, steps_per_epoch
         self.attempt = 0
         self.fence: Fence | None = None

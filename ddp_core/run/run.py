@@ -15,6 +15,8 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.errors import UserError
 from ddp_core.faults import FaultScript
+from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.numerics.limits import RULES
 from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
 from ddp_core.observe.loggers.choosing import start_loggers
@@ -47,6 +49,8 @@ def run(request: Request, world: World) -> RunDirectory:
     """
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
+        if request.options.numerics == "portable":
+            stack.enter_context(portable_kernels())
         stop = _stop_request(request, world)
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
@@ -127,6 +131,7 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
         "code version": f"{code['version']} {code['commit']}",
         "layout": request.layout.label,
         "reduction": request.options.reduction,
+        "numerics": request.options.numerics,
     }
     collectives.require_same(**facts)
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
@@ -292,5 +297,7 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
     )
     if trainer.experiment.precision == "tf32" and not has_tf32(trainer.device):
         say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
+    if trainer.options.numerics == "portable":
+        say(f"numerics portable (rules {RULES}): the same bits on every x86-64 CPU with AVX2")
     say(trainer.cut.describe())
     say(f"run directory {directory.path}")

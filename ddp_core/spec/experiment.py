@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.errors import UserError, nearest_name
-from ddp_core.spec.records import Frozen, MemoryFormat, Reduction, explain
+from ddp_core.spec.records import Frozen, MemoryFormat, Numerics, Reduction, explain
 from ddp_core.spec.settings import typed_like
 
 
@@ -100,7 +100,7 @@ class DdpOptions(Frozen):
     powersgd_rank: int = Field(1, gt=0)
 
 
-_ADDED_LATER = ("ema_decay", "memory_format")
+_ADDED_LATER = ("ema_decay", "memory_format", "numerics")
 """Fields that came when experiments had been digested without them. At its default such a field is left out of the
 digest, so that the digests of those experiments stay the same."""
 
@@ -159,6 +159,8 @@ class Experiment(Frozen):
     """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
     weights."""
     reduction: Reduction = "exact"
+    numerics: Numerics = "native"
+    """portable: on the CPU, the same bits on every x86-64 machine with AVX2. Where that cannot be had, it is native."""
     sync_batch_norm: bool = False
     evaluation: Evaluation = Evaluation()
     ddp: DdpOptions = DdpOptions()

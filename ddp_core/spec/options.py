@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from ddp_core.spec.layout import DeviceType, LayoutKind, ShardMode
-from ddp_core.spec.records import Frozen, Reduction
+from ddp_core.spec.records import Frozen, Numerics, Reduction
 from ddp_core.spec.written import ByDefault, CommandLine, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
@@ -79,6 +79,11 @@ class What(Frozen):
         None,
         description="How gradients are added up. exact: in one fixed order, so that every layout ends with the same "
         "bits. plain: as torch does it, the fastest.",
+    )
+    numerics: Annotated[Numerics | None, ByDefault("what the experiment says")] = Field(
+        None,
+        description="How a CPU computes it. native: as fast as it can, with bits that belong to its kind. portable: "
+        "with the same bits on every x86-64 CPU with AVX2, in one thread.",
     )
     record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
         None, description="Train the experiment that this file records; its own file gives the functions only."
@@ -240,11 +245,12 @@ class Drills(Frozen):
 class Options(Drills, Watching, Stopping, Saving, Files, Communication):
     """How a run is carried out, as run.json records it.
 
-    Nothing here changes what is trained or where; only `reduction` and `deterministic` decide the last bits of the
-    result.
+    Nothing here changes what is trained or where; only `reduction`, `numerics` and `deterministic` decide the last
+    bits of the result.
     """
 
     reduction: Reduction = "exact"
+    numerics: Numerics = "native"
     deterministic: bool = True
     cuda_graph: bool = False
     launcher: Literal["in-process", "external", Launcher] = "in-process"

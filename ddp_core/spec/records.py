@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 Reduction = Literal["exact", "plain"]
+Numerics = Literal["native", "portable"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
 

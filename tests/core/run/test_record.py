@@ -130,7 +130,7 @@ def test_a_change_of_the_fingerprint_is_remembered_in_all_later_attempts(
 ) -> None:
     seen, real = [], record_module.fingerprint(CPU)
     for threads in (1, 1, 2, 2, 1):
-        monkeypatch.setattr(record_module, "fingerprint", lambda _, threads=threads: real | {"threads": threads})
+        monkeypatch.setattr(record_module, "fingerprint", lambda *_, threads=threads, **__: real | {"threads": threads})
         notes = begun(directory).notes
         seen.append((directory.read()["fingerprint_changed"], ["threads" in note for note in notes]))
     assert seen == [(False, []), (False, []), (True, [True]), (True, []), (True, [True])]

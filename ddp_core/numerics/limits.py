@@ -1,0 +1,69 @@
+"""The variables that hold torch's libraries to what every x86-64 CPU with AVX2 can do, and computes alike.
+
+They are read when torch is loaded, so they must be set before that. This module does not load torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddp_core.errors import UserError
+
+RULES = 1
+"""Version of what portable numerics limits and replaces; a change that may change bits has a new number."""
+
+LIMITS: Mapping[str, str] = {
+    # torch's own kernels.
+    "ATEN_CPU_CAPABILITY": "avx2",
+    # oneDNN: convolutions.
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    # MKL: matrix products. With its AVX2 branch, CPUs of Intel and AMD have different bits.
+    "MKL_CBWR": "COMPATIBLE",
+}
+
+
+def limits_hold() -> bool:
+    """Whether the limits are set; where torch is loaded, whether it was loaded with them."""
+    if any(os.environ.get(name) != value for name, value in LIMITS.items()):
+        return False
+    torch = sys.modules.get("torch")
+    return torch is None or torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+def limits_missed() -> str:
+    """What to say where torch was loaded without the limits."""
+    variables = shlex.join(f"{name}={value}" for name, value in LIMITS.items())
+    return f"torch was loaded without the limits of portable numerics; set {variables} before it is imported"
+
+
+def portable_refused_by(cpus: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Why this machine cannot have portable numerics; None where it can, as far as is known without loading torch.
+
+    `cpus`: where Linux says what its CPUs can do.
+    """
+    machine = platform.machine()
+    if machine.lower() not in ("x86_64", "amd64"):
+        return f"it is for x86-64 CPUs, and this machine is {machine or 'of an unknown kind'}"
+    flags = [line.split() for line in _lines(cpus) if line.startswith("flags")]
+    if flags and "avx2" not in flags[0]:
+        return "it needs a CPU with AVX2, which this one does not have"
+    return None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def require_portable_here() -> None:
+    """Raises UserError where this machine cannot have portable numerics."""
+    reason = portable_refused_by()
+    if reason is not None:
+        raise UserError(f"portable numerics: {reason}; use --numerics native")
