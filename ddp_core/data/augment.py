@@ -96,7 +96,9 @@ class TurnShiftScale:
     """Turn, move and resize each image a little, by bilinear interpolation, zeros outside.
 
     `turn` is the largest shear (for small angles: radians), `shift` the largest move in pixels, `scale` the largest
-    relative change of size. Images are [n, channels, height, width]; the uniforms are turn, column, row, size.
+    relative change of size. Images are [n, channels, height, width]; the uniforms are turn, column, row, size. The same
+    as torch's `grid_sample` up to rounding, but made of operations whose results IEEE 754 fixes to the last bit: every
+    processor has the same.
     """
 
     turn: float
@@ -105,21 +107,31 @@ class TurnShiftScale:
 
     def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
         count, _, height, width = images.shape
-        device = images.device
-        numbers = 2 * torch.as_tensor(uniforms, device=device) - 1
+        numbers = 2 * torch.as_tensor(uniforms, device=images.device) - 1
         turn, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
-        # grid_sample's coordinates: -1 and 1 are the outer edges, pixel centres lie half a pixel inside.
-        x = ((torch.arange(width, device=device) * 2 + 1) / width - 1).view(1, 1, width)
-        y = ((torch.arange(height, device=device) * 2 + 1) / height - 1).view(1, height, 1)
         turn, size = self.turn * turn, 1 + self.scale * size
-        grid = torch.stack(
-            (
-                size * x - turn * y + column * (2 * self.shift / width),
-                turn * x + size * y + row * (2 * self.shift / height),
-            ),
-            dim=-1,
-        )
-        return functional.grid_sample(images, grid, align_corners=False)
+        # How far each pixel lies from the middle of its image, and from which place of the image it takes its value.
+        across = (torch.arange(width, device=images.device) - (width - 1) / 2).view(1, 1, width)
+        down = (torch.arange(height, device=images.device) - (height - 1) / 2).view(1, height, 1)
+        x = size * across - turn * down + (self.shift * column + (width - 1) / 2)
+        y = size * down + turn * across + (self.shift * row + (height - 1) / 2)
+        return _between_pixels(images, x, y)
+
+
+def _between_pixels(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The images' values at columns `x` and rows `y` (float32 [n, height, width] each), from the four pixels around."""
+    count, channels, height, width = images.shape
+    # Whatever lies outside falls among these zeros: one on the left, two on the right of the pixel before it.
+    padded = functional.pad(images, (1, 2, 1, 2)).view(count, channels, -1)
+    x, y = x.clamp(-1, width), y.clamp(-1, height)
+    left, top = x.floor(), y.floor()
+    corner = ((top.long() + 1) * (width + 3) + (left.long() + 1)).view(count, 1, -1)
+    around = torch.tensor([[0], [1], [width + 3], [width + 4]], device=images.device)
+    places = (corner + around).view(count, 1, -1).expand(-1, channels, -1)
+    corners = padded.gather(2, places).view(count, channels, 2, 2, height, width)
+    near, far = corners.unbind(3)
+    above, below = (near + (far - near) * (x - left).view(count, 1, 1, height, width)).unbind(2)
+    return above + (below - above) * (y - top).view(count, 1, height, width)
 
 
 def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) -> Augmentation:

@@ -216,6 +216,22 @@ def test_turn_shift_scale_at_its_middle_changes_nothing_and_shifts_by_pixels() -
     torch.testing.assert_close(moved[..., :-1], images[..., 1:])
 
 
+def test_turn_shift_scale_is_grid_sample_up_to_rounding() -> None:
+    images, uniforms = torch.rand(50, 3, 9, 7), np.random.default_rng(1).random((50, 4))
+    change = turn_shift_scale(turn=0.5, shift=4.0, scale=0.5)  # far enough to leave the image on all sides
+    turn, column, row, size = torch.as_tensor(2 * uniforms - 1).float().view(50, 4, 1, 1).unbind(1)
+    x = ((torch.arange(7) * 2 + 1) / 7 - 1).view(1, 1, 7)
+    y = ((torch.arange(9) * 2 + 1) / 9 - 1).view(1, 9, 1)
+    # In the coordinates of grid_sample an image is 2 wide and 2 high, so a turn stretches what is not square.
+    across = (1 + 0.5 * size) * x - 0.5 * turn * y * 9 / 7 + 4.0 * column * 2 / 7
+    down = 0.5 * turn * x * 7 / 9 + (1 + 0.5 * size) * y + 4.0 * row * 2 / 9
+    grid = torch.stack((across, down), dim=-1)
+    expected = torch.nn.functional.grid_sample(images, grid, align_corners=False)
+    result = change.apply(images, uniforms)
+    assert (result == 0).any()
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
     from ddp_core.model.torchvision_import import import_torchvision
 
