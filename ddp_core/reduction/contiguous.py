@@ -71,7 +71,8 @@ class ContiguousShares:
         elif missing := [name for index, name in enumerate(self._gradients.names) if index not in self._hook.reduced]:
             raise RuntimeError(
                 f"no gradient for {missing[0]} ({len(missing)} parameters) in this rank's last micro-batch: "
-                "construct DistributedDataParallel with find_unused_parameters=True"
+                "construct DistributedDataParallel with find_unused_parameters=True "
+                "(`ddp train`: --set ddp.find_unused_parameters=true)"
             )
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]

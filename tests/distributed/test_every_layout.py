@@ -12,7 +12,7 @@ from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.distributed import fully_sharded_cases, sharded_cases
 from tests.distributed.test_layouts import train_on_two_nodes
 from tests.support.commands import trained
-from tests.support.layout_cases import digests
+from tests.support.layout_cases import EVERY_KIND, digests
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,8 @@ CASES = {
     "digits, clipped, bf16": ["digits", "--set", "max_steps=2", "--set", "clip_norm=0.1", *BF16],
     "char_transformer": CHARACTERS,
     "char_transformer, bf16": [*CHARACTERS, *BF16],
+    "frozen, tied and unused": [EVERY_KIND],
+    "frozen, tied and unused, bf16": [EVERY_KIND, *BF16],
 }
 
 
@@ -42,7 +44,7 @@ def test_a_shipped_experiment_ends_with_the_bits_of_one_process(tmp_path: Path, 
     assert digests(CASES, tmp_path, "ddp", count, shard=shard) == alone()
 
 
-@pytest.mark.parametrize("name", ["digits", "char_transformer, bf16"])
+@pytest.mark.parametrize("name", ["digits", "char_transformer, bf16", "frozen, tied and unused"])
 @pytest.mark.parametrize("shard", MODES)
 def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_process(tmp_path: Path, shard: ShardMode, name: str) -> None:
     train_on_two_nodes(tmp_path, *CASES[name], "--shard", shard)

@@ -15,7 +15,7 @@ from tests.support.processes import free_port, run_processes
 
 FILES = Path(__file__).parent / "experiment_files"
 ADAMW_MLP, SEQUENCES, WHOLE_JOB = (str(FILES / f"{name}.py") for name in ("adamw_mlp", "sequences", "whole_job"))
-LOUD = str(FILES / "loud.py")
+LOUD, EVERY_KIND = (str(FILES / f"{name}.py") for name in ("loud", "every_kind"))
 
 # The digits data have 1,438 training samples or a few less: 2 * 704 and a rest smaller than one micro-batch of 64.
 EXACT: dict[str, list[str]] = {
