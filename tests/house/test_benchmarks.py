@@ -69,6 +69,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),
+        ("numerics", "convolution"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )
