@@ -54,6 +54,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY ddp_core ddp_core
 COPY ddp_lab ddp_lab
 COPY experiments experiments
+COPY docs/reference/portable-digests.json docs/reference/portable-digests.json
 # Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now, because nothing
 # can be written later.
 RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \

@@ -14,6 +14,8 @@ ROUNDS ?= 20
 SLOW ?=
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
+# `make portable-digests CONFIRM=1`
+CONFIRM ?=
 # `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
 TORCH ?=
 
@@ -28,10 +30,10 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  cpu-cluster takes NODES=2 NPROC=2 EXPERIMENT=digits BACKEND=auto|docker|local OPTIONS=\"--set epochs=2\""
 
@@ -118,6 +120,9 @@ claims: setup ## Measure what the articles claim, about fifteen minutes, and jud
 
 report: setup ## All runs, claims and drills on one page: outputs/report/index.html
 	@$(BIN)/ddp report
+
+portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
+	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)
 
 sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
 	@$(BIN)/python tools/sbom.py

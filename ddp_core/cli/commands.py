@@ -291,15 +291,27 @@ def fetch(name: str, data_dir: str) -> int:
 @ddp.command(options=from_fields("settings", "data_dir"))
 @click.argument("experiment", required=False, shell_complete=completion.complete_experiment)
 @_config()
+@click.option(
+    "--probe", "is_probe", is_flag=True, help="Only say whether this CPU computes the published bits; takes seconds."
+)
 @_as_json
 @click.pass_context
 def doctor(
-    context: click.Context, experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool
+    context: click.Context,
+    experiment: str | None,
+    settings: tuple[str, ...],
+    data_dir: str,
+    is_probe: bool,
+    as_json: bool,
 ) -> int:
     """Say what is here: devices, versions, and what would run.
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
+    if is_probe:
+        from ddp_core.commands.probe import probe
+
+        return probe(as_json, experiment)
     from ddp_core.commands.doctor import doctor
 
     with config_of(context).blamed():

@@ -26,7 +26,7 @@ FLOORS = [
         "ddp_core.torch_internals",
         *("ddp_core.determinism", "ddp_core.numerics"),
     ],
-    ["ddp_core.sampler", "ddp_core.reduction"],
+    ["ddp_core.sampler", "ddp_core.reduction", "ddp_core.numerics.operations"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
     ["ddp_core.model", "ddp_core.observe", "ddp_core.sharding"],
     ["ddp_core.trainers", "ddp_core.faults", "ddp_core.adapters"],

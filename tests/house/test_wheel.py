@@ -48,6 +48,11 @@ def test_the_wheel_carries_the_book_as_it_is(wheel: Path) -> None:
     assert book == (ROOT / "ddp_core" / "data" / "texts" / "alice.txt").read_bytes()
 
 
+def test_the_wheel_carries_the_published_digests(wheel: Path) -> None:
+    table = zipfile.ZipFile(wheel).read("ddp_core/numerics/portable-digests.json")
+    assert table == (ROOT / "docs" / "reference" / "portable-digests.json").read_bytes()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mypy") is None, reason="there is no mypy in this environment, as in the image")
 def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Trainings on emulated CPUs, alone and together with this machine's own CPU, end with the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from ddp_core.distributed.world import free_port
+from tests.support.commands import trained
+from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
+
+STEPS = 4
+
+
+def words(output: Path, *more: str) -> list[str]:
+    """`ddp train` of some steps of digits under portable numerics, for an interpreter."""
+    settings = ["--set", f"max_steps={STEPS}", "--device", "cpu", "--numerics", "portable"]
+    return ["-m", "ddp_core", "train", "digits", *settings, "--output", str(output), *more]
+
+
+def ended(output: Path) -> tuple[str, str]:
+    """The digests of the weights and of the optimizer's state of the only run below `output`."""
+    record = trained(output)[1]
+    return record["weights_sha256"], record["optimizer_sha256"]
+
+
+def alone(added: Mapping[str, str]) -> tuple[str, str]:
+    """How a single process on this machine's own CPU ends."""
+    with TemporaryDirectory() as output:
+        output_of(start([sys.executable, *words(Path(output))], added))
+        return ended(Path(output))
+
+
+@cache
+def here() -> tuple[str, str]:
+    """How a single process on this machine's own CPU ends, with nothing set but the limits."""
+    return alone({})
+
+
+@needs_emulator
+@on_each_cpu
+def test_digits_ends_alike_on_an_emulated_cpu(cpu: str, tmp_path: Path) -> None:
+    output_of(emulated(cpu, *words(tmp_path)))
+    assert ended(tmp_path) == here()
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        # What glibc's own functions (exp, sin) choose by, which LIMITS does not limit.
+        {"GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ"},
+        # What numpy chooses by.
+        {"NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR"},
+        # More threads than the one that portable numerics uses.
+        {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
+    ],
+    ids=["glibc without AVX-512", "numpy without AVX-512", "two threads"],
+)
+def test_hints_to_libraries_do_not_change_the_bits(hints: dict[str, str]) -> None:
+    assert alone(hints) == here()
+
+
+@needs_emulator
+def test_one_rank_here_and_one_on_an_emulated_cpu_end_as_a_single_process_does(tmp_path: Path) -> None:
+    port = free_port()
+    more = ["--layout", "ddp", "--timeout", "300"]
+    ranks = [start([sys.executable, *words(tmp_path, *more)], as_rank(0, port))]
+    ranks.append(emulated("EPYC-Rome-v2", *words(tmp_path, *more), added=as_rank(1, port)))
+    try:
+        for rank in reversed(ranks):
+            output_of(rank)
+    finally:
+        for rank in ranks:
+            end(rank)
+    assert ended(tmp_path) == here()
+
+
+def as_rank(rank: int, port: int) -> dict[str, str]:
+    """A launcher's variables for one of two nodes with a rank each."""
+    facts: dict[str, Any] = {"RANK": rank, "GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    facts |= {"WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in facts.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that still runs."""
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(ValueError):
+            process.communicate()

@@ -1,0 +1,52 @@
+"""CPUs that this machine is not, as the emulator qemu-x86_64 (Debian: qemu-user) shows them to a program.
+
+Only the program itself is emulated: what it starts is started by this machine's kernel, and runs on the real CPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+from ddp_core.numerics.published import Published
+
+CPUS = ("Haswell", "Skylake-Client-v4", "EPYC-Rome-v2")
+"""CPUs with AVX2 and without AVX-512 that qemu 7.2 can emulate: two of Intel's, one of AMD's."""
+
+_GATHER = "qemu 7.2 carries out masked AVX2 loads and gathers wrongly"
+FAULTS = {
+    "LSTM, backward": f"{_GATHER}: oneDNN looks up its tanh by a gather",
+    "grid_sample bicubic, backward": f"{_GATHER}: grid_sample fetches pixels by masked gathers",
+    "grid_sample bilinear, backward": f"{_GATHER}: grid_sample fetches pixels by masked gathers",
+    "toy_mlp": f"{_GATHER}: fused SGD without momentum loads the missing momentum under an empty mask, which ends qemu",
+}
+"""What the emulator computes wrongly or not at all, with the reason; tests/emulated proves that the CPU is right."""
+
+
+def emulator() -> str | None:
+    """The path of the emulator; None where it is missing."""
+    return shutil.which("qemu-x86_64")
+
+
+def version() -> str:
+    """The emulator's version, such as 7.2.22."""
+    return subprocess.run(["qemu-x86_64", "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
+
+
+def python_on(cpu: str) -> list[str]:
+    """The words that start this Python on an emulated CPU.
+
+    numpy is told to do without AVX2: its sorting gathers under a mask, which qemu 7.2 carries out wrongly.
+    """
+    return ["qemu-x86_64", "-E", "NPY_DISABLE_CPU_FEATURES=X86_V3", "-cpu", cpu, sys.executable]
+
+
+def without_faults(table: Published) -> Published:
+    """The table without what the emulator cannot compute, some of which would end it."""
+    return replace(
+        table,
+        operations={name: each for name, each in table.operations.items() if name not in FAULTS},
+        training_steps={name: each for name, each in table.training_steps.items() if name not in FAULTS},
+    )

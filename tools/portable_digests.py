@@ -1,0 +1,156 @@
+"""Makes docs/reference/portable-digests.json, the published digests of portable numerics: `make portable-digests`.
+
+On a machine with AVX2 it computes the digest of every operation of `ddp doctor --probe`, of the weights after short
+trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the
+probe once on every CPU below, as the emulator qemu-x86_64 shows it, and writes down which digests that CPU reproduces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ddp_core.commands.probe import judge, measured
+from ddp_core.determinism.fingerprint import cpu_model
+from ddp_core.errors import UserError
+from ddp_core.numerics.limits import RULES
+from ddp_core.numerics.operations import all_operations
+from ddp_core.numerics.published import Published, Steps, published
+from ddp_core.run.directory import find_runs
+from ddp_core.run.experiment_file import INSTALLED, list_experiments, load_experiment
+from tools.emulation import CPUS, FAULTS, emulator, python_on, version, without_faults
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "reference" / "portable-digests.json"
+STEPS = {
+    "char_transformer": ["max_steps=2"],
+    "counter_buffer": ["max_steps=2"],
+    "digits": ["max_steps=2"],
+    "linear_regression": ["max_steps=2"],
+    "resnet18_synthetic": [
+        *("data.image_size=64", "data.samples=16", "data.pool=16"),
+        *("global_batch_size=8", "max_steps=2"),
+    ],
+    "toy_mlp": ["max_steps=2"],
+}
+"""The short trainings: settings by experiment, for all that need no download."""
+
+
+def main() -> int:
+    """Write the table; returns 1 where a whole run or an operation fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--confirm", action="store_true", help="Also run the probe on emulated CPUs (minutes).")
+    options = parser.parse_args()
+    before = published(TABLE) if TABLE.exists() else None
+    try:
+        table = _made(before)
+        _write(table)
+        if options.confirm:
+            _write(_confirmed(table))
+    except UserError as error:
+        print(f"portable-digests: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _made(before: Published | None) -> Published:
+    """The table as this machine computes it; dates and confirmations are those `before` where no digest has changed."""
+    blank = Published(
+        rules=RULES,
+        torch="",
+        numpy="",
+        made_on={"cpu": cpu_model(), "date": _today()},
+        operations=dict.fromkeys(all_operations(), ""),
+        training_steps={name: Steps(settings, "") for name, settings in STEPS.items()},
+        runs={},
+    )
+    versions, found = measured(blank)
+    for (_, name), answer in found.items():
+        if "digest" not in answer:
+            raise UserError(f"{name}: {answer['trouble']}")
+    digests = {key: answer["digest"] for key, answer in found.items()}
+    table = replace(
+        blank,
+        torch=versions["torch"].partition("+")[0],
+        numpy=versions["numpy"],
+        operations={name: digests["operations", name] for name in blank.operations},
+        training_steps={name: Steps(settings, digests["training_steps", name]) for name, settings in STEPS.items()},
+        runs={name: _whole_run(name) for name in _portable_experiments()},
+    )
+    if before is None:
+        return table
+    if replace(table, made_on=before.made_on, confirmed_by=before.confirmed_by) == before:
+        print("portable-digests: no digest has changed")
+        return before
+    _say_what_changed(before, table)
+    return table
+
+
+def _say_what_changed(before: Published, after: Published) -> None:
+    old, new = before.to_json(), after.to_json()
+    for kind in ("operations", "training_steps", "runs"):
+        names = [name for name in sorted(old[kind] | new[kind]) if old[kind].get(name) != new[kind].get(name)]
+        if names:
+            print(f"portable-digests: {kind}, changed: {', '.join(names)}")
+    if before.confirmed_by:
+        print("portable-digests: what emulated CPUs have confirmed was another table; confirm anew with --confirm")
+
+
+def _portable_experiments() -> list[str]:
+    """The experiments that come with the package and whose own numerics are portable."""
+    names = [each.name for each in list_experiments([INSTALLED])]
+    return [name for name in names if load_experiment(str(INSTALLED / f"{name}.py")).experiment.numerics == "portable"]
+
+
+def _whole_run(name: str) -> str:
+    """The digest of the weights after a whole run under portable numerics."""
+    with tempfile.TemporaryDirectory(prefix="ddp-portable-") as scratch:
+        words = ["train", name, "--device", "cpu", "--numerics", "portable", "--output", scratch]
+        done = subprocess.run(
+            [sys.executable, "-m", "ddp_core", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise UserError(f"`ddp {' '.join(words)}` ended with {done.returncode}: {done.stderr.strip()}")
+        _, record = next(find_runs(Path(scratch)))
+        print(f"portable-digests: {name} ends with {record['weights_sha256']}", flush=True)
+        return str(record["weights_sha256"])
+
+
+def _confirmed(table: Published) -> Published:
+    """The table with what each emulated CPU reproduces."""
+    if emulator() is None:
+        raise UserError("--confirm needs qemu-x86_64 (Debian: apt install qemu-user)")
+    confirmed = []
+    for cpu in CPUS:
+        tried = without_faults(table)
+        verdict = judge(tried, *measured(tried, python_on(cpu)))
+        confirmed.append(
+            {
+                "cpu": cpu,
+                "emulator": f"qemu-x86_64 {version()}",
+                "date": _today(),
+                "reproduced": verdict.count - len(verdict.differences),
+                "different": {each.name: each.describe() for each in verdict.differences},
+                "not_tried": FAULTS,
+            }
+        )
+        print(f"portable-digests: {cpu}: {verdict.line}", flush=True)
+    return replace(table, confirmed_by=tuple(confirmed))
+
+
+def _write(table: Published) -> None:
+    TABLE.write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
