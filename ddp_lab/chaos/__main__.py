@@ -19,9 +19,9 @@ from ddp_lab.chaos.drill import Drill, load, names
 from ddp_lab.chaos.faults import Breakable
 from ddp_lab.chaos.judge import DrillReport, judge, table
 from ddp_lab.chaos.runner import Runner
-from ddp_lab.cluster.__main__ import choose_backend, launch, planned_digest
+from ddp_lab.cluster.__main__ import choose_backend, launch, plan
 from ddp_lab.cluster.cluster import Backend, Spec
-from ddp_lab.cluster.runs import find_baseline
+from ddp_lab.cluster.runs import Planned, find_baseline
 
 
 @said_by("chaos")
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def carry_out(drill: Drill, seed: int, wanted: str, output: Path, data: Path, verbose: bool = False) -> int:
     """Train the undisturbed run where there is none, then carry out the drill and judge it; returns the exit code."""
     settings = tuple(word for setting in drill.settings for word in ("--set", setting))
-    digest = planned_digest(drill.experiment, settings)
+    planned = plan(drill.experiment, settings)
     backend = choose_backend(wanted)
-    undisturbed = _undisturbed(drill, digest, backend, settings, output, data)
+    undisturbed = _undisturbed(drill, planned, backend, settings, output, data)
     cluster = _breakable(backend, drill)
     spec = Spec(drill.experiment, "ddp", drill.nodes, drill.nproc_per_node, drill.train_options(), output, data)
     say(f"drill {drill.name}, seed {seed}: {drill.experiment} on {drill.nodes} nodes x {drill.nproc_per_node}")
@@ -84,9 +84,9 @@ def _show(node: str, line: str) -> None:
 
 
 def _undisturbed(
-    drill: Drill, digest: str, backend: Backend, settings: tuple[str, ...], output: Path, data: Path
+    drill: Drill, planned: Planned, backend: Backend, settings: tuple[str, ...], output: Path, data: Path
 ) -> Path | None:
-    found = find_baseline(output, digest)
+    found = find_baseline(output, planned)
     if found is not None:
         return found
     say("training undisturbed, as one process, for the digest to compare with")
@@ -94,7 +94,7 @@ def _undisturbed(
     verdict = launch(Spec(drill.experiment, "single", options=options, output=output, data=data), type(backend)())
     if verdict.exit_code != ExitCode.DONE:
         raise UserError("the undisturbed run failed, so there is nothing to compare with", verdict.exit_code)
-    return find_baseline(output, digest)
+    return find_baseline(output, planned)
 
 
 def _breakable(backend: Backend, drill: Drill) -> Breakable:

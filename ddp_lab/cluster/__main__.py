@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_core.numerics.limits import portable_refused_by
+from ddp_core.numerics.published import published
 from ddp_core.run.directory import RunDirectory
 from ddp_core.run.prepare import load_with_settings
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
@@ -20,11 +22,12 @@ from ddp_lab.cluster.containers import ContainerBackend, engine_version
 from ddp_lab.cluster.gain import explain_gain
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
-from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
+from ddp_lab.cluster.published_run import beside_published
+from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import Verdict
 
 # The options that say what is trained: the baseline gets them, too.
-_SHARED = ("--set", "--reduction")
+_SHARED = ("--set", "--reduction", "--numerics")
 
 _printing = threading.Lock()
 
@@ -71,7 +74,7 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
     """Train the baseline where there is none, then the cluster; set both in one table; the cluster's exit code."""
     if known.nodes < 1 or known.nproc < 1:
         raise UserError(f"a cluster has at least one node and one process per node, not {known.nodes} x {known.nproc}")
-    digest = planned_digest(known.experiment, options)
+    planned = plan(known.experiment, options)
     backend = choose_backend(known.backend)
     spec = Spec(
         known.experiment,
@@ -81,7 +84,7 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
         output=known.output,
         data=known.data_dir,
     )
-    baseline = find_baseline(known.output, digest)
+    baseline = find_baseline(known.output, planned)
     if baseline is None:
         say("no completed single-process run of this experiment: training the baseline first")
         single = Spec(
@@ -90,24 +93,31 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
         verdict = launch(single, backend)
         if verdict.exit_code != ExitCode.DONE:
             return verdict.exit_code
-        baseline = find_baseline(known.output, digest)
+        baseline = find_baseline(known.output, planned)
         backend = type(backend)()
     say(f"{known.experiment} on {known.nodes} nodes x {known.nproc} processes as {backend.name}")
     verdict = launch(spec, backend)
     run = find_launched(known.output, spec.launch_id)
     if run is not None:
         _compare([path for path in (baseline, run) if path is not None])
-        if baseline is not None and verdict.exit_code == ExitCode.DONE:
-            for line in explain_gain(RunDirectory(baseline).read(), RunDirectory(run).read()):
+        if verdict.exit_code == ExitCode.DONE:
+            record = RunDirectory(run).read()
+            if line := beside_published(record, published()):
+                say(line)
+            for line in explain_gain(RunDirectory(baseline).read(), record) if baseline is not None else []:
                 say(line)
     return verdict.exit_code
 
 
-def planned_digest(experiment: str, options: Sequence[str]) -> str:
-    """The digest of what `ddp train` will train. Raises UserError for an unknown experiment or setting."""
+def plan(experiment: str, options: Sequence[str]) -> Planned:
+    """What `ddp train` will train. Raises UserError for an unknown experiment or setting."""
     words = settings_of(options, ["--set"])
     settings = [word.removeprefix("--set=") for word in words if word != "--set"]
-    return load_with_settings(experiment, settings).experiment.digest()
+    loaded = load_with_settings(experiment, settings).experiment
+    asked = settings_of(options, ["--numerics"])
+    wanted = asked[-1].removeprefix("--numerics=") if asked else loaded.numerics
+    can_be_portable = portable_refused_by() is None
+    return Planned(loaded.digest(), "portable" if wanted == "portable" and can_be_portable else "native")
 
 
 def choose_backend(wanted: str) -> Backend:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ddp_core.run.directory import find_runs
+from ddp_core.spec.records import Numerics
 
 
-def find_baseline(output: Path, digest: str) -> Path | None:
-    """The newest completed single-process CPU run of the experiment with this digest."""
+class Planned(NamedTuple):
+    """What `ddp train` will train: the experiment's digest, and the numerics."""
+
+    digest: str
+    numerics: Numerics
+
+
+def find_baseline(output: Path, planned: Planned) -> Path | None:
+    """The newest completed single-process CPU run of the same experiment with the same numerics."""
     found = [
         directory.path
         for directory, record in find_runs(output)
         if record.get("status") == "completed"
-        and record.get("experiment_sha256") == digest
+        and record.get("experiment_sha256") == planned.digest
         and (record["layout"]["kind"], record["layout"]["device"]) == ("single", "cpu")
+        and (record.get("options") or {}).get("numerics", "native") == planned.numerics
     ]
     return found[-1] if found else None
 

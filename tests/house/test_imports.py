@@ -24,9 +24,9 @@ FLOORS = [
     [
         *("ddp_core.errors", "ddp_core.files", "ddp_core.orphans", "ddp_core.shares", "ddp_core.threads"),
         "ddp_core.torch_internals",
-        *("ddp_core.determinism", "ddp_core.numerics"),
+        "ddp_core.determinism",
     ],
-    ["ddp_core.sampler", "ddp_core.reduction", "ddp_core.numerics.operations"],
+    ["ddp_core.sampler", "ddp_core.reduction", "ddp_core.numerics"],
     ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
     ["ddp_core.model", "ddp_core.observe", "ddp_core.sharding"],
     ["ddp_core.trainers", "ddp_core.faults", "ddp_core.adapters"],

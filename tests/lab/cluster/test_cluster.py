@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_core.errors import ExitCode, UserError
+from ddp_core.numerics.published import published
 from ddp_core.run.directory import find_runs
 from ddp_core.run.prepare import load_with_settings
 from ddp_lab.cluster import __main__ as command
@@ -19,7 +20,8 @@ from ddp_lab.cluster.cluster import Cluster, Spec, Write
 from ddp_lab.cluster.gain import GAINS, explain_gain
 from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
-from ddp_lab.cluster.runs import find_baseline, find_launched, settings_of
+from ddp_lab.cluster.published_run import beside_published
+from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import NodeResult, judge
 from tests.support.commands import Ended, ddp, train
 from tests.support.commands import command as start
@@ -168,14 +170,16 @@ def write_run(output: Path, name: str, **fields: Any) -> Path:
 
 
 def test_baseline_is_the_newest_completed_single_cpu_run_of_the_same_experiment(tmp_path: Path) -> None:
-    assert find_baseline(tmp_path, "right") is None
+    assert find_baseline(tmp_path, Planned("right", "native")) is None
     write_run(tmp_path, "1")
     expected = write_run(tmp_path, "2")
     write_run(tmp_path, "3", status="failed")
     write_run(tmp_path, "4", experiment_sha256="other")
     write_run(tmp_path, "5", layout={"kind": "ddp", "device": "cpu"})
     write_run(tmp_path, "6", layout={"kind": "single", "device": "cuda"})
-    assert find_baseline(tmp_path, "right") == expected
+    portable = write_run(tmp_path, "7", options={"numerics": "portable"})
+    assert find_baseline(tmp_path, Planned("right", "native")) == expected
+    assert find_baseline(tmp_path, Planned("right", "portable")) == portable
 
 
 def test_a_launch_finds_its_own_run(tmp_path: Path) -> None:
@@ -271,6 +275,35 @@ def test_the_command_that_gains_is_a_training_that_exists() -> None:
     assert loaded.experiment.global_batch_size == 64
 
 
+def test_a_run_is_set_beside_what_is_published_of_its_experiment() -> None:
+    table = published()
+    digest = load_with_settings("toy_mlp", []).experiment.digest()
+    record = {
+        "experiment": {"name": "toy_mlp"},
+        "experiment_sha256": digest,
+        "options": {"numerics": "portable", "reduction": "exact"},
+        "weights_sha256": table.runs["toy_mlp"],
+        "fingerprint": {"torch": table.torch},
+    }
+    assert beside_published(record, table) == (
+        "these are the published weights of toy_mlp: every x86-64 CPU with AVX2 ends with them"
+    )
+    line = beside_published(record | {"weights_sha256": "other"}, table)
+    assert line is not None
+    assert line.startswith("NOT the published weights of toy_mlp")
+    assert line.endswith("…): `ddp doctor --probe` says what differs here")
+    line = beside_published(record | {"weights_sha256": "other", "fingerprint": {"torch": "1.0"}}, table)
+    assert line is not None
+    assert f"made with torch {table.torch}, and this is 1.0;" in line
+    for other in (
+        {"experiment": {"name": "mine"}},
+        {"experiment_sha256": "with other settings"},
+        {"options": {"numerics": "native", "reduction": "exact"}},
+        {"options": {"numerics": "portable", "reduction": "plain"}},
+    ):
+        assert beside_published(record | other, table) is None
+
+
 UP = ("up", "--backend", "local", "--nproc", "1", "--experiment", "toy_mlp")
 
 
@@ -298,6 +331,7 @@ def test_two_local_nodes_train_after_their_baseline_as_a_user_starts_them(tmp_pa
     ended = start(*UP, "--output", tmp_path, program=("-m", "ddp_lab.cluster"))
     check_cluster(tmp_path, ended)
     assert "single | " in ended.output
+    assert "published weights of toy_mlp" in ended.output
 
 
 @pytest.mark.slow

@@ -1,0 +1,33 @@
+"""Whether a run ended with the published weights of its experiment, which every x86-64 CPU with AVX2 computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddp_core.errors import UserError
+from ddp_core.numerics.published import Published
+from ddp_core.run.experiment_file import INSTALLED, load_experiment
+
+
+def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
+    """One line about a completed run (its run.json); None where nothing is published for what it trained.
+
+    Published is what a shipped experiment, with its own settings and portable numerics, ends with.
+    """
+    name = record["experiment"]["name"]
+    expected = table.runs.get(name)
+    options = record["options"]
+    if expected is None or options.get("numerics") != "portable" or options["reduction"] != "exact":
+        return None
+    try:
+        shipped = load_experiment(name, (INSTALLED,)).experiment
+    except UserError:
+        return None
+    if record["experiment_sha256"] != shipped.digest():
+        return None
+    if record["weights_sha256"] == expected:
+        return f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
+    there, here = table.torch, record["fingerprint"]["torch"]
+    why = f"they were made with torch {there}, and this is {here}; " if there != here else ""
+    return f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp doctor --probe` says what differs here"
