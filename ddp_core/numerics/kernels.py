@@ -109,9 +109,8 @@ def _power_in_place(usual: Replaced) -> Replaced:
 
 def _power_into(usual: Replaced) -> Replaced:
     def pow_out(keys: Any, numbers: Tensor, exponent: Any, *, out: Tensor) -> Tensor:
-        if _is_half(exponent) and _fits(numbers, out):
-            return _put(exact_root(numbers), out)
-        return usual(keys, numbers, exponent, out=out)
+        is_root = _is_half(exponent) and _fits(numbers, out)
+        return _put(exact_root(numbers), out) if is_root else usual(keys, numbers, exponent, out=out)
 
     return pow_out
 

@@ -55,7 +55,7 @@ class EarlyNumerics:
             limits = LIMITS if numerics == "portable" else {}
             sys.stdout.flush()
             sys.stderr.flush()
-            words = [sys.executable, *sys.orig_argv[1:]]
+            words = [sys.executable, "-m", "ddp_core", *sys.argv[1:]]
             os.execve(sys.executable, words, {**self._before, **limits, _SECOND_START: "1"})
         return holds
 
