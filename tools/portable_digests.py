@@ -89,6 +89,11 @@ def _made(before: Published | None) -> Published:
         print("portable-digests: no digest has changed")
         return before
     _say_what_changed(before, table)
+    probed = [(each.rules, each.torch, each.operations, each.training_steps) for each in (before, table)]
+    if probed[0] == probed[1]:
+        return replace(table, confirmed_by=before.confirmed_by)
+    if before.confirmed_by:
+        print("portable-digests: what emulated CPUs have confirmed was another table; confirm anew with CONFIRM=1")
     return table
 
 
@@ -98,8 +103,6 @@ def _say_what_changed(before: Published, after: Published) -> None:
         names = [name for name in sorted(old[kind] | new[kind]) if old[kind].get(name) != new[kind].get(name)]
         if names:
             print(f"portable-digests: {kind}, changed: {', '.join(names)}")
-    if before.confirmed_by:
-        print("portable-digests: what emulated CPUs have confirmed was another table; confirm anew with --confirm")
 
 
 def _portable_experiments() -> list[str]:

@@ -68,10 +68,6 @@ def of_numpy() -> Operations:
             generator().random(99),
         ],
         "numpy: sqrt": lambda: [np.sqrt(above), np.sqrt(wide)],
-        "numpy: sin, cos": lambda: [np.sin(x), np.cos(x)],
-        "numpy: exp, log": lambda: [np.exp(x), np.log(above)],
-        "numpy: float64 sin, cos": lambda: [np.sin(wide), np.cos(wide)],
-        "numpy: tanh": lambda: np.tanh(x),
         "numpy: sum, mean, std": lambda: [x.sum(), x.mean(), x.std(), wide.sum(), wide.std()],
         "numpy: unique": lambda: np.unique(x.astype(np.int64)),
     }
