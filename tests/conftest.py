@@ -15,10 +15,14 @@ from multiprocessing import forkserver, resource_tracker
 import psutil
 import pytest
 
+from ddp_core.numerics.limits import LIMITS
+
 # With more threads than cores, ranks would wait for each other. Results are compared on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `ddp` sets this before it imports torch. The fork server has imported torch before `ddp` runs, so it is set here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Nor could that server's forks compute with portable numerics, which some experiments ask for, without these.
+os.environ.update(LIMITS)
 
 # All descendants inherit this variable, even those that have left the process tree: it finds what outlives the tests.
 _MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., int])
 
 IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
-"""The key of click's notes that tells whether this process was started to run the command."""
+"""The key of click's notes that tells whether this process ends with the command."""
 
 _EXAMPLES = """
 \b
@@ -121,7 +121,7 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     # What a file says is written out, so that the run's record and its workers need the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     world = World.from_environment()
-    numerics = EarlyNumerics(is_own_process=context.meta.get(IS_OWN_PROCESS, False))
+    numerics = EarlyNumerics(context.obj, is_own_process=context.meta.get(IS_OWN_PROCESS, False))
     numerics.expect(asked, world)
     asked, is_host = follow_launcher(asked, world, node_here())
     require_free(asked, world)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])]
     try:
         with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
-            return _call(words, is_own=arguments is None)
+            return _call(words, is_own=not goes_on)
     except UserError as error:
         if not World.is_set():
             raise
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _call(words: list[str], is_own: bool) -> int:
     """The exit code of the command. Raises UserError for whatever is wrong with the words.
 
-    `is_own`: whether this process was started to run the command.
+    `is_own`: whether this process ends with the command.
 
     click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.
     """

@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_core.distributed.world import World
@@ -26,14 +27,14 @@ _GPU_DRIVER = Path("/dev/nvidiactl")
 class EarlyNumerics:
     """This process's numerics: expected before torch is loaded, and mended once the request is known.
 
-    A process that does more than run the command (`is_own_process` is False) keeps its variables as they are, and is
-    not started anew.
+    `words` are those of the command. A process that goes on after it (`is_own_process` is False) keeps its variables as
+    they are, and is not started anew.
     """
 
-    def __init__(self, is_own_process: bool) -> None:
+    def __init__(self, words: Sequence[str], is_own_process: bool) -> None:
         # The variable is not for the workers, which may have to be started anew themselves.
         self._is_second = os.environ.pop(_SECOND_START, None) is not None
-        self._is_own = is_own_process
+        self._words, self._is_own = words, is_own_process
         self._before = dict(os.environ)
         self._has_set_limits = False
 
@@ -55,7 +56,7 @@ class EarlyNumerics:
             limits = LIMITS if numerics == "portable" else {}
             sys.stdout.flush()
             sys.stderr.flush()
-            words = [sys.executable, "-m", "ddp_core", *sys.argv[1:]]
+            words = [sys.executable, "-m", "ddp_core", *self._words]
             os.execve(sys.executable, words, {**self._before, **limits, _SECOND_START: "1"})
         return holds
 

@@ -1,0 +1,70 @@
+"""What records say of numerics: fingerprints without a CPU, old records, and what compare and resume make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.commands.compare import verdict
+from ddp_core.determinism import fingerprint as module
+from ddp_core.determinism.fingerprint import differences, fingerprint
+from ddp_core.numerics.limits import RULES
+from ddp_core.spec.experiment import Component, Experiment
+from tests.support.commands import ddp, trained
+
+CPU = torch.device("cpu")
+EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(name="d"), global_batch_size=8)
+
+
+def test_a_portable_fingerprint_names_the_rules_and_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, native = fingerprint(CPU, RULES), fingerprint(CPU)
+    monkeypatch.setattr(module, "cpu_model", lambda: "another")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("MKL_CBWR", "another")
+    assert differences(fingerprint(CPU, RULES), here) == []
+    assert len(differences(fingerprint(CPU), native)) == 3
+    assert (here["numerics"], here["numerics_rules"]) == ("portable", RULES)
+    assert differences(fingerprint(CPU, RULES + 1), here) == [f"numerics_rules: here {RULES + 1}, there {RULES}"]
+
+
+def test_native_and_portable_differ_in_that_alone() -> None:
+    assert differences(fingerprint(CPU), fingerprint(CPU, RULES)) == ["numerics: here native, there portable"]
+
+
+def test_a_record_without_numerics_is_native_and_keeps_its_digest() -> None:
+    old = EXPERIMENT.to_json()
+    del old["numerics"]
+    assert Experiment.from_json(old) == EXPERIMENT
+    assert EXPERIMENT.with_settings(["numerics=native"]).digest() == EXPERIMENT.digest()
+    assert EXPERIMENT.with_settings(["numerics=portable"]).digest() != EXPERIMENT.digest()
+
+
+def record(weights: str, rules: int | None) -> dict[str, Any]:
+    return {
+        "status": "completed",
+        "options": {"reduction": "exact"},
+        "weights_sha256": weights * 64,
+        "fingerprint": fingerprint(CPU, rules),
+    }
+
+
+def test_compare_says_where_numerics_differ() -> None:
+    assert "2 exact runs, identical" in verdict([record("a", RULES), record("a", RULES)])
+    said = verdict([record("a", RULES), record("b", None)])
+    assert "under other fingerprints (numerics: here portable, there native)" in said
+    assert "under one fingerprint" in verdict([record("a", RULES), record("b", RULES)])
+
+
+def test_a_run_that_goes_on_with_other_numerics_is_warned_of(tmp_path: Path) -> None:
+    words = ("train", "toy_mlp", "--device", "cpu", "--output", tmp_path)
+    halted = ddp(*words, "--numerics", "portable", "--checkpoint-every", "1", "--fault", "kill@2")
+    assert halted.code != 0
+    ended = ddp(*words, "--numerics", "native", "--resume", "auto")
+    assert ended.code == 0, ended.errors
+    warning = "warning: bit-identity with the steps before is not promised, numerics: here native, there portable"
+    assert warning in ended.output + ended.errors
+    assert json.loads((trained(tmp_path)[0].path / "run.json").read_text())["fingerprint_changed"] is True
