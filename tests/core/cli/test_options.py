@@ -20,6 +20,7 @@ VALUES = {
     "accept_changed_code": True,
     "init_from": "weights.safetensors",
     "reduction": "plain",
+    "numerics": "portable",
     "record": "run.json",
     "layout": "ddp",
     "device": "cpu",

@@ -123,9 +123,11 @@ def test_few_modules_touch_the_environment() -> None:
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/rendezvous.py": "tells the resolver not to wait for long",
         "launch/starting.py": "hands the launcher's environment on to a worker",
+        "numerics/limits.py": "reads whether the limits of portable numerics are set",
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
+        "run/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
         "run/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {
