@@ -80,7 +80,7 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
         return "digests: fewer than two completed exact runs to compare"
     digests = {record["weights_sha256"] for record in exact}
     if len(digests) == 1:
-        return f"digests: {len(exact)} exact runs, identical ({digests.pop()[:16]}…)"
+        return f"digests: {len(exact)} exact runs, identical ({digests.pop()[:16]}…){_on_unlike_cpus(exact)}"
     first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
@@ -101,6 +101,13 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
         "data": record.get("data_sha256"),
         "initial weights": (record.get("init_from") or {}).get("sha256"),
     }
+
+
+def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
+    """What portable numerics have shown; nothing where all CPUs are of one kind."""
+    portable = [record for record in records if record["fingerprint"].get("numerics") == "portable"]
+    kinds = {(record.get("environment") or {}).get("cpu") for record in portable} - {None}
+    return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
 def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -187,7 +187,8 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
         if (exchanged := _exchanged_file(directory, again)) is not None:
             print(f"different file: the record is right, but {exchanged} holds other weights than the record says")
             return DIFFERENT
-        print("identical" + (f" (although the fingerprint differs: {other[0]})" if other else ""))
+        differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
+        print(f"identical{differs}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
     if (ddp := _other_ddp(record)) is not None:
@@ -199,6 +200,13 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     else:
         print(f"different under the same fingerprint: {_first_difference(directory, again)}")
     return DIFFERENT
+
+
+def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:
+    """What portable numerics have shown; nothing on the same kind of CPU."""
+    there, here = (each["environment"].get("cpu") for each in (record, repeated))
+    is_portable = repeated["fingerprint"].get("numerics") == "portable"
+    return f", on another kind of CPU: here {here}, there {there}" if is_portable and here != there else ""
 
 
 def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:

@@ -43,17 +43,19 @@ def test_a_record_without_numerics_is_native_and_keeps_its_digest() -> None:
     assert EXPERIMENT.with_settings(["numerics=portable"]).digest() != EXPERIMENT.digest()
 
 
-def record(weights: str, rules: int | None) -> dict[str, Any]:
+def record(weights: str, rules: int | None, cpu: str = "A") -> dict[str, Any]:
     return {
         "status": "completed",
         "options": {"reduction": "exact"},
         "weights_sha256": weights * 64,
         "fingerprint": fingerprint(CPU, rules),
+        "environment": {"cpu": cpu},
     }
 
 
 def test_compare_says_where_numerics_differ() -> None:
-    assert "2 exact runs, identical" in verdict([record("a", RULES), record("a", RULES)])
+    assert verdict([record("a", RULES), record("a", RULES)]).endswith("2 exact runs, identical (aaaaaaaaaaaaaaaa…)")
+    assert verdict([record("a", RULES), record("a", RULES, "B")]).endswith("…), portable on 2 kinds of CPU: A, B")
     said = verdict([record("a", RULES), record("b", None)])
     assert "under other fingerprints (numerics: here portable, there native)" in said
     assert "under one fingerprint" in verdict([record("a", RULES), record("b", RULES)])
@@ -68,3 +70,14 @@ def test_a_run_that_goes_on_with_other_numerics_is_warned_of(tmp_path: Path) -> 
     warning = "warning: bit-identity with the steps before is not promised, numerics: here native, there portable"
     assert warning in ended.output + ended.errors
     assert json.loads((trained(tmp_path)[0].path / "run.json").read_text())["fingerprint_changed"] is True
+
+
+@pytest.mark.slow
+def test_verify_says_that_another_kind_of_cpu_had_the_same_bits(tmp_path: Path) -> None:
+    assert ddp("train", "toy_mlp", "--device", "cpu", "--numerics", "portable", "--output", tmp_path).code == 0
+    directory, made = trained(tmp_path)
+    here = made["environment"]["cpu"]
+    directory.update(environment=made["environment"] | {"cpu": "another"})
+    ended = ddp("verify", directory.path)
+    assert ended.code == 0, ended.output + ended.errors
+    assert ended.output.endswith(f"identical, on another kind of CPU: here {here}, there another\n")
