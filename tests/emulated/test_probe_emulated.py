@@ -21,7 +21,7 @@ CLOSE = 1e-3
 @on_each_cpu
 def test_an_emulated_cpu_computes_the_published_bits(cpu: str) -> None:
     table = without_faults(published())
-    verdict = judge(table, *measured(table, python_on(cpu)))
+    verdict = judge(table, *measured(table, python_on(cpu), limit=PATIENCE))
     assert [each.describe() for each in verdict.differences] == []
     assert verdict.count == len(published().operations) + len(published().training_steps) - len(FAULTS)
 

@@ -13,7 +13,7 @@ from tests.support.commands import LAUNCHER_VARIABLES, ROOT
 from tools.emulation import CPUS, emulator, python_on
 
 PATIENCE = 900
-"""Seconds after which an emulated program is taken to hang: importing torch alone takes one a minute of a busy core."""
+"""Seconds after which an emulated program is taken to hang: it imports torch in half a minute of processor time."""
 
 needs_emulator = pytest.mark.skipif(emulator() is None, reason="needs qemu-x86_64 (Debian: apt install qemu-user)")
 on_each_cpu = pytest.mark.parametrize("cpu", CPUS)

@@ -144,6 +144,8 @@ def test_the_table_has_every_operation_and_knows_every_experiment() -> None:
 def test_the_page_documents_the_table_and_the_probe() -> None:
     page = (ROOT / "docs" / "reference" / "portable-numerics.md").read_text()
     words = set(re.findall(r"`(\w+)`", page))
+    whole = published()
+    assert f"reproduces all {len(whole.operations) + len(whole.training_steps)} published digests" in page
     assert json.loads((ROOT / "docs" / "reference" / "portable-digests.json").read_text()).keys() <= words
 
 
