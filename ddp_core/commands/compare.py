@@ -106,7 +106,7 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
 def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
     """What portable numerics have shown; nothing where all CPUs are of one kind."""
     portable = [record for record in records if record["fingerprint"].get("numerics") == "portable"]
-    kinds = {(record.get("environment") or {}).get("cpu") for record in portable} - {None}
+    kinds = {cpu for record in portable if (cpu := (record.get("environment") or {}).get("cpu"))}
     return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
