@@ -17,5 +17,6 @@ experiment = Experiment(
     global_batch_size=48,
     epochs=100,
     reduction="plain",
+    numerics="portable",
     ddp=DdpOptions(broadcast_buffers=True),
 )

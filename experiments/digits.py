@@ -19,4 +19,5 @@ experiment = Experiment(
     micro_batch=8,
     epochs=25,
     reduction="exact",
+    numerics="portable",
 )

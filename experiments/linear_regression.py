@@ -18,4 +18,5 @@ experiment = Experiment(
     micro_batch=8,
     epochs=10,
     reduction="exact",
+    numerics="portable",
 )

@@ -17,4 +17,5 @@ experiment = Experiment(
     micro_batch=4,
     epochs=2,
     reduction="exact",
+    numerics="portable",
 )

@@ -24,7 +24,7 @@ def test_it_says_what_would_run_and_writes_nothing(tmp_path: Path, capsys: pytes
     words = ["toy_mlp", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu", "--output", str(output)]
     found = dry_run(capsys, *words, "--set", "optimizer.lr=0.25", "--set", "epochs=3", "--ledger", "--keep-last", "5")
     assert "toy_mlp.py" in found["experiment"]
-    assert found["layout"] == "ddp-1x2-cpu: 2 processes by torchrun, reduction exact, numerics native"
+    assert found["layout"] == "ddp-1x2-cpu: 2 processes by torchrun, reduction exact, numerics portable"
     assert found["batch"] == "global batch 16 = 4 micro-batches x 4 samples, 2 per step on each of 2"
     assert found["steps"] == "6 in all, 2 per epoch, 3 epochs"
     assert "toy_data: 32 samples to train" in found["data"]
