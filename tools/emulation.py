@@ -15,12 +15,11 @@ from ddp_core.numerics.published import Published
 CPUS = ("Haswell", "Skylake-Client-v4", "EPYC-Rome-v2")
 """CPUs with AVX2 and without AVX-512 that qemu 7.2 can emulate: two of Intel's, one of AMD's."""
 
-_GATHER = "qemu 7.2 carries out masked AVX2 loads and gathers wrongly"
 FAULTS = {
-    "LSTM, backward": f"{_GATHER}: oneDNN looks up its tanh by a gather",
-    "grid_sample bicubic, backward": f"{_GATHER}: grid_sample fetches pixels by masked gathers",
-    "grid_sample bilinear, backward": f"{_GATHER}: grid_sample fetches pixels by masked gathers",
-    "toy_mlp": f"{_GATHER}: fused SGD without momentum loads the missing momentum under an empty mask, which ends qemu",
+    "LSTM, backward": "qemu 7.2 gives wrong values, probably by its AVX2 gathers",
+    "grid_sample bicubic, backward": "qemu 7.2 gives wrong values or ends, by its AVX2 gathers under a mask",
+    "grid_sample bilinear, backward": "qemu 7.2 gives wrong values or ends, by its AVX2 gathers under a mask",
+    "toy_mlp": "qemu 7.2 ends in fused SGD without momentum, probably by AVX2 loads under an empty mask",
 }
 """What the emulator computes wrongly or not at all, with the reason; tests/emulated proves that the CPU is right."""
 

@@ -26,7 +26,7 @@ Found = dict[tuple[str, str], dict[str, str]]
 """By kind (`operations` or `training_steps`) and name, either `digest` or `trouble`."""
 
 _LIMIT = 600.0
-"""Seconds after which the process is taken to hang; a tenth is much on any CPU, an emulated one takes most."""
+"""Seconds after which a process is taken to hang; it takes five where nothing else runs."""
 
 
 @dataclass(frozen=True)
