@@ -51,16 +51,19 @@ def prepare(asked: Asked, command: str, computes_with: Callable[[Numerics], bool
     layout = choose_layout(asked, world)
     check_shards(asked, loaded.experiment, layout)
     reduction = asked.reduction or _default_reduction(loaded.experiment, world)
+    numerics, why_native = _numerics(asked, loaded.experiment, layout, computes_with)
     options = Options(
         **asked.model_dump(
             include=Options.model_fields.keys() - {"reduction", "numerics", "deterministic", "launcher"}
         ),
         reduction=reduction,
-        numerics=_numerics(asked, loaded.experiment, layout, world, computes_with),
+        numerics=numerics,
         deterministic=_is_deterministic(asked, reduction, layout),
         launcher=_launcher(asked, world),
     )
     check_gpus(layout, options.reduction, options.backend, world)
+    if why_native is not None:
+        say(world, f"native numerics instead of portable: {why_native}")
     return Request(loaded, layout, options, asked.resume, command, asked)
 
 
@@ -130,9 +133,9 @@ def _default_reduction(experiment: Experiment, world: World) -> Reduction:
 
 
 def _numerics(
-    asked: Asked, experiment: Experiment, layout: Layout, world: World, computes_with: Callable[[Numerics], bool]
-) -> Numerics:
-    """What was asked for, else the experiment's own; native, with a printed line, where that cannot be had.
+    asked: Asked, experiment: Experiment, layout: Layout, computes_with: Callable[[Numerics], bool]
+) -> tuple[Numerics, str | None]:
+    """What was asked for, else the experiment's own; native, and the reason, where that cannot be had.
 
     Raises UserError where portable numerics were asked for and cannot be had.
     """
@@ -143,13 +146,12 @@ def _numerics(
         reason = on_gpu or portable_refused_by()
     if reason is None:
         if computes_with(wanted):
-            return wanted
+            return wanted, None
         reason = limits_missed()
     if asked.numerics == "portable":
         raise UserError(f"--numerics portable: {reason}")
     computes_with("native")
-    say(world, f"native numerics instead of portable: {reason}")
-    return "native"
+    return "native", reason
 
 
 def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:

@@ -114,6 +114,7 @@ def test_few_modules_touch_the_environment() -> None:
     may = {
         "cli/commands.py": "keeps libraries quiet, before they are imported",
         "cli/entry.py": "hears that a shell asks for completions",
+        "commands/probe.py": "gives the process that it starts the limits of portable numerics",
         "determinism/fingerprint.py": "notes what decides which kernels a library picks",
         "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
