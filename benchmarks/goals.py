@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.numerics import DEFAULT_GOAL, PORTABLE
 from benchmarks.record import RESULTS
 
 # The text of the result file says "at least 4 times".
@@ -47,7 +48,7 @@ def goals() -> list[Goal]:
     return [
         *(*_trainer_step(), *_scaling(), *_loader(), *_nodes(), *_reduction()),
         *(*_sharded(), *_fully_sharded()),
-        *(*_exact_end_to_end(), *_startup()),
+        *(*_exact_end_to_end(), *_startup(), *_numerics()),
     ]
 
 
@@ -168,6 +169,13 @@ def _fully_sharded() -> Iterator[Goal]:
         each = f"{row['world_size']} ranks, {row['micro_batches_per_rank']} micro-batches each"
         what = f"exact step of FSDP2, plain, {row['model']}, {each}"
         yield Goal("fully_sharded", what, row["target"], row["ratios"]["parameters, exact"])
+
+
+def _numerics() -> Iterator[Goal]:
+    """Those experiments are portable by default that hardly lose speed so."""
+    for row in _results("numerics"):
+        if row["what"] in PORTABLE:
+            yield Goal("numerics", f"{row['what']}: portable speed of native", DEFAULT_GOAL, row["ratio"], most=False)
 
 
 def _exact_end_to_end() -> Iterator[Goal]:

@@ -5,7 +5,7 @@
 Both are started as commands of their own and train the same CNN on scikit-learn's digits in one process with one
 thread: the same batches of 64, epochs, optimizer and schedule, an evaluation and a checkpoint per epoch, no
 augmentation. They take turns, in an order that rotates. `plain` computes a batch as the script does; `exact` is the
-experiment as it is shipped, whose batches are cut into eight.
+experiment as it is shipped, whose batches are cut into eight. Numerics are native, as those of a script.
 
 start: until the first step is done (Python, imports, data, run directory). steps: to the last step's end, with the
 evaluations and checkpoints between epochs. after: the last evaluation, digest and checkpoint, until on disk. end: until
@@ -33,8 +33,8 @@ PHASES = ("start", "steps", "after", "end", "whole")
 SETTINGS = ("data.augment=false",)
 WAYS: dict[str, tuple[str, ...]] = {
     "bare script": (),
-    "ddp train, plain": ("--reduction", "plain", "--set", "micro_batch=null"),
-    "ddp train, exact": ("--reduction", "exact"),
+    "ddp train, plain": ("--numerics", "native", "--reduction", "plain", "--set", "micro_batch=null"),
+    "ddp train, exact": ("--numerics", "native", "--reduction", "exact"),
 }
 
 
