@@ -5,8 +5,9 @@
 Two models of 25 million parameters, the linear layers of benchmarks.sharded and the transformer of char_transformer,
 with AdamW (fused) and micro-batches so small that hardly anything but gradients, updates and parameters takes time.
 "FSDP2, plain" is torch's `fully_shard` with its own reduce-scatter and its optimizer over the DTensors, in the same
-blocks, gathered and freed alike. Processes return large freed blocks, as those of `ddp train` do here. The ways take
-turns in one run, each with a model of its own; the slowest rank counts; ratios are medians over the rounds.
+blocks, gathered and freed alike. Processes keep freed memory; those of `ddp train` return large blocks in this mode, to
+be small, which would make all of the ways slower. The ways take turns in one run, each with a model of its own; the
+slowest rank counts; ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
 from benchmarks.turns import rotated
 from ddp_core.model.builders import MODELS
 from ddp_core.reduction import ExactReduction
-from ddp_core.run.freed_memory import return_large_blocks
+from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sharding.blocks import blocks_of
 from ddp_core.sharding.fully_sharded import FullySharded
 from ddp_core.sharding.plain_rounds import PlainRounds
@@ -111,7 +112,7 @@ class Contender:
 
 def time_steps(rank: int, world_size: int, rounds: int, net: str, own: int, quick: bool) -> dict[str, list[float]]:
     """By way: seconds of the slowest rank in each round."""
-    return_large_blocks()
+    keep_freed_memory()
     contenders = {way: Contender(way, net, own, quick) for way in WAYS}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(rounds + WARM_UP):

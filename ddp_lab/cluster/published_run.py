@@ -7,7 +7,8 @@ from typing import Any
 
 from ddp_core.errors import UserError
 from ddp_core.numerics.published import Published
-from ddp_core.run.experiment_file import INSTALLED, load_experiment
+from ddp_core.run.experiment_file import INSTALLED
+from ddp_core.run.prepare import load_with_settings
 
 
 def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
@@ -21,7 +22,7 @@ def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
     if expected is None or options.get("numerics") != "portable" or options["reduction"] != "exact":
         return None
     try:
-        shipped = load_experiment(name, (INSTALLED,)).experiment
+        shipped = load_with_settings(str(INSTALLED / f"{name}.py"), []).experiment
     except UserError:
         return None
     if record["experiment_sha256"] != shipped.digest():

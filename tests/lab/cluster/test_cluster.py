@@ -275,22 +275,22 @@ def test_the_command_that_gains_is_a_training_that_exists() -> None:
     assert loaded.experiment.global_batch_size == 64
 
 
-def test_a_run_is_set_beside_what_is_published_of_its_experiment() -> None:
+@pytest.mark.parametrize("name", ["digits", "toy_mlp"])
+def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> None:
     table = published()
-    digest = load_with_settings("toy_mlp", []).experiment.digest()
     record = {
-        "experiment": {"name": "toy_mlp"},
-        "experiment_sha256": digest,
+        "experiment": {"name": name},
+        "experiment_sha256": command.plan(name, ["--nproc-per-node", "2"]).digest,
         "options": {"numerics": "portable", "reduction": "exact"},
-        "weights_sha256": table.runs["toy_mlp"],
+        "weights_sha256": table.runs[name],
         "fingerprint": {"torch": table.torch},
     }
     assert beside_published(record, table) == (
-        "these are the published weights of toy_mlp: every x86-64 CPU with AVX2 ends with them"
+        f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
     )
     line = beside_published(record | {"weights_sha256": "other"}, table)
     assert line is not None
-    assert line.startswith("NOT the published weights of toy_mlp")
+    assert line.startswith(f"NOT the published weights of {name}")
     assert line.endswith("…): `ddp doctor --probe` says what differs here")
     line = beside_published(record | {"weights_sha256": "other", "fingerprint": {"torch": "1.0"}}, table)
     assert line is not None
