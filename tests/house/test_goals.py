@@ -43,4 +43,5 @@ def test_every_benchmark_with_goals_is_there() -> None:
         "fully_sharded",
         "exact_end_to_end",
         "startup",
+        "numerics",
     }
