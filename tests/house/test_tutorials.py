@@ -48,6 +48,7 @@ def test_what_differs_between_runs_is_not_compared() -> None:
     two = "single-cpu  1  exact  9000.5  0.98  80 MB  094e44e9c211  single-cpu-20261122T005730Z-abcdef"
     assert masked(one) == masked(two)
     assert masked("-----------  ---") == masked("----  -----")
+    assert masked('"checkpoint": 0.0003,') == masked('"checkpoint": 5.96e-05,')
     assert masked("train loss 0.1") != masked("test loss 0.1")
 
 

@@ -52,7 +52,7 @@ def blocks(page: str) -> list[Block]:
 
 def masked(line: str) -> str:
     """The line without what differs from run to run and from machine to machine: digests, ids, numbers, widths."""
-    line = re.sub(r"\d+\.\d+|(?<=Z-)[0-9a-f]{6}\b|\b(?=[a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", line)
+    line = re.sub(r"\d+\.\d+(e[-+]\d+)?|(?<=Z-)[0-9a-f]{6}\b|\b(?=[a-f]*\d)[0-9a-f]{6,}\b|\d+", "#", line)
     return re.sub(r"\s+", " ", re.sub(r"-{3,}", "-", line)).strip()
 
 
