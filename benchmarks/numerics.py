@@ -34,7 +34,6 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "char_transformer": ("max_steps=60",),
     "resnet18_synthetic": RESNET,
 }
-PORTABLE = ("digits", "linear_regression", "toy_mlp", "counter_buffer")
 DEFAULT_GOAL = 0.9
 """An experiment is portable by default where that costs a tenth of its speed or less."""
 

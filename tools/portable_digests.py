@@ -24,7 +24,7 @@ from ddp_core.determinism.fingerprint import cpu_model
 from ddp_core.errors import UserError
 from ddp_core.numerics.limits import RULES
 from ddp_core.numerics.operations import all_operations
-from ddp_core.numerics.published import Published, Steps, published
+from ddp_core.numerics.published import Published, Steps, published, release
 from ddp_core.run.directory import find_runs
 from ddp_core.run.experiment_file import INSTALLED, list_experiments, load_experiment
 from tools.emulation import CPUS, FAULTS, emulator, python_on, version, without_faults
@@ -82,7 +82,7 @@ def _made(before: Published | None) -> Published:
     digests = {key: answer["digest"] for key, answer in found.items()}
     table = replace(
         blank,
-        torch=versions["torch"].partition("+")[0],
+        torch=release(versions["torch"]),
         numpy=versions["numpy"],
         operations={name: digests["operations", name] for name in blank.operations},
         training_steps={name: Steps(settings, digests["training_steps", name]) for name, settings in STEPS.items()},

@@ -10,6 +10,7 @@ from typing import Any
 from ddp_core.determinism.fingerprint import differences
 from ddp_core.errors import ExitCode, UserError
 from ddp_core.run.directory import RunDirectory, find_runs
+from ddp_core.run.environment import portable_cpu
 
 Run = tuple[RunDirectory, dict[str, Any]]
 
@@ -104,9 +105,8 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
-    """What portable numerics have shown; nothing where all CPUs are of one kind."""
-    portable = [record for record in records if record["fingerprint"].get("numerics") == "portable"]
-    kinds = {cpu for record in portable if (cpu := (record.get("environment") or {}).get("cpu"))}
+    """Names the CPUs of runs with portable numerics, where these are of several kinds; else nothing."""
+    kinds = {cpu for record in records if (cpu := portable_cpu(record))}
     return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 

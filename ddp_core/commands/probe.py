@@ -73,8 +73,8 @@ class Verdict:
     @property
     def other_torch(self) -> str | None:
         """A line that says that the table is of another version of torch; None where it is of this one."""
-        here = self.versions.get("torch", "").partition("+")[0]
-        if here == self.table.torch:
+        here = self.table.other_torch(self.versions.get("torch", ""))
+        if here is None:
             return None
         return f"the published digests are of torch {self.table.torch}; this is {here}, which may be why some differ"
 

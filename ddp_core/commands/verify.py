@@ -16,7 +16,7 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.run.continuing import LENGTH, kept_length, recorded_weights
 from ddp_core.run.data_record import digest_data, recorded_digest
 from ddp_core.run.directory import RunDirectory, find_runs
-from ddp_core.run.environment import describe_code
+from ddp_core.run.environment import describe_code, portable_cpu
 from ddp_core.run.initial_weights import read_weights
 from ddp_core.run.prepare import load_with_settings
 from ddp_core.run.request import build_splits
@@ -203,10 +203,9 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
 
 
 def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:
-    """What portable numerics have shown; nothing on the same kind of CPU."""
-    there, here = (each["environment"].get("cpu") for each in (record, repeated))
-    is_portable = repeated["fingerprint"].get("numerics") == "portable"
-    return f", on another kind of CPU: here {here}, there {there}" if is_portable and here != there else ""
+    """Names the CPUs of a run with portable numerics and of its repetition, where they differ; else nothing."""
+    there, here = portable_cpu(record), portable_cpu(repeated)
+    return f", on another kind of CPU: here {here}, there {there}" if here != there else ""
 
 
 def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:

@@ -41,6 +41,11 @@ class Published:
     """By experiment, the digest of the weights after a whole run with the experiment's own settings."""
     confirmed_by: Sequence[Mapping[str, Any]] = ()
 
+    def other_torch(self, version: str) -> str | None:
+        """The release of this version of torch, where it is not that of the digests; None where it is."""
+        here = release(version)
+        return None if here == self.torch else here
+
     def to_json(self) -> dict[str, Any]:
         """The table in plain JSON types."""
         steps = {
@@ -53,6 +58,11 @@ class Published:
             "confirmed_by": list(self.confirmed_by),
             "training_steps": steps,
         }
+
+
+def release(version: str) -> str:
+    """A version of torch without its build: 2.13.0 of 2.13.0+cpu. Both builds compute the same digests on a CPU."""
+    return version.partition("+")[0]
 
 
 def published(path: Path | None = None) -> Published:

@@ -6,11 +6,23 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "pydantic", "safetensors")
+
+
+def portable_cpu(record: Mapping[str, Any]) -> str | None:
+    """The CPU of a run with portable numerics, whose fingerprint does not name it; None for another run.
+
+    `record` is the run's run.json.
+    """
+    if record["fingerprint"].get("numerics") != "portable":
+        return None
+    cpu: str | None = (record.get("environment") or {}).get("cpu")
+    return cpu
 
 
 def describe_environment() -> dict[str, Any]:

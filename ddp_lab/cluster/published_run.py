@@ -29,6 +29,6 @@ def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
         return None
     if record["weights_sha256"] == expected:
         return f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
-    there, here = table.torch, record["fingerprint"]["torch"].partition("+")[0]
-    why = f"they were made with torch {there}, and this is {here}; " if there != here else ""
+    other = table.other_torch(record["fingerprint"]["torch"])
+    why = "" if other is None else f"they were made with torch {table.torch}, and this is {other}; "
     return f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp doctor --probe` says what differs here"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.numerics.limits import LIMITS
-from tests.support.commands import ROOT, command, ddp, train, trained
+from tests.support.commands import command, ddp, train, trained, without_limits
 from tests.support.processes import HANG, free_port
 
 WORDS = ("digits", "--set", "max_steps=6", "--numerics", "portable")
@@ -57,7 +55,6 @@ def test_a_native_and_a_portable_rank_refuse_to_meet(tmp_path: Path) -> None:
 
 def _ranks(output: Path, numerics: list[str]) -> list[tuple[int, str]]:
     """Exit code and errors of ranks that are started one by one, each where no limit is set."""
-    clean = {name: value for name, value in os.environ.items() if name not in LIMITS} | {"PYTHONPATH": str(ROOT)}
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(numerics))}
     words = ("-m", "ddp_core", "train", "--layout", "ddp", "--device", "cpu", "--output", str(output), *WORDS[:-1])
     processes = [
@@ -66,7 +63,7 @@ def _ranks(output: Path, numerics: list[str]) -> list[tuple[int, str]]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=clean | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            env=without_limits() | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank, each in enumerate(numerics)
     ]

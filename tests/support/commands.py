@@ -20,12 +20,18 @@ from typing import Any
 
 import psutil
 
+from ddp_core.numerics.limits import LIMITS
 from ddp_core.run.directory import RunDirectory, find_runs
 from tests.support.processes import CONTEXT, HANG, run_processes
 
 ROOT = Path(__file__).parents[2]
 MARK = "DDP_TEST_MARK"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def without_limits() -> dict[str, str]:
+    """This process's environment without the limits of portable numerics, as a user's shell has it; finds ddp_core."""
+    return {name: value for name, value in os.environ.items() if name not in LIMITS} | {"PYTHONPATH": str(ROOT)}
 
 
 @dataclass(frozen=True)

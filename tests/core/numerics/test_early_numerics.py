@@ -18,7 +18,7 @@ from ddp_core.numerics.limits import LIMITS, portable_refused_by
 from ddp_core.run import early_numerics
 from ddp_core.run.early_numerics import EarlyNumerics, expected_numerics
 from ddp_core.spec.options import Asked
-from tests.support.commands import ROOT, ddp, trained
+from tests.support.commands import ROOT, ddp, trained, without_limits
 from tests.support.processes import HANG
 
 TEXT = '''"""Does it start?"""
@@ -106,17 +106,16 @@ def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPa
 
 
 def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """`ddp train` as a user starts it, where no limit is set; the file notes each time that it is run."""
+    """Run `ddp train` on this text, where no limit is set. The file returned has a letter for each time it was run."""
     note = folder / "starts"
     file = mine(folder, text + f"open({str(note)!r}, 'a').write('x')\n")
-    clean = {name: value for name, value in os.environ.items() if name not in LIMITS}
     ended = subprocess.run(
         [sys.executable, "-m", "ddp_core", "train", file, "--device", "cpu", "--output", str(folder / "out"), *words],
         capture_output=True,
         text=True,
         timeout=HANG,
         cwd=ROOT,
-        env=clean | {"PYTHONPATH": str(ROOT)},
+        env=without_limits(),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -153,7 +152,6 @@ def test_without_the_limits_the_option_is_refused_and_the_default_is_native(tmp_
     # A program that calls main with words.
     script = tmp_path / "program.py"
     script.write_text("import sys, torch\nfrom ddp_core.cli import main\nprint('code', main(sys.argv[1:]))\n")
-    clean = {name: value for name, value in os.environ.items() if name not in LIMITS} | missed
 
     def program(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -161,7 +159,7 @@ def test_without_the_limits_the_option_is_refused_and_the_default_is_native(tmp_
             capture_output=True,
             text=True,
             timeout=HANG,
-            env=clean | {"PYTHONPATH": str(ROOT)},
+            env=without_limits() | missed,
             check=False,
         )
 
