@@ -5,9 +5,9 @@
 Two models of 25 million parameters, the linear layers of benchmarks.sharded and the transformer of char_transformer,
 with AdamW (fused) and micro-batches so small that hardly anything but gradients, updates and parameters takes time.
 "FSDP2, plain" is torch's `fully_shard` with its own reduce-scatter and its optimizer over the DTensors, in the same
-blocks, gathered and freed alike. Processes keep freed memory; those of `ddp train` return large blocks in this mode, to
-be small, which would make all of the ways slower. The ways take turns in one run, each with a model of its own; the
-slowest rank counts; ratios are medians over the rounds.
+blocks, gathered and freed alike. Processes keep the memory that they free. (Those of `ddp train --shard parameters`
+return it to the system, to be small, which would make all of the ways slower.) The ways take turns in one run, each
+with a model of its own; the slowest rank counts; ratios are medians over the rounds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from ddp_core.numerics.limits import LIMITS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `ddp` sets this before it imports torch. The fork server has imported torch before `ddp` runs, so it is set here.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Nor could that server's forks compute with portable numerics, which some experiments ask for, without these.
+# Some experiments ask for portable numerics, which need these variables before torch is loaded. The fork server has
+# loaded it before `ddp` runs, so they are set here, too.
 os.environ.update(LIMITS)
 
 # All descendants inherit this variable, even those that have left the process tree: it finds what outlives the tests.

@@ -53,14 +53,14 @@ def linear(distance):
     return max(0.0, 1 - abs(distance))
 
 def cubic(distance):
-    # R. Keys, "Cubic convolution interpolation", 1981, with a = -0.75.
+    # A pixel's share at this distance: R. Keys, "Cubic convolution interpolation", 1981, with a = -0.75.
     t = abs(distance)
     if t <= 1:
         return 1.25 * t**3 - 2.25 * t**2 + 1
     return -0.75 * (t**3 - 5 * t**2 + 8 * t - 4) if t < 2 else 0.0
 
 def sampled(image, grid, weight):
-    # Interpolation with zeros outside, pixel by pixel.
+    # The value at each place of the grid: all pixels times their shares. Outside of the image, pixels are zero.
     height, width = image.shape
     found = torch.zeros(grid.shape[:2]).double()
     for i in range(grid.shape[0]):

@@ -1,4 +1,4 @@
-"""The kernels of portable numerics: square roots to the last bit, in whatever way, and nothing else changed."""
+"""With portable numerics, square roots are the nearest numbers, whichever function takes them; other results stay."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_adam_takes_exact_roots(way: dict[str, bool]) -> None:
     weights = nn.Parameter(torch.zeros(COUNT))
     weights.grad = torch.from_numpy(gradient)
     torch.optim.Adam([weights], lr=1.0, betas=(0.0, 0.0), eps=1e-30, **way).step()
-    # With betas of zero the first step is -g / sqrt(g * g).
+    # With both betas zero, Adam's first step adds -g / sqrt(g * g) to each weight, where g is its gradient.
     truth = -gradient / roots(gradient * gradient)
     assert np.array_equal(weights.detach().numpy(), truth)
 
@@ -178,7 +178,7 @@ def test_all_is_as_before_after_the_block() -> None:
 
 
 def _before_and_after() -> list[tuple[int, bool]]:
-    """Threads, and whether roots are exact: before, in, after, and in the block again."""
+    """Number of threads, and whether roots are exact: before `portable_kernels`, in it, after it, and in it again."""
     values = torch.from_numpy(np.random.default_rng(0).random(1000, dtype=np.float32))
     torch.set_num_threads(3)
 
