@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.loops import SETTINGS, Case, Clock
 from benchmarks.record import record
 from benchmarks.turns import Seconds, summary
+from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.distributed.world import free_port
-from ddp_core.model.torchvision_import import import_torchvision
 
 Way = Callable[[Case, int, int, bool], Seconds]
 """One turn of a peer: case, micro-batches per step, ranks, and whether exact."""

@@ -30,11 +30,11 @@ TARGETS = {("plain, same micro-batches", 2): 1.03}
 def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, results: Any) -> None:
     import torch
 
-    from ddp_core.determinism.kernels import choose_kernels
+    from ddp_core.base.deterministic_kernels import choose_kernels
+    from ddp_core.config.layout import Layout
     from ddp_core.distributed.process_group import process_group
     from ddp_core.distributed.world import World
     from ddp_core.run.freed_memory import keep_freed_memory
-    from ddp_core.spec.layout import Layout
 
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})

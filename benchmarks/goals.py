@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.numerics import DEFAULT_GOAL
 from benchmarks.record import RESULTS
-from ddp_core.numerics.published import published
+from ddp_lab.probe.published import published
 
 # The text of the result file says "at least 4 times".
 LOADER_GOAL = 4.0

@@ -23,22 +23,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.turns import Seconds, Turn
+from ddp_core.base.deterministic_kernels import choose_kernels
+from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.checkpoint import Checkpointer
+from ddp_core.config.experiment import Component, Experiment, Optimizer
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.data.builders import InMemory, Splits
-from ddp_core.determinism.kernels import choose_kernels
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.model.builders import MODELS
 from ddp_core.model.losses import class_hits, cross_entropy
-from ddp_core.model.torchvision_import import import_torchvision
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.run.freed_memory import keep_freed_memory
-from ddp_core.spec.experiment import Component, Experiment, Optimizer
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, build_trainer
 
 CLASSES = 10

@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.turns import rotated
+from ddp_core.config.records import Numerics
 from ddp_core.numerics.limits import LIMITS
-from ddp_core.spec.records import Numerics
 
 WAYS: tuple[Numerics, ...] = ("native", "portable")
 RESNET = ("data.image_size=64", "data.samples=512", "data.pool=64", "global_batch_size=32", "max_steps=8")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from ddp_core.determinism.fingerprint import cpu_model
+from ddp_core.base.fingerprint import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
-from ddp_core.run.directory import find_runs
-from ddp_core.spec.layout import SHARD_MODES
+from ddp_core.config.layout import SHARD_MODES
+from ddp_core.record.directory import find_runs
 
 TOLERANCE = 0.1
 MODES = ("none", *SHARD_MODES)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from ddp_core.numerics.published import Published
+from ddp_lab.probe.published import Published
 
 CPUS = ("Haswell", "Skylake-Client-v4", "EPYC-Rome-v2")
 """CPUs with AVX2 and without AVX-512 that qemu 7.2 can emulate: two of Intel's, one of AMD's."""

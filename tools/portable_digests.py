@@ -1,6 +1,6 @@
 """Makes docs/reference/portable-digests.json, the published digests of portable numerics: `make portable-digests`.
 
-On a machine with AVX2 it computes the digest of every operation of `ddp doctor --probe`, of the weights after short
+On a machine with AVX2 it computes the digest of every operation of `ddp probe`, of the weights after short
 trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the
 probe once on every CPU below, as the emulator qemu-x86_64 shows it, and writes down which digests that CPU reproduces.
 """
@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_core.commands.probe import judge, measured
-from ddp_core.determinism.fingerprint import cpu_model
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
+from ddp_core.base.fingerprint import cpu_model
+from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
 from ddp_core.numerics.limits import RULES
-from ddp_core.numerics.operations import all_operations
-from ddp_core.numerics.published import Published, Steps, published, release
-from ddp_core.run.directory import find_runs
-from ddp_core.run.experiment_file import INSTALLED, list_experiments, load_experiment
+from ddp_core.record.directory import find_runs
+from ddp_lab.probe.command import judge, measured
+from ddp_lab.probe.operations import all_operations
+from ddp_lab.probe.published import Published, Steps, published, release
 from tools.emulation import CPUS, FAULTS, emulator, python_on, version, without_faults
 
 ROOT = Path(__file__).parents[1]

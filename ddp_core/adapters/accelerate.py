@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_core.errors import UserError
-from ddp_core.model.torchvision_import import import_torchvision
+from ddp_core.base.errors import UserError
+from ddp_core.base.torchvision_import import import_torchvision
 
 from . import missing
 from .dealing import accumulation_steps

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.sampler import BLOCK, GlobalOrder
 
 

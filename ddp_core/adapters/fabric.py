@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ddp_core.errors import UserError
-from ddp_core.model.torchvision_import import import_torchvision
+from ddp_core.base.errors import UserError
+from ddp_core.base.torchvision_import import import_torchvision
 
 from . import missing
 from .dealing import accumulation_steps, deal

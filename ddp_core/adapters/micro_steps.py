@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.determinism.seeds import MicroBatchSeed
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
 
 

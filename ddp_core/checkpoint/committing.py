@@ -12,12 +12,12 @@ from typing import IO, Any, cast
 
 import torch
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import NewFile, sync_directory
 from ddp_core.checkpoint import manifest as manifests
+from ddp_core.checkpoint.data_file import At, DataFile
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.files import At, DataFile
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged, DataPart
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import NewFile, sync_directory
 
 
 class CheckpointFiles:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from ddp_core.checkpoint.files import write_error
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import replace_file, take_lock
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file, take_lock
+from ddp_core.checkpoint.data_file import write_error
 
 _TOKEN_FILE = "fence.json"
 _LOCK_FILE = "fence.lock"

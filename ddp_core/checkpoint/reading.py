@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from ddp_core.checkpoint.files import human_bytes
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import take_lock, target_of
+from ddp_core.checkpoint.data_file import human_bytes
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
@@ -29,8 +31,6 @@ from ddp_core.checkpoint.manifest import (
 )
 from ddp_core.checkpoint.parts import put_together
 from ddp_core.checkpoint.state import Shapes, describe
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import take_lock, target_of
 
 _SHOWN = 4
 _NAMED = re.compile(r"GLOBAL (\S+)")

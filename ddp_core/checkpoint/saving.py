@@ -18,15 +18,15 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from ddp_core.base.files import NewFile
 from ddp_core.checkpoint.committing import CheckpointFiles
+from ddp_core.checkpoint.data_file import At, disk_full, free_bytes, human_bytes, write_error
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.files import At, disk_full, free_bytes, human_bytes, write_error
 from ddp_core.checkpoint.manifest import Checkpoint
 from ddp_core.checkpoint.parts import part_of
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.state import Shapes, Snapshots, Tree, on_cpu
 from ddp_core.checkpoint.together import telling_others, write_together
-from ddp_core.files import NewFile
 
 WRITER_NICENESS = 5
 

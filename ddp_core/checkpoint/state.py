@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_core.torch_internals import foreach_copy_, module_versions, set_module_versions
+from ddp_core.base.torch_internals import foreach_copy_, module_versions, set_module_versions
 
 Shapes = dict[str, list[Any]]
 """Dotted name → [dtype without "torch.", list of sizes]."""

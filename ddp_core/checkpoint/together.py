@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
-from ddp_core.checkpoint.files import At, write_error
+from ddp_core.base.errors import UserError
+from ddp_core.checkpoint.data_file import At, write_error
 from ddp_core.checkpoint.manifest import Checkpoint, DataPart, uncommitted
 from ddp_core.checkpoint.ranks import Ranks
-from ddp_core.errors import UserError
 
 Value = TypeVar("Value")
 

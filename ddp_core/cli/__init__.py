@@ -1,6 +1,6 @@
-"""The command `ddp`: its subcommands and options, and the function that each subcommand calls.
+"""The command `ddp`: from words to one request, and the commands beside `train` (verify, compare, doctor, bundle).
 
-The functions themselves are in the packages below; here is only how a command line asks for them.
+Starting processes belongs to `launch`, and what a worker does to `run`.
 """
 
 from ddp_core.cli.entry import main

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.cli import completion
+from ddp_core.cli.click_options import asked_in, from_fields
 from ddp_core.cli.config import config_of, take_config
 from ddp_core.cli.kinds import Group, OpenGroup, TitledOption
-from ddp_core.cli.options import asked_in, from_fields
-from ddp_core.errors import ExitCode
 
 if TYPE_CHECKING:
-    from ddp_core.spec.layout import DeviceType, LayoutKind
+    from ddp_core.config.layout import DeviceType, LayoutKind
 
 Function = TypeVar("Function", bound=Callable[..., int])
 
@@ -72,7 +71,7 @@ def _config(title: str | None = None) -> Callable[[Function], Function]:
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        from ddp_core.run.environment import version_line
+        from ddp_core.record.environment import version_line
 
         click.echo(version_line())
         context.exit()
@@ -111,38 +110,18 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     (ddp). The result does not depend on the layout.
     """
     _quiet()
-    from ddp_core.cli.entry import main
-    from ddp_core.distributed.world import World, node_here
-    from ddp_core.run.early import require_free
-    from ddp_core.run.early_numerics import EarlyNumerics
-    from ddp_core.run.following import follow_launcher
+    from ddp_core.cli.train import train
 
     asked, config = asked_in(context), config_of(context)
-    # What a file says is written out, so that the run's record and its workers need the file no more.
+    # What a file says is written out, so that the run's record needs the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
-    world = World.from_environment()
-    numerics = EarlyNumerics(context.obj, is_own_process=context.meta.get(IS_OWN_PROCESS, False))
-    numerics.expect(asked, world)
-    asked, is_host = follow_launcher(asked, world, node_here())
-    require_free(asked, world)
-    # These load torch, which takes seconds.
-    from ddp_core.launch.launch import Meeting, launch
-    from ddp_core.run.prepare import prepare
-
-    with config.blamed():
-        request = prepare(asked, shlex.join(["ddp", *words]), numerics.holds)
-    if only_said:
-        from ddp_core.commands.dry_run import dry_run
-
-        return dry_run(request)
-    meeting = Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host)
-    return launch(request, meeting, words, main)
+    return train(asked, words, context.meta.get(IS_OWN_PROCESS, False), only_said, config.blamed())
 
 
 @ddp.command("list")
 def list_() -> int:
     """List the experiments and the questions they answer."""
-    from ddp_core.run.experiment_file import list_experiments
+    from ddp_core.experiment.file import list_experiments
 
     found = list_experiments()
     width = max((len(entry.name) for entry in found), default=0)
@@ -159,7 +138,7 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
 
     A name is a run directory or a folder of them. Without any name all runs below --output are shown.
     """
-    from ddp_core.commands.compare import compare
+    from ddp_core.cli.compare import compare
 
     return compare(runs or [Path(output)], as_json)
 
@@ -181,8 +160,8 @@ def verify(
     runs the code in it.
     """
     _quiet()
-    from ddp_core.commands.verify import verify
-    from ddp_core.commands.verify_bundle import verify_bundle
+    from ddp_core.cli.verify import verify
+    from ddp_core.cli.verify_bundle import verify_bundle
 
     check = verify_bundle if run.is_file() else verify
     if not as_json:
@@ -210,7 +189,7 @@ def bundle(run: Path, target: Path | None) -> int:
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere.
     """
     _quiet()
-    from ddp_core.commands.bundle import bundle
+    from ddp_core.cli.bundle import bundle
 
     return bundle(run, target)
 
@@ -234,7 +213,7 @@ def verify_layouts(
     EXPERIMENT is digits, if none is named.
     """
     _quiet()
-    from ddp_core.commands.verify_layouts import verify_layouts
+    from ddp_core.cli.verify_layouts import verify_layouts
 
     with config_of(context).blamed():
         return verify_layouts(experiment, settings, data_dir, device)
@@ -291,28 +270,16 @@ def fetch(name: str, data_dir: str) -> int:
 @ddp.command(options=from_fields("settings", "data_dir"))
 @click.argument("experiment", required=False, shell_complete=completion.complete_experiment)
 @_config()
-@click.option(
-    "--probe", "is_probe", is_flag=True, help="Only say whether this CPU computes the published bits; takes seconds."
-)
 @_as_json
 @click.pass_context
 def doctor(
-    context: click.Context,
-    experiment: str | None,
-    settings: tuple[str, ...],
-    data_dir: str,
-    is_probe: bool,
-    as_json: bool,
+    context: click.Context, experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool
 ) -> int:
     """Say what is here: devices, versions, and what would run.
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
-    if is_probe:
-        from ddp_core.commands.probe import probe
-
-        return probe(as_json, experiment)
-    from ddp_core.commands.doctor import doctor
+    from ddp_core.cli.doctor import doctor
 
     with config_of(context).blamed():
         return doctor(experiment, settings, Path(data_dir), as_json)

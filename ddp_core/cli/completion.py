@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_DDP_COMPLETE"
@@ -29,7 +29,7 @@ def answer(commands: click.Command, asked: str) -> int:
 
 def complete_experiment(_: click.Context, __: click.Parameter, begun: str) -> Items:
     """The experiments that have a name, else files."""
-    from ddp_core.run.experiment_file import list_experiments
+    from ddp_core.experiment.file import list_experiments
 
     found = [entry for entry in list_experiments() if entry.name.startswith(begun)]
     return [CompletionItem(entry.name, help=entry.question) for entry in found] or [CompletionItem(begun, type="file")]
@@ -37,7 +37,7 @@ def complete_experiment(_: click.Context, __: click.Parameter, begun: str) -> It
 
 def complete_setting(_: click.Context, __: click.Parameter, begun: str) -> Items:
     """The names that every experiment has; those of its model and data are not known without running its file."""
-    from ddp_core.spec.experiment import common_settings
+    from ddp_core.config.experiment import common_settings
 
     return [CompletionItem(f"{name}=") for name in common_settings() if name.startswith(begun)]
 

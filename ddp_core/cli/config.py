@@ -24,7 +24,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ddp_core.errors import UserError, nearest_name
+from ddp_core.base.errors import UserError, nearest_name
 
 DEFAULT_MAP = ParameterSource.DEFAULT_MAP
 """Where click says a value of the file comes from."""
@@ -131,7 +131,7 @@ def _read_yaml(text: str) -> Any:
 
 def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
     """The settings in the order of the file. What is within a section is checked once the experiment is known."""
-    from ddp_core.spec.experiment import common_settings
+    from ddp_core.config.experiment import common_settings
 
     known = common_settings()
     sections = {name.partition(".")[0] for name in known if "." in name}
@@ -146,7 +146,7 @@ def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _written(path: Path, name: str, value: Any) -> str:
-    from ddp_core.spec.settings import setting_text
+    from ddp_core.config.settings import setting_text
 
     try:
         return setting_text(value)
@@ -156,8 +156,8 @@ def _written(path: Path, name: str, value: Any) -> str:
 
 def _options(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options of `[train]` by the names of click's parameters, written as on the command line."""
-    from ddp_core.spec.options import groups
-    from ddp_core.spec.written import command_line, is_repeated, option_name
+    from ddp_core.config.options import groups
+    from ddp_core.config.written import command_line, is_repeated, option_name
 
     known = {
         "experiment" if field.is_required() else option_name(name, field).removeprefix("--"): (name, field)

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 
 import click
 
+from ddp_core.base.errors import UserError, near_names, said_by
+from ddp_core.base.streams import make_patient
+from ddp_core.cli.click_options import meant_by
 from ddp_core.cli.commands import IS_OWN_PROCESS, ddp
 from ddp_core.cli.completion import VARIABLE, answer
 from ddp_core.cli.config import DEFAULT_MAP, config_of
-from ddp_core.cli.options import meant_by
-from ddp_core.cli.streams import make_patient
-from ddp_core.distributed.stop import asking_signals, die_when_asked, signals_as_before, stops_at_once
+from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
-from ddp_core.errors import UserError, near_names, said_by
 
 
 @said_by("ddp")
@@ -27,19 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # A program that calls this function with words may go on afterwards; a worker's process ends with the command.
     goes_on = arguments is not None and not World.is_set()
-    heard: list[signal.Signals] = []
-    if words[:1] == ["train"] and World.is_launched():
-        # The launcher of this worker sees from which signal the worker has died, and tells the user once.
-        die_when_asked()
-    elif words[:1] == ["train"]:
-        heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])]
+    is_training = words[:1] == ["train"]
+    heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])] if is_training else []
     try:
         with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
             return _call(words, is_own=not goes_on)
     except UserError as error:
         if not World.is_set():
             raise
-        from ddp_core.launch.reports import report_error
+        from ddp_core.distributed.reports import report_error
 
         return report_error(error)
 

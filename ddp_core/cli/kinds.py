@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from ddp_core.errors import UserError, nearest_name
+from ddp_core.base.errors import UserError, nearest_name
 
 
 class TitledOption(click.Option):

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddp_core.base.errors import UserError
 from ddp_core.data.augment import Augmentation, turn_shift_scale
 from ddp_core.data.characters import characters
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.splits import ByteImages, Dataset, InMemory, Splits, content_digest, stratified
 from ddp_core.data.vision import cifar10, fashion_mnist
-from ddp_core.errors import UserError
 
 __all__ = [
     "DATA",

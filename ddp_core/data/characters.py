@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_core.base.errors import UserError
 from ddp_core.data.splits import InMemory, Splits, content_digest
-from ddp_core.errors import UserError
 
 BOOK = Path(__file__).parent / "texts" / "alice.txt"
 _SHA256 = "99e53cbb0aeb274344a254733db996ca2d05d5fcd10fc0ca02d6966f2b2bc961"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from ddp_core.base.errors import UserError
 from ddp_core.data.trees import Tree, difference, in_words, map_tensors
-from ddp_core.errors import UserError
 
 Batch = tuple[Tree, Tree]
 """Inputs and targets of a micro-batch: trees of tensors (`ddp_core.data.trees`)."""

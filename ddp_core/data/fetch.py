@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
 
-from ddp_core.errors import ExitCode, UserError, nearest_name
-from ddp_core.files import NewFile, take_lock
+from ddp_core.base.errors import ExitCode, UserError, nearest_name
+from ddp_core.base.files import NewFile, take_lock
 
 _BLOCK = 1 << 18
 _TIMEOUT_SECONDS = 20

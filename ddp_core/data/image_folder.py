@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import crop_and_flip
 from ddp_core.data.splits import Splits, stratified
 from ddp_core.data.staged import Staged, Standardise
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.sampler import Ids
 
 ENDINGS = (".jpg", ".jpeg", ".png")

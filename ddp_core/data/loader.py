@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.seeds import sample_uniforms
+from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.data.augment import Augmentation
 from ddp_core.data.collating import Batch, Collate, aligned, collated, stack
 from ddp_core.data.prefetching import brought_ahead
 from ddp_core.data.splits import Dataset, InMemory
 from ddp_core.data.staged import Staged
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
-from ddp_core.determinism.seeds import sample_uniforms
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.orphans import die_with_parent
 from ddp_core.sampler import Ids
-from ddp_core.torch_internals import end_loader_workers
 
 StepIds = tuple[int, Sequence[Ids]]
 """An epoch, and the ids of each micro-batch of one step."""

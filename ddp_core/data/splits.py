@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddp_core.base.errors import UserError
 from ddp_core.data.augment import Augmentation
 from ddp_core.data.collating import Collate
 from ddp_core.data.staged import Staged, Standardise
 from ddp_core.data.trees import in_words
-from ddp_core.errors import UserError
 from ddp_core.sampler import Ids
 
 _EXPECTED = (

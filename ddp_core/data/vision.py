@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import shift_and_flip
 from ddp_core.data.fetch import fetch_command
 from ddp_core.data.splits import ByteImages, Splits, content_digest
-from ddp_core.errors import ExitCode, UserError
 
 _CLASSES = 10
 

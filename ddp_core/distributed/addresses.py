@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -14,8 +14,8 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 
 _SHARED = "ranks that share a GPU"
 

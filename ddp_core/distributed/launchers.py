@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _PORTS = 10_000, 20_000

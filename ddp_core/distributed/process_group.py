@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
 from ddp_core.distributed.backends import agreed_backend
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.torch_internals import abort_process_groups, nccl_failure
 
 _HEARING_SECONDS = 1.0
 _LOOKING_SECONDS = 0.0005

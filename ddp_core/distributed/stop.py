@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError, in_words
+from ddp_core.base.errors import ExitCode, UserError, in_words
 
 ASKED_ELSEWHERE = "another rank was asked to"
 

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_core.base.errors import UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
-from ddp_core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ class World:
             return _is_torchruns(environ) or bool(ranks_place(environ))
         except UserError:
             return False  # `from_environment` says what is wrong
-
-    @staticmethod
-    def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether that launcher is `ddp train`."""
-        return "DDP_REPORT_DIR" in environ and World.is_set(environ)
 
     @staticmethod
     def is_heard(environ: Mapping[str, str] = os.environ) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -16,7 +16,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from ddp_core.base.torch_internals import workers_of
 from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
+from ddp_core.distributed.reports import Report, clear_reports, first_telling, read_reports
+from ddp_core.launch.agreement import require_same_request
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
     MAKING_ROOM,
@@ -29,9 +32,7 @@ from ddp_core.launch.decision import (
     patience,
 )
 from ddp_core.launch.nursery import Nursery
-from ddp_core.launch.reports import Report, clear_reports, first_telling, read_reports
 from ddp_core.launch.starting import started_by
-from ddp_core.torch_internals import workers_of
 
 _REPORT_SECONDS = 1.0
 # torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).
@@ -49,8 +50,9 @@ class WouldRepeat(Exception):
 class Agent(LocalElasticAgent):
     """Starts, watches and ends this node's workers. torch calls every method here but `kill_workers`.
 
-    The workers come from the nursery, and leave their reports in the directory `reports`. While the agent runs, the
-    first of the signals `heard` ends it with SignalException, once the workers have ended; a later SIGINT kills them.
+    The workers come from the nursery, and leave their reports in the directory `reports`. `facts`: what all nodes must
+    have in common. While the agent runs, the first of the signals `heard` ends it with SignalException, once the
+    workers have ended; a later SIGINT kills them.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Agent(LocalElasticAgent):
         reports: Path,
         nursery: Nursery | None,
         heard: Sequence[signal.Signals],
+        facts: Mapping[str, str],
     ) -> None:
         super().__init__(spec, logs)
-        self._reports, self._nursery, self._heard = reports, nursery, heard
+        self._reports, self._nursery, self._heard, self._facts = reports, nursery, heard, facts
         self._asked: signal.Signals | None = None
         self._is_ending_workers = False
 
@@ -85,6 +88,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Reports of the round before say nothing about the workers that start now.
         clear_reports(self._reports)
+        require_same_request(worker_group, self._facts)
         with started_by(self._nursery):
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started

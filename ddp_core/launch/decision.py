@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
 
 FINISHING_SECONDS = 25
 """What workers get that were asked to stop: they finish the step and save it."""

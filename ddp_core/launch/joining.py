@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_internals import end_keep_alives
 from ddp_core.distributed.addresses import address_served, address_towards, is_loopback, store_at
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.torch_internals import end_keep_alives
 
 _ANSWER_SECONDS = 10
 _ENDING_SECONDS = 2.0

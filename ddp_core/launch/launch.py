@@ -1,4 +1,4 @@
-"""Start a request: in this process, as a worker of a launcher outside, with torchrun's agent, or with mp.spawn."""
+"""Start the workers of a request and see them to their end: with torchrun's agent, or with mp.spawn."""
 
 from __future__ import annotations
 
@@ -17,29 +17,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import torch
 import torch.multiprocessing as mp
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.reports import first_telling, read_reports, write_launcher
 from ddp_core.distributed.stop import (
     asking_signals,
     die_when_asked,
     ignores_afterwards,
     reason_of,
-    signal_named,
     stopped_outside,
-    stops_at_once,
 )
 from ddp_core.distributed.world import World, free_port
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.experiment.request import Request
+from ddp_core.launch.agreement import facts_of
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.launch.reports import first_telling, read_reports
-from ddp_core.launch.worker import run_worker, write_launcher
-from ddp_core.run.directory import find_launch
-from ddp_core.run.prepare import check_request
-from ddp_core.run.request import Request
+from ddp_core.record.directory import find_launch
 
 if TYPE_CHECKING:
-    from ddp_core.launch.elastic import Elastic
+    from ddp_core.launch.node import Elastic
 
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -57,34 +53,27 @@ class Meeting:
     """Whether the nodes meet at this process, at the endpoint's port."""
 
 
-def launch(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
-    """Carry out the request; returns the exit code.
+def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
+    """Run the request in workers of this node; returns the exit code.
 
-    Workers are started by `entry`, the command's own main, with `arguments`, the command's words.
-
-    Raises UserError before any process is started where the request cannot be carried out.
+    A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
+    it is `python -m PACKAGE` with the package of that function.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    world, early = World.from_environment(), request.options.stop_signal
-    hears = [signal_named(early)] if early and not World.is_launched() else []
-    with stops_at_once(*hears, silent=not world.is_first):
-        if World.is_set():
-            _check_world(request, world)
-            return run_worker(request, world)
-        check_request(request)
-        if request.layout.kind != "ddp":
-            return run_worker(request, world)
-        # The workers' launcher only leaves afterwards.
-        with ignores_afterwards(*asking_signals(early), signal.SIGINT):
-            if request.options.launcher == "spawn":
-                return _spawn(request, arguments, entry)
-            return _run_elastic(request, meeting, arguments, entry)
+    # This process only leaves afterwards.
+    with (
+        ignores_afterwards(*asking_signals(request.options.stop_signal), signal.SIGINT),
+        TemporaryDirectory(prefix="ddp-") as scratch,
+    ):
+        file = Path(scratch) / "request.json"
+        file.write_text(request.to_json(), encoding="utf-8")
+        if request.options.launcher == "spawn":
+            return _spawn(request, [str(file)], entry)
+        return _run_elastic(request, meeting, [str(file)], entry)
 
 
 def _run_elastic(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
     """torchrun's agent: any number of nodes, and restarts."""
-    from ddp_core.launch.elastic import Elastic
+    from ddp_core.launch.node import Elastic
 
     launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
     settings = Elastic(
@@ -97,6 +86,8 @@ def _run_elastic(request: Request, meeting: Meeting, arguments: Sequence[str], e
         request.options.timeout,
         request.options.stop_signal,
         meeting.is_host,
+        entry.__module__.rpartition(".")[0],
+        facts_of(request),
     )
     try:
         with _nursery(request, entry) as nursery:
@@ -124,8 +115,8 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
     The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
     when it is not to be had.
     """
-    from ddp_core.launch.elastic import run_elastic
     from ddp_core.launch.joining import RendezvousLost
+    from ddp_core.launch.node import run_elastic
 
     pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if settings.endpoint is not None and settings.max_restarts else []
     for pause in pauses:
@@ -146,14 +137,6 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
             "or mend --rdzv-endpoint",
             lost.exit_code,
         ) from None
-
-
-def _check_world(request: Request, world: World) -> None:
-    if request.layout.kind != "ddp" and world.world_size > 1:
-        raise UserError(
-            f"a launcher started {world.world_size} processes, but layout {request.layout.kind} is one process; "
-            "use --layout ddp"
-        )
 
 
 def _is_completed(request: Request, launch_id: str) -> bool:

@@ -29,9 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 
+from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS
 from ddp_core.distributed.stop import die_when_asked
-from ddp_core.orphans import die_with_parent
-from ddp_core.torch_internals import LOADED_BY_OPTIMIZERS
 
 Entry = Callable[[Sequence[str]], int]
 

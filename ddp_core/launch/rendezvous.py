@@ -8,8 +8,8 @@ import socket
 import threading
 from datetime import timedelta
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.addresses import listen_at, store_on
-from ddp_core.errors import ExitCode, UserError
 
 _START_SECONDS = 30
 

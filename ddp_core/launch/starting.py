@@ -8,8 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from ddp_core.base.torch_internals import starting_workers_by
 from ddp_core.launch.nursery import Nursery, Nursling
-from ddp_core.torch_internals import starting_workers_by
 
 
 def started_by(nursery: Nursery | None) -> contextlib.AbstractContextManager[None]:
@@ -18,7 +18,7 @@ def started_by(nursery: Nursery | None) -> contextlib.AbstractContextManager[Non
         return contextlib.nullcontext()
 
     def start(usual: Callable[..., Any], *, args: tuple[str, ...], env: dict[str, str], **others: Any) -> Any:
-        _, _, *words = args  # -m ddp_core
+        _, _, *words = args  # -m PACKAGE
         try:
             return _Handler(nursery.start(words, {**os.environ, **env}))
         except OSError:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
 
 _PROBE_SECONDS = 2.0
 

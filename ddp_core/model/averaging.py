@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp_core.torch_internals import foreach_copy_
+from ddp_core.base.torch_internals import foreach_copy_
 
 
 class WeightAverage(AveragedModel):

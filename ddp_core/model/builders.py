@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.model.transformer import transformer
 
 
@@ -93,7 +93,7 @@ def resnet18(classes: int = 10, small_input: bool = False) -> nn.Module:
     `small_input` makes the first convolution 3x3 with stride 1 and leaves out the pooling after it, as the original
     paper (He et al. 2015, section 4.2) does for 32x32 images.
     """
-    from ddp_core.model.torchvision_import import import_torchvision
+    from ddp_core.base.torchvision_import import import_torchvision
 
     model: nn.Module = import_torchvision("models").resnet18(weights=None, num_classes=classes)
     if small_input:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model's outputs and the targets of a micro-batch, each a tensor or a tree of tensors, to a scalar tensor."""

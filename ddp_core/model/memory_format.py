@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddp_core.spec.records import MemoryFormat
+from ddp_core.config.records import MemoryFormat
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By number of dimensions: images (samples, channels, height, width), and volumes or films."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import describe
-from ddp_core.errors import UserError
+from ddp_core.config.experiment import Optimizer
 from ddp_core.model.memory_format import fills_its_memory, same_layout
-from ddp_core.spec.experiment import Optimizer
 
 
 def build_optimizer(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.model.optimizers import require_saveable
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 
 class Transformer(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.numerics.limits import limits_hold, limits_missed
 from ddp_core.numerics.refusals import REFUSED, refuse
 

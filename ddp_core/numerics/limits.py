@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 RULES = 1
 """Version of what portable numerics limits and replaces; a change that may change bits has a new number."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 _LEAST_SQUARES = ("torch.linalg.lstsq", "its bits depend on where its tensors lie in memory; use torch.linalg.qr")
 REFUSED = {"linalg_lstsq": _LEAST_SQUARES, "linalg_lstsq.out": _LEAST_SQUARES}

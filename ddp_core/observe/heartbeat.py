@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
 from ddp_core.distributed.processes import state_of
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import replace_file
 from ddp_core.observe.step import StepBatch, StepObserver
 
 if TYPE_CHECKING:

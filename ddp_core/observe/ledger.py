@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch.distributed import DistError
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.nccl_errors import is_own_fault, last_line
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import name_lost_peer, sign_again
 
 # gloo raises plain RuntimeErrors; a lost peer is recognised by these words of gloo's transport.

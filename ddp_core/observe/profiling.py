@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver
 
 

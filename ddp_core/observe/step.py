@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddp_core.config.cut import MicroBatch
     from ddp_core.data.collating import Batch
     from ddp_core.sampler import Ids
-    from ddp_core.spec.cut import MicroBatch
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.determinism.digests import weights_digest
+from ddp_core.base.digests import weights_digest
 
 from .flat import Gradients
 from .shards import Shards

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ddp_core.torch_internals import foreach_copy_, foreach_zero_
+from ddp_core.base.torch_internals import foreach_copy_, foreach_zero_
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.torch_internals import keep_static_graph_from_reducing
+from ddp_core.base.torch_internals import keep_static_graph_from_reducing
 
 from .communication import Channel, Job
 from .flat import fill_, views_of

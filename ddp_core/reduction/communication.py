@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.torch_internals import timeout_of
+from ddp_core.base.torch_internals import timeout_of
 
 from .ordered_sum import OrderedSum
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.shares import share_of
-from ddp_core.torch_internals import foreach_copy_, rebuild_buckets
+from ddp_core.base.shares import share_of
+from ddp_core.base.torch_internals import foreach_copy_, rebuild_buckets
 
 from .buckets import BucketHook, can_overlap, no_sync
 from .communication import Channel

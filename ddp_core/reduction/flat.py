@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ddp_core.torch_internals import foreach_mul_
+from ddp_core.base.torch_internals import foreach_mul_
 
 # Where DDP's buckets do not say, a piece is closed at so many elements (4 MiB of float32): so large that messages are
 # few, and so small that a piece stays in a core's cache and its memory is used again.

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import exchange_among
 from .exchange import Exchange
+from .exchange_choice import exchange_among
 from .one_level import cut, sum_in_one_level
 from .plan import two_level_plan
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddp_core.torch_internals import foreach_mul_
+from ddp_core.base.torch_internals import foreach_mul_
 
 from .flat import in_memory_order
 from .shards import BLOCK, Shards

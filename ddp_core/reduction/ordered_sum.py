@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from .backends import exchange_on
 from .exchange import WholeExchange
+from .exchange_choice import exchange_on
 from .levels import TwoLevels, groups_of
 from .one_level import sum_in_one_level
 from .plan import plan_for

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.shares import share_of
-from ddp_core.torch_internals import foreach_mul_
+from ddp_core.base.shares import share_of
+from ddp_core.base.torch_internals import foreach_mul_
 
 
 class PlainReduction:

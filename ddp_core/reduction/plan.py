@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.shares import share_of
+from ddp_core.base.shares import share_of
 
 from .tree import Span, are_siblings, canonical_subtrees
 

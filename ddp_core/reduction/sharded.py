@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .backends import exchange_on
 from .communication import Channel, in_one_phase
+from .exchange_choice import exchange_on
 from .flat import Gradients, scale_
 from .shards import Shards
 

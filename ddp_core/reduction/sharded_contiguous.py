@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ddp_core.shares import share_of
+from ddp_core.base.shares import share_of
 
-from .backends import exchange_on
 from .communication import Channel, Job
 from .departures import Departures
 from .early_additions import EarlyAdditions
+from .exchange_choice import exchange_on
 from .flat import Gradients, record_use
 from .one_level import sum_parts
 from .plan import plan_for

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .backends import exchange_on
 from .communication import Channel, in_one_phase
 from .departures import Departures
+from .exchange_choice import exchange_on
 from .flat import Gradients, record_use
 from .leaf_sum import LeafSum
 from .round_sum import RoundSum

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
+from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
-from .backends import exchange_on
 from .communication import Channel
+from .exchange_choice import exchange_on
 from .flat import Gradients, scale_gradients_
 from .leaf_sum import LeafSum
 

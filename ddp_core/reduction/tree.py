@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ddp_core.shares import share_of
-from ddp_core.torch_internals import foreach_add_
+from ddp_core.base.shares import share_of
+from ddp_core.base.torch_internals import foreach_add_
 
 
 class Span(NamedTuple):

@@ -1,4 +1,5 @@
-"""A run: from the request, through preparation and training, to the run directory with its record and its lock.
+"""What one worker process does, in order: it meets the others, builds the parts, trains, and keeps the record.
 
-Starting processes belongs to `launch`.
+A worker begins with a request that is complete. How a request is made is the business of `cli`, how workers are started
+that of `launch`.
 """

@@ -21,21 +21,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Experiment, Optimizer
+from ddp_core.config.layout import ShardMode
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.experiment.file import LoadedExperiment
+from ddp_core.experiment.hooks import optimizer_of
+from ddp_core.experiment.request import Request, build_model
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
 from ddp_core.reduction.shards import shard_groups
 from ddp_core.run.backward import bytes_of, watch
-from ddp_core.run.experiment_file import LoadedExperiment
-from ddp_core.run.hooks import optimizer_of
 from ddp_core.run.rank_memory import MemoryEstimate, Replica, Way
-from ddp_core.run.request import Request, build_model
 from ddp_core.sharding.blocks import blocks_of
-from ddp_core.spec.cut import BatchCut
-from ddp_core.spec.experiment import Experiment, Optimizer
-from ddp_core.spec.layout import ShardMode
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+from ddp_core.base.shares import share_of
+from ddp_core.config.layout import ShardMode
+from ddp_core.config.records import Reduction
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving
-from ddp_core.shares import share_of
-from ddp_core.spec.layout import ShardMode
-from ddp_core.spec.records import Reduction
 
 _CUT: dict[str, tuple[ShardMode, ...]] = {
     "optimizer": ("optimizer", "gradients", "parameters"),

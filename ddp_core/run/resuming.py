@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpoint, describe, load, newest_valid, read_checkpoint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.experiment.request import Request
+from ddp_core.experiment.source import Source, changed_files, diff, read_source, shortened
 from ddp_core.observe.metrics import Console, read_metrics
-from ddp_core.run.continuing import (
+from ddp_core.record.continuing import (
     accepting_command,
     find_resumable,
     find_unfinished,
     recorded_weights,
     require_continuable,
 )
-from ddp_core.run.directory import RunDirectory, find_launch
-from ddp_core.run.initial_weights import InitialWeights, find_weights
-from ddp_core.run.request import Request
-from ddp_core.run.source import Source, changed_files, diff, read_source, shortened
+from ddp_core.record.directory import RunDirectory, find_launch
+from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.trainers import Trainer
 
 Value = TypeVar("Value")

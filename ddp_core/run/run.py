@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ddp_core.base.deterministic_kernels import choose_kernels, has_tf32
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import generators_kept
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
-from ddp_core.data.digests import DataDigest
-from ddp_core.determinism.kernels import choose_kernels, has_tf32
+from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.errors import UserError
-from ddp_core.faults import FaultScript
+from ddp_core.experiment.request import Parts, Request, build_parts, check_promise
+from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
+from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
 from ddp_core.observe.loggers.choosing import start_loggers
@@ -25,17 +29,16 @@ from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.run.changes import Origin
-from ddp_core.run.data_record import agreed_digest
-from ddp_core.run.directory import RunDirectory
-from ddp_core.run.environment import describe_code
+from ddp_core.record.changes import Origin
+from ddp_core.record.data import agreed_digest
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.environment import describe_code
+from ddp_core.record.initial_weights import put_weights
+from ddp_core.record.lock import RunLock
+from ddp_core.record.run_record import RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
-from ddp_core.run.initial_weights import put_weights
-from ddp_core.run.lock import RunLock
-from ddp_core.run.record import RunRecord
-from ddp_core.run.request import Parts, Request, build_parts, check_promise
+from ddp_core.run.memory import predict
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
-from ddp_core.run.source import Source, collect, require_same_source
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import try_metrics
 from ddp_core.trainers.loss_check import check_loss
@@ -101,8 +104,23 @@ def run(request: Request, world: World) -> RunDirectory:
                     check_loss(trainer)
                 record.usage.restart()
                 trainer.train()
-            record.finish(trainer, heartbeat.speed())
+            result = record.finish(trainer, heartbeat.speed())
+            if result is not None:
+                _add_prediction(request, record, job, result)
     return directory
+
+
+def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mapping[str, Any]) -> None:
+    """Put the memory that this run was to take beside what it took.
+
+    A replica is built and watched for that. It comes last: the peak has been measured, and the run is complete
+    whatever becomes of the prediction.
+    """
+    with suppress(Exception), generators_kept(job.device):
+        found = predict(request, job.loss, job.splits, job.device)
+        if found is not None:
+            predicted = result["memory_at_start_bytes"] - found.weights + found.peak
+            record.add_to_result(predicted_memory_bytes=predicted)
 
 
 def _stop_request(request: Request, world: World) -> StopRequest:

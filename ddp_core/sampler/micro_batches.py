@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_core.determinism.seeds import mix
+from ddp_core.base.seeds import mix
 
 from .elastic import ElasticSampler
 

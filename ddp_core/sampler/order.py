@@ -40,7 +40,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_core.determinism import splitmix
+from ddp_core.base import splitmix
 
 Ids: TypeAlias = NDArray[np.int64]
 _Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.reduction.shards import BLOCK
 
 _SHAPE = (11, 500)

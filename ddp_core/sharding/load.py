@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ddp_core.base.torch_internals import sent_together
 from ddp_core.reduction.exchange import WholeExchange
 from ddp_core.reduction.flat import record_use
 from ddp_core.reduction.round_sum import RoundSum
-from ddp_core.torch_internals import sent_together
 
 from .rows import Rows
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ddp_core.base.torch_internals import foreach_mul_, sent_together
 from ddp_core.reduction.norm import clip_gradients_
-from ddp_core.torch_internals import foreach_mul_, sent_together
 
 from .refusals import refusing_bypasses
 from .rows import Rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 
 def refusal(reason: str) -> UserError:

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_core.reduction.backends import exchange_on
 from ddp_core.reduction.communication import Channel, in_one_phase
+from ddp_core.reduction.exchange_choice import exchange_on
 from ddp_core.reduction.flat import Gradients, scale_gradients_
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 
 from .load import Load, Unread
-from .norm import norm_of_rows
 from .refusals import refusing_bypasses
+from .row_norm import norm_of_rows
 from .rows import Rows
 
 _UNDER_WAY = 2

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.layout import Layout
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
-from ddp_core.spec.layout import Layout
 from ddp_core.trainers.batches import Batches
 
 

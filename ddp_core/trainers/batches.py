@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
+from ddp_core.config.cut import BatchCut, MicroBatch
+from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader, StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
-from ddp_core.spec.cut import BatchCut, MicroBatch
-from ddp_core.spec.experiment import Experiment
 
 
 class Batches:

@@ -1,6 +1,6 @@
 """Calls the user's callbacks at their moments.
 
-Only this file calls them. So an exception from below this file is the experiment's own (ddp_core/run/blame.py).
+Only this file calls them. So an exception from below this file is the experiment's own (ddp_core/experiment/blame.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ddp_core.observe.callback import Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 
 
 class CallbackCalls(StepObserver):

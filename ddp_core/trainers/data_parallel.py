@@ -20,16 +20,16 @@ from operator import methodcaller
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import MicroBatchSeed
+from ddp_core.base.shares import share_of
+from ddp_core.base.threads import one_thread
+from ddp_core.base.torch_internals import foreach_copy_
 from ddp_core.data.collating import Batch
 from ddp_core.data.trees import map_tensors, tensors_of
-from ddp_core.determinism.seeds import MicroBatchSeed
-from ddp_core.errors import UserError
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.tree import add_
-from ddp_core.shares import share_of
-from ddp_core.threads import one_thread
-from ddp_core.torch_internals import foreach_copy_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.base.torch_internals import foreach_copy_
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import flat_groups
 from ddp_core.reduction.plain import PlainReduction
-from ddp_core.torch_internals import foreach_copy_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.trainer import Trainer
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
+from ddp_core.config.experiment import Evaluation
 from ddp_core.data.collating import Collate
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Dataset
@@ -24,7 +25,6 @@ from ddp_core.data.trees import Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import Loss
-from ddp_core.spec.experiment import Evaluation
 from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
 from ddp_core.trainers.trial import unchanged
 

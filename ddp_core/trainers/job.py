@@ -11,6 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.checkpoint import Checkpointer
+from ddp_core.config.experiment import Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
@@ -18,9 +21,6 @@ from ddp_core.model.losses import Loss
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
-from ddp_core.spec.experiment import Experiment
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
 from ddp_core.trainers.named_sums import NamedMetrics
 
 

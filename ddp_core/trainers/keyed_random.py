@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ddp_core.determinism.seeds import MicroBatchSeed
-from ddp_core.errors import UserError
-from ddp_core.torch_internals import TorchDispatchMode
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import MicroBatchSeed
+from ddp_core.base.torch_internals import TorchDispatchMode
 
 
 class KeyedRandom:

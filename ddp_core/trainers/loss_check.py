@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.model.losses import LOSSES
 from ddp_core.trainers.trial import unchanged
 

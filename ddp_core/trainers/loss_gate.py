@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_core.spec.options import Options
-from ddp_core.trainers.state import TrainState
+from ddp_core.config.options import Options
+from ddp_core.trainers.train_state import TrainState
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 

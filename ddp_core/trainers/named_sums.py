@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_core.base.errors import UserError
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.errors import UserError
 
 NamedMetrics = Callable[..., Any]
 """`metrics(outputs, targets)` of an experiment file: a dict of name -> (sum, count), or of name -> total."""

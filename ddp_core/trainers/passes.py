@@ -1,7 +1,7 @@
 """Forward and backward passes of the experiment's model, in the experiment's precision.
 
 Only this file calls the model and its loss. So an exception from below this file is the experiment's own
-(ddp_core/run/blame.py).
+(ddp_core/experiment/blame.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.experiment import Experiment
 from ddp_core.data.trees import Tree, map_tensors
 from ddp_core.model.losses import Loss
 from ddp_core.model.memory_format import laid_out
-from ddp_core.spec.experiment import Experiment
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,30 +9,30 @@ from typing import Any
 
 from torch import nn
 
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.seeds import MicroBatchSeed
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
-from ddp_core.determinism.digests import weights_digest
-from ddp_core.determinism.seeds import MicroBatchSeed
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
-from ddp_core.spec.cut import BatchCut
-from ddp_core.spec.experiment import Optimizer
 from ddp_core.trainers.bad_losses import BufferCopies, first_bad, name_bad_loss
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callbacks import CallbackCalls
+from ddp_core.trainers.checkpoints import Saving
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
 from ddp_core.trainers.passes import Passes
-from ddp_core.trainers.saving import Saving
 from ddp_core.trainers.signals import StepSignals
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
 from ddp_core.trainers.watch import Watch
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ddp_core.determinism.seeds import generators_kept
+from ddp_core.base.seeds import generators_kept
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The update of the weights: learning rate, clipping, the optimizer's step, the schedule's, and the weights' average.
 
 Only this file calls the optimizer and the schedule. So an exception from below this file is the experiment's own
-(ddp_core/run/blame.py).
+(ddp_core/experiment/blame.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ddp_core.spec.experiment import Experiment, Schedule
-from ddp_core.trainers.state import TrainState
+from ddp_core.config.experiment import Experiment, Schedule
+from ddp_core.trainers.train_state import TrainState
 
 
 class WeightUpdate:

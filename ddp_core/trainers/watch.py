@@ -10,7 +10,7 @@ from typing import Any
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 
 
 def in_words(figures: Mapping[str, Any]) -> list[str]:

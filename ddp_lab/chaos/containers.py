@@ -11,7 +11,7 @@ from typing import Any
 
 import docker.errors
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.chaos.drill import RENDEZVOUS, Drill
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.containers import ContainerBackend, copy_output

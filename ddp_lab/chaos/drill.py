@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 
 DRILLS = Path(__file__).parent / "drills"
 RENDEZVOUS = "rendezvous"

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.observe.ledger import audit, committed_steps
-from ddp_core.run.directory import RunDirectory
+from ddp_core.record.directory import RunDirectory
 from ddp_lab.chaos.watch import parse_lines
 from ddp_lab.records import DRILL_FORMAT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.chaos.drill import Drill, Planned, plan
 from ddp_lab.chaos.faults import Action, Breakable, action
 from ddp_lab.chaos.judge import DrillReport, FaultReport

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.observe.heartbeat import read_heartbeats
-from ddp_core.run.directory import RunDirectory
+from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.runs import find_launched
 
 # What a node says when it has noticed that something is wrong.

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ddp_core.config.layout import Layout
 from ddp_core.observe.step import StepBatch
-from ddp_core.spec.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelTrainer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting

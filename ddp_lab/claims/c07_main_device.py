@@ -15,7 +15,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_core.spec.layout import Layout
+from ddp_core.config.layout import Layout
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks

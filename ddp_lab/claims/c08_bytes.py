@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import comm
 
-from ddp_core.spec.layout import Layout
-from ddp_core.torch_internals import TorchDispatchMode
+from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_core.config.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelTrainer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting

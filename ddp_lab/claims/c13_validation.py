@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ddp_core.config.experiment import Evaluation
 from ddp_core.data.splits import InMemory
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.builders import small_cnn
 from ddp_core.model.losses import cross_entropy
-from ddp_core.spec.experiment import Evaluation
 from ddp_core.trainers.evaluation import evaluate
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting

@@ -19,7 +19,7 @@ import sys
 from typing import Any
 
 from ddp_core.checkpoint import newest_valid
-from ddp_core.run.directory import RunDirectory
+from ddp_core.record.directory import RunDirectory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files

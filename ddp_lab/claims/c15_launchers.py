@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ddp_core.errors import UserError
-from ddp_core.run.directory import find_runs
+from ddp_core.base.errors import UserError
+from ddp_core.record.directory import find_runs
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import run_command

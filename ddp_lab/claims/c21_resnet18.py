@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train

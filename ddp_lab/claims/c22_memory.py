@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.experiment import Optimizer
 from ddp_core.model.builders import resnet18, small_cnn
 from ddp_core.model.losses import cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.run.memory import estimate_memory
-from ddp_core.spec.experiment import Optimizer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.memory_budget import M_MMAP_THRESHOLD, train_within

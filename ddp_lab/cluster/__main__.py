@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.errors import ExitCode, UserError, said_by
+from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by
-from ddp_core.numerics.published import published
-from ddp_core.run.directory import RunDirectory
-from ddp_core.run.prepare import load_with_settings
+from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
 from ddp_lab.cluster.gain import explain_gain
@@ -25,6 +24,7 @@ from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import Verdict
+from ddp_lab.probe.published import published
 
 # The options that say what is trained: the baseline gets them, too.
 _SHARED = ("--set", "--reduction", "--numerics")

@@ -17,7 +17,7 @@ from typing import Any
 import docker
 import docker.errors
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.verdict import NodeResult
 

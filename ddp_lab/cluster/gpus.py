@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.cluster.containers import ROOT, engine_version
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.cluster.cluster import Spec, Write
 from ddp_lab.cluster.verdict import NodeResult
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddp_core.errors import UserError
-from ddp_core.numerics.published import Published
-from ddp_core.run.experiment_file import INSTALLED
-from ddp_core.run.prepare import load_with_settings
+from ddp_core.base.errors import UserError
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.experiment.file import INSTALLED
+from ddp_lab.probe.published import Published
 
 
 def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
@@ -31,4 +31,4 @@ def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
         return f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
     other = table.other_torch(record["fingerprint"]["torch"])
     why = "" if other is None else f"they were made with torch {table.torch}, and this is {other}; "
-    return f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp doctor --probe` says what differs here"
+    return f"NOT the published weights of {name} ({expected[:16]}…): {why}`ddp probe` says what differs here"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_core.run.directory import find_runs
-from ddp_core.spec.records import Numerics
+from ddp_core.config.records import Numerics
+from ddp_core.record.directory import find_runs
 
 
 class Planned(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
 
 # The most telling first. A cause tells more than its consequence: the node that ran out of memory tells more than
 # its peers, which only lost it.

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 
 Kind = Literal["job", "jobset", "trainjob", "reader"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

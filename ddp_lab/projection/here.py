@@ -8,7 +8,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from ddp_core.determinism.fingerprint import cpu_model
+from ddp_core.base.fingerprint import cpu_model
 from ddp_lab.claims.framework.setting import usable_cores
 from ddp_lab.projection.counting import count, count_lines
 from ddp_lab.projection.fit import TARGET, Fitted, Point, check, fit, split

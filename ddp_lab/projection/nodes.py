@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.projection.costs import Way, traffic
 from ddp_lab.projection.fit import TARGET, Fitted
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.run.directory import RunDirectory
+from ddp_core.record.directory import RunDirectory
 
 Lateness = Callable[[int], float]
 """For a number of ranks: how much longer than the mean step the slowest rank's step takes, as a share of the mean."""

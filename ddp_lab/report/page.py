@@ -7,8 +7,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import replace_file
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
 from ddp_lab.report import values
 from ddp_lab.report.charts.plot import standing_alone
 from ddp_lab.report.charts.style import DARK, LIGHT

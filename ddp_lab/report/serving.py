@@ -9,7 +9,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 
 
 class _Handler(SimpleHTTPRequestHandler):

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import nn
 
-from ddp_core.determinism.digests import weights_digest
-from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import GlobalOrder
 from tests.support.processes import ask

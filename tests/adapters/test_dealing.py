@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddp_core.adapters.dealing import DealtBatches, WholeSteps, accumulation_steps, deal
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.sampler import GlobalOrder
 from tests.support.processes import ask
 

@@ -15,7 +15,7 @@ PAGE = "exact-with-lightning.md"
 TRAINER, FABRIC = blocks(PAGE, "python")
 EXACT_TRAINER, EXACT_FABRIC = map(changed, (TRAINER, FABRIC), blocks(PAGE, "diff"))
 # Where torchvision was built against another torch, it has to be imported in a way of its own, and first.
-TORCHVISION = "from ddp_core.model.torchvision_import import import_torchvision\nimport_torchvision()\n"
+TORCHVISION = "from ddp_core.base.torchvision_import import import_torchvision\nimport_torchvision()\n"
 SAVING = "from lightning.pytorch.callbacks import ModelCheckpoint\n" + EXACT_TRAINER.replace(
     "enable_checkpointing=False", 'callbacks=[ModelCheckpoint(dirpath="saved", filename="{epoch}", save_top_k=-1)]'
 )

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.extras("transformers", "accelerate")
 PAGE = "exact-with-hf-trainer.md"
 (ORDINARY,) = blocks(PAGE, "python")
 EXACT = changed(ORDINARY, *blocks(PAGE, "diff"))
-TORCHVISION = "from ddp_core.model.torchvision_import import import_torchvision\nimport_torchvision()\n"
+TORCHVISION = "from ddp_core.base.torchvision_import import import_torchvision\nimport_torchvision()\n"
 # A model that knows nothing of the Trainer, and returns the mean loss of its batch; it has batch normalisation.
 OWN_MODEL = """
 import torch
 from ddp_core.adapters.transformers import ExactTrainer
-from ddp_core.determinism.digests import weights_digest
+from ddp_core.base.digests import weights_digest
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 

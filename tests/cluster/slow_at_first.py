@@ -8,8 +8,8 @@ import os
 import time
 from pathlib import Path
 
+from ddp_core.config.experiment import Component, Experiment, Optimizer
 from ddp_core.observe.callback import Callback, Moment
-from ddp_core.spec.experiment import Component, Experiment, Optimizer
 
 _SECONDS = 0.3
 """With 300 steps, the training can be found at work for a minute and a half."""

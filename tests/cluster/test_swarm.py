@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ddp_core.errors import UserError
-from ddp_core.run.directory import find_runs
+from ddp_core.base.errors import UserError
+from ddp_core.record.directory import find_runs
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
 from tests.support.commands import ROOT, train, trained, wait_until
 

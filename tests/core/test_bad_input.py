@@ -26,40 +26,40 @@ BROKEN = {
     "syntax": "def (:\n",
     "no_experiment": "x = 1\n",
     "wrong_field": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=-1)
 """,
     "unknown_model": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 experiment = Experiment(name='a', model=Component(name='mpl'), data=Component(name='digits'), global_batch_size=8)
 """,
     "data_missing": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def data(root):
     return (root / 'mine' / 'pixels.npy').read_bytes()
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
                         micro_batch=4)
 """,
     "foreign_name": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 experiment = Experiment(name='für', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8)
 """,
     "data_raises": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def data():
     raise OSError('the disk is on fire')
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='data'), global_batch_size=8,
                         micro_batch=4)
 """,
     "model_raises": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def model():
     raise ValueError('no such width')
 experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "wrong_model": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def model():
     return 7
 experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
@@ -67,7 +67,7 @@ experiment = Experiment(name='a', model=Component(name='model'), data=Component(
 """,
     "stream": """
 from torch.utils.data import IterableDataset
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 class Lines(IterableDataset):
     def __iter__(self):
         return iter([])
@@ -77,46 +77,46 @@ experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(na
                         micro_batch=4)
 """,
     "wrong_collate": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 collate = 7
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "optimiser": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def optimiser(model):
     pass
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "optimizer_argument": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def optimizer(net):
     pass
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "wrong_optimizer": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def optimizer(model):
     return 7
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "wrong_metrics": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def metrics(outputs, targets):
     return {'top': outputs}
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
                         micro_batch=4)
 """,
     "nothing": """
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 experiment = Experiment(name='a', global_batch_size=8, micro_batch=4)
 """,
     "empty_model": """
 from torch import nn
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 def model():
     return nn.Flatten()
 experiment = Experiment(name='a', model=Component(name='model'), data=Component(name='digits'), global_batch_size=8,
@@ -296,7 +296,7 @@ RAISING = """
 import torch
 from torch import nn
 from ddp_core.data.splits import Splits
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 
 class Remote:
     def __len__(self):

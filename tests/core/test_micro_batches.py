@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_core.base.shares import share_of
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
-from ddp_core.shares import share_of
 
 SAMPLES, M, SIZE = 103, 5, 4
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.base.shares import share_of
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.collectives import Collectives
 from ddp_core.reduction.exchange import WholeExchange
@@ -30,7 +31,6 @@ from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import sum_in_one_level
 from ddp_core.reduction.plan import plan_for
 from ddp_core.reduction.round_sum import RoundSum
-from ddp_core.shares import share_of
 
 SAMPLES = 3
 CLASSES = 5

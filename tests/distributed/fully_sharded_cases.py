@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from ddp_core.determinism.digests import weights_digest
-from ddp_core.errors import UserError
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import UserError
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.fully_sharded import FullySharded
 from tests.distributed.exact_cases import CLASSES, ConvolutionalNet, MixedNet, RandomNet, process_group

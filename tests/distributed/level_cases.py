@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.base.shares import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.collectives import Batches
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.tree import GradientTree
-from ddp_core.shares import share_of
 from tests.distributed import exact_cases as cases
 
 Nodes = Sequence[Sequence[int]]
@@ -102,7 +102,7 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 with mock.patch("ddp_core.reduction.levels.exchange_among", in_batches):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
                 with (
-                    mock.patch("ddp_core.reduction.backends._messages", through_host),
+                    mock.patch("ddp_core.reduction.exchange_choice._messages", through_host),
                     mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
                 ):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.spec.layout import SHARD_MODES, ShardMode
+from ddp_core.config.layout import SHARD_MODES, ShardMode
 from tests.distributed import fully_sharded_cases, sharded_cases
 from tests.distributed.test_layouts import train_on_two_nodes
 from tests.support.commands import trained

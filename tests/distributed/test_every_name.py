@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from ddp_core.determinism.digests import weights_digest
+from ddp_core.base.digests import weights_digest
 from ddp_core.observe.metrics import read_metrics
 from tests.support.commands import ddp, train, trained
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_core.config.layout import Layout
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.spec.layout import Layout
 from tests.core.trainers.test_graphed import StandIn, direct
 from tests.core.trainers.test_trainers import CPU, batch_norm_and_dropout, digests, experiment, samples, trainer_of
 from tests.support.processes import run_processes

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ddp_core.config.layout import SHARD_MODES
 from ddp_core.run.memory import LIBRARIES
-from ddp_core.spec.layout import SHARD_MODES
 from tests.support.commands import forked, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP, EXACT, digests, ids_by_step
 from tests.support.processes import HANG, free_port

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.observe.lost_peers import is_peer_loss
 from tests.faults.matrix import LATE, record_row
 from tests.support.processes import free_port, run_processes

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import load, newest_valid
-from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.observe.ledger import audit
-from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.distributed.test_every_name import facts
 from tests.distributed.test_layouts import train_on_two_nodes
 from tests.distributed.test_resume import kill_at
@@ -168,7 +168,7 @@ NOT_ELEMENTWISE = '''
 import torch
 from torch import nn
 
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.config.experiment import Component, Experiment
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:

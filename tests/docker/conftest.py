@@ -15,7 +15,7 @@ from typing import Any
 import docker
 import pytest
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
 
 ROOT = Path(__file__).parents[2]

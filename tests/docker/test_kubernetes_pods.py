@@ -13,7 +13,7 @@ import pytest
 import yaml
 from docker.models.containers import Container
 
-from ddp_core.run.directory import find_runs
+from ddp_core.record.directory import find_runs
 from tests.docker.pods import Pods, create
 from tests.docker.test_confinement import eventually
 from tests.support.commands import command, train

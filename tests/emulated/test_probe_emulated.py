@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from ddp_core.commands.probe import judge, measured
-from ddp_core.numerics.published import published
+from ddp_lab.probe.command import judge, measured
+from ddp_lab.probe.published import published
 from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
 from tools.emulation import FAULTS, python_on, without_faults
 
@@ -31,7 +31,7 @@ TRUTH = """
 import sys, torch
 from torch import nn
 from torch.nn import functional
-from ddp_core.numerics.operations.inputs import numbers
+from ddp_lab.probe.operations.inputs import numbers
 
 torch.set_num_threads(1)
 

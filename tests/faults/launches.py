@@ -16,7 +16,7 @@ import psutil
 
 from ddp_core.distributed.world import free_port
 from ddp_core.observe.ledger import audit, committed_steps
-from ddp_core.run.directory import RunDirectory
+from ddp_core.record.directory import RunDirectory
 from tests.support.commands import Ended, ddp, forked, trained, wait_until
 from tests.support.processes import HANG
 

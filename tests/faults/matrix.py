@@ -333,7 +333,7 @@ ROWS = (
         "P",
         (
             f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
-            "tests/core/run/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
+            "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
         ),
         limits={COMMAND: 1},
     ),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.distributed.processes import state_of
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.faults.launches import (
     DOTS,
     Launch,

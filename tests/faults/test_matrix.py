@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.faults import KINDS
+from ddp_core.observe.faults import KINDS
 from tests.faults import document
 from tests.faults.matrix import COMMAND, LATE, RECORDS, ROWS, above_limits, record_row
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import find_checkpoints
+from ddp_core.config.layout import SHARD_MODES, ShardMode
 from ddp_core.observe.ledger import committed_steps
-from ddp_core.spec.layout import SHARD_MODES, ShardMode
 from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, now, undisturbed
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 from tests.support.commands import trained, wait_until

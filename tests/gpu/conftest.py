@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.record import record
-from ddp_core.run.environment import describe_code
+from ddp_core.record.environment import describe_code
 
 _BEGAN = time.monotonic()
 _passed: list[str] = []

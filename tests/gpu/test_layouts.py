@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.spec.layout import SHARD_MODES
+from ddp_core.config.layout import SHARD_MODES
 from tests.support.commands import command, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

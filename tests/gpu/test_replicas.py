@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.base.errors import ExitCode
+from ddp_core.base.seeds import MicroBatchSeed
+from ddp_core.base.shares import share_of
+from ddp_core.config.experiment import Component, Experiment
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode
 from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
-from ddp_core.reduction.backends import exchange_on
 from ddp_core.reduction.communication import CommunicationThreads, in_one_phase
+from ddp_core.reduction.exchange_choice import exchange_on
 from ddp_core.reduction.host_memory import ThroughHost
-from ddp_core.shares import share_of
-from ddp_core.spec.experiment import Component, Experiment
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from tests.distributed.exact_cases import sum_in_rounds

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import find_checkpoints, load, newest_valid
-from ddp_core.errors import UserError
+from ddp_core.config.experiment import Component
 from ddp_core.sampler import GlobalOrder
-from ddp_core.spec.experiment import Component
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
 from tests.core.trainers.test_loss_gate import OPTIMIZERS
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
@@ -99,7 +99,7 @@ GREEDY = '''
 """Is a lack of memory on a GPU explained?"""
 import torch
 from ddp_core.data.splits import InMemory, Splits
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.config.experiment import Component, Experiment
 
 
 class Greedy(torch.nn.Linear):

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.config.layout import Layout
 from ddp_core.data import characters
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.run.building import build, complete_options
-from ddp_core.run.experiment_file import (
+from ddp_core.experiment.building import build, complete_options
+from ddp_core.experiment.file import (
     INSTALLED,
     list_experiments,
     load_experiment,
     resolve,
     resolve_hits,
 )
-from ddp_core.spec.cut import BatchCut
-from ddp_core.spec.experiment import Component, Experiment
-from ddp_core.spec.layout import Layout
 from tests.support.commands import command, trained
 from tests.support.processes import HANG
 
@@ -36,7 +36,7 @@ NAMES = [
     "resnet18_synthetic",
     "toy_mlp",
 ]
-HEAD = "from ddp_core.spec.experiment import Component, Experiment\n"
+HEAD = "from ddp_core.config.experiment import Component, Experiment\n"
 PLAIN = (
     'experiment = Experiment(name="mine", model=Component(name="{model}"), data=Component(name="toy_data"), '
     'loss="{loss}", global_batch_size=8, micro_batch=4)\n'
@@ -67,7 +67,7 @@ def test_all_are_listed_with_their_questions() -> None:
 def test_listing_runs_no_file_and_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "trap.py").write_text('"""Is it run?"""\nraise SystemExit(9)\nexperiment = 1\n')
     script = (
-        "import sys; from pathlib import Path; from ddp_core.run.experiment_file import list_experiments\n"
+        "import sys; from pathlib import Path; from ddp_core.experiment.file import list_experiments\n"
         f"print(list_experiments([Path({str(tmp_path)!r})])[0].question)\n"
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.torch_internals import PRIVATE_NAMES
+from ddp_core.base.torch_internals import PRIVATE_NAMES
 from tests.support.processes import HANG
 
 ROOT = Path(__file__).parents[2]
@@ -21,24 +21,23 @@ ROOT = Path(__file__).parents[2]
 # The lowest floor first. A room imports from rooms on lower floors only, never from another room on its own floor.
 # A room is a module or a whole package. A part of a package that is named here is a room of its own.
 FLOORS = [
+    ["ddp_core.base"],
     [
-        *("ddp_core.errors", "ddp_core.files", "ddp_core.orphans", "ddp_core.shares", "ddp_core.threads"),
-        "ddp_core.torch_internals",
-        "ddp_core.determinism",
+        *("ddp_core.reduction", "ddp_core.checkpoint", "ddp_core.sampler", "ddp_core.distributed", "ddp_core.numerics"),
+        "ddp_core.config",
     ],
-    ["ddp_core.sampler", "ddp_core.reduction", "ddp_core.numerics"],
-    ["ddp_core.spec", "ddp_core.distributed", "ddp_core.data", "ddp_core.checkpoint"],
-    ["ddp_core.model", "ddp_core.observe", "ddp_core.sharding"],
-    ["ddp_core.trainers", "ddp_core.faults", "ddp_core.adapters"],
-    ["ddp_core.run"],
-    ["ddp_core.launch", "ddp_core.commands"],
+    ["ddp_core.sharding", "ddp_core.data", "ddp_core.model", "ddp_core.adapters"],
+    ["ddp_core.observe"],
+    ["ddp_core.trainers", "ddp_core.experiment"],
+    ["ddp_core.record"],
+    ["ddp_core.run", "ddp_core.launch"],
     ["ddp_core.cli"],
 ]
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
     ["ddp_lab.records"],
-    ["ddp_lab.claims.framework", "ddp_lab.cluster", "ddp_lab.kubernetes", "ddp_lab.report.values"],
-    ["ddp_lab.claims.measuring", "ddp_lab.report.reading"],
+    ["ddp_lab.claims.framework", "ddp_lab.kubernetes", "ddp_lab.probe", "ddp_lab.report.values"],
+    ["ddp_lab.claims.measuring", "ddp_lab.cluster", "ddp_lab.report.reading"],
     ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts"],
     ["ddp_lab.report"],
 ]
@@ -99,6 +98,7 @@ def test_every_module_is_in_a_room() -> None:
     assert [module for module, room in rooms.items() if room not in FLOOR_OF] == [], "give the room a floor above"
     assert FLOOR_OF.keys() - set(rooms.values()) == set(), "a room is gone; take it out of the floors above"
     assert len(FLOORS) <= 8
+    assert sum(map(len, FLOORS)) <= 18
 
 
 @pytest.mark.parametrize("house", [CORE, LAB], ids=["ddp_core", "ddp_lab"])
@@ -152,7 +152,7 @@ def test_only_the_host_side_of_the_cluster_knows_docker() -> None:
 
 
 def test_experiments_know_no_hardware() -> None:
-    allowed = {"ddp_core.spec.experiment", "ddp_core.data.splits", "ddp_core.data.augment", "ddp_core.errors"}
+    allowed = {"ddp_core.config.experiment", "ddp_core.data.splits", "ddp_core.data.augment", "ddp_core.base.errors"}
     files = sorted((ROOT / "experiments").glob("*.py"))
     assert files
     for file in files:
@@ -161,7 +161,7 @@ def test_experiments_know_no_hardware() -> None:
 
 
 def test_reports_read_run_directories_never_live_objects() -> None:
-    live = ("ddp_core.trainers", "ddp_core.launch", "ddp_core.run.run", "ddp_core.run.record")
+    live = ("ddp_core.trainers", "ddp_core.launch", "ddp_core.run.run", "ddp_core.record.run_record")
     modules = [name for name in LAB if name.startswith("ddp_lab.report")]
     assert modules
     for module in modules:
@@ -186,16 +186,16 @@ def private_torch(file: Path) -> set[str]:
 
 
 def test_private_names_of_torch_stand_in_one_place() -> None:
-    place = "ddp_core.torch_internals"
+    place = "ddp_core.base.torch_internals"
     assert private_torch(CORE[place]) >= PRIVATE_NAMES.keys()
     found = {module: private_torch(file) for module, file in EVERYTHING.items() if module != place}
     found["ddp_core.launch.agent"] -= OVERRIDDEN
     wrong = {module: names for module, names in found.items() if names}
-    assert wrong == {}, "use them through ddp_core.torch_internals, which says why"
+    assert wrong == {}, "use them through ddp_core.base.torch_internals, which says why"
 
 
 @pytest.mark.parametrize(
-    "module", ["ddp_core.cli", "ddp_core.spec.experiment", "ddp_core.spec.layout", "ddp_core.distributed.world"]
+    "module", ["ddp_core.cli", "ddp_core.config.experiment", "ddp_core.config.layout", "ddp_core.distributed.world"]
 )
 def test_floor_zero_and_the_command_import_no_torch(module: str) -> None:
     assert python("-c", f"import sys, {module}; print('torch' in sys.modules)")[0] == "False\n"

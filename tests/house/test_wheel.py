@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.run.directory import find_runs
+from ddp_core.record.directory import find_runs
 from tests.house.conftest import run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
@@ -33,7 +33,7 @@ for name in ("digits", "mine.py"):
 
 # A user's file. The last line is a mistake, which mypy sees only if the package says that it is typed.
 TYPED = """
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
 code: str = ExitCode.DONE
 """
 
@@ -49,7 +49,7 @@ def test_the_wheel_carries_the_book_as_it_is(wheel: Path) -> None:
 
 
 def test_the_wheel_carries_the_published_digests(wheel: Path) -> None:
-    table = zipfile.ZipFile(wheel).read("ddp_core/numerics/portable-digests.json")
+    table = zipfile.ZipFile(wheel).read("ddp_lab/probe/portable-digests.json")
     assert table == (ROOT / "docs" / "reference" / "portable-digests.json").read_bytes()
 
 

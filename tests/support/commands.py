@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ddp_core.numerics.limits import LIMITS
-from ddp_core.run.directory import RunDirectory, find_runs
+from ddp_core.record.directory import RunDirectory, find_runs
 from tests.support.processes import CONTEXT, HANG, run_processes
 
 ROOT = Path(__file__).parents[2]

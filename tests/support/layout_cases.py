@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.determinism.seeds import MicroBatchSeed
+from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.observe.ledger import committed_steps
 from tests.support.commands import LAUNCHER_VARIABLES, trained
 from tests.support.processes import free_port, run_processes

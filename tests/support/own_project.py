@@ -24,7 +24,7 @@ from beside import squares
 from nets.big import big
 
 from ddp_core.data.splits import Splits
-from ddp_core.spec.experiment import Component, Experiment, Optimizer
+from ddp_core.config.experiment import Component, Experiment, Optimizer
 
 HERE = Path(__file__).parent
 

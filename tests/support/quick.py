@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_core import cli
-from ddp_core.commands import training
+from ddp_core.cli import training
 
 
 def main(words: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.observe.loggers.background import BackgroundLogger
 from ddp_core.observe.loggers.logger import LoggedRun, Logger
 

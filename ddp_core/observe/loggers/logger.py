@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ddp_core.spec.records import dotted
+from ddp_core.config.records import dotted
 
 Setting = bool | str | float | int
 Ending = Literal["completed", "stopped", "failed"]

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.files import replace_file
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.records import CLAIM_FORMAT
@@ -44,7 +44,7 @@ def load(module_name: str) -> KnownClaim:
 
 def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[str], None]) -> int:
     """Measure, judge and write each claim; returns the exit code, 1 where a measurement raised."""
-    from ddp_core.run.environment import describe_environment
+    from ddp_core.record.environment import describe_environment
 
     environment = describe_environment() | {"load_before": os.getloadavg()[0]}
     run = {"started_at": _now(), "claims": [known.claim.id for known in claims]}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.claims.measuring.ranks import run_ranks
 
 M_MMAP_THRESHOLD = -3

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.world import free_port
-from ddp_core.errors import ExitCode, UserError
 from ddp_lab.claims.measuring import namespaces
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.run.directory import find_runs
+from ddp_core.record.directory import find_runs
 from ddp_lab.claims.framework.setting import Setting
 
 

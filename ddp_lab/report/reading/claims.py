@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ddp_core.spec.records import explain
+from ddp_core.config.records import explain
 from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Part, Series
 
 

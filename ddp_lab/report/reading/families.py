@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_core.commands.compare import verdict
-from ddp_core.determinism.fingerprint import differences
-from ddp_core.spec.records import dotted
+from ddp_core.base.fingerprint import differences
+from ddp_core.cli.compare import verdict
+from ddp_core.config.records import dotted
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Spread, plural, slug
 

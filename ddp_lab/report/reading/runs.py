@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
+from ddp_core.config.layout import Layout
+from ddp_core.config.records import explain
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import disturbance
-from ddp_core.run.directory import RunDirectory, find_runs
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.records import explain
+from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_lab.report.values import finite
 
 STEP_PARTS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_core.spec.records import dotted
+from ddp_core.config.records import dotted
 from ddp_lab.records import Figure
 from ddp_lab.report import values
 from ddp_lab.report.charts.claims import claim_plots

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddp_core.spec.records import dotted
+from ddp_core.config.records import dotted
 from ddp_lab.report import values
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.values import Column, Table, figure, plain, text

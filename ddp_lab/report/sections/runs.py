@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
-from ddp_core.spec.records import dotted
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
+from ddp_core.config.records import dotted
 from ddp_lab.report import values
 from ddp_lab.report.reading.runs import BrokenRun, Run
 from ddp_lab.report.values import Column, Table, figure, moment, plain, slug, text

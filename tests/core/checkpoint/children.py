@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import Checkpointer, Fence
-from ddp_core.errors import UserError
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
     POINTS,
     Checkpoint,
@@ -36,7 +37,6 @@ from ddp_core.checkpoint import (
     sweep,
 )
 from ddp_core.checkpoint.manifest import encode
-from ddp_core.errors import ExitCode, UserError
 from tests.core.checkpoint.children import (
     killed_at,
     save_under_a_file_limit,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
     POINTS,
     POINTS_OF_PARTS,
@@ -33,8 +34,7 @@ from ddp_core.checkpoint import (
 )
 from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
 from ddp_core.checkpoint.parts import part_of, put_together
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.run.initial_weights import read_weights
+from ddp_core.record.initial_weights import read_weights
 from tests.core.checkpoint.parts_cases import (
     ThreadRanks,
     cut_state,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_core.base.errors import UserError
+from ddp_core.base.files import target_of
 from ddp_core.checkpoint import Checkpointer, Fence, best_checkpoint, load, newest_valid, read_checkpoint
-from ddp_core.errors import UserError
-from ddp_core.files import target_of
 from tests.support.power_cut import TracedDisk
 
 # Steps, and whether each is the best. One is saved twice; in the end all but the newest and the best are removed.

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_core.checkpoint import files
-from ddp_core.checkpoint.files import disk_full, free_bytes, human_bytes, write_error
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
+from ddp_core.checkpoint import data_file as files
+from ddp_core.checkpoint.data_file import disk_full, free_bytes, human_bytes, write_error
 
 
 @pytest.mark.parametrize(

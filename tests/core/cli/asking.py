@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ddp_core.cli import main
+from ddp_core.cli.click_options import asked_in
 from ddp_core.cli.commands import ddp as group
-from ddp_core.cli.options import asked_in
-from ddp_core.spec.options import Asked
+from ddp_core.config.options import Asked
 
 
 def understood(*words: str) -> Asked:

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_core.cli import main
 from ddp_core.cli.config import read_config
-from ddp_core.spec.options import Asked, NodeRange
+from ddp_core.config.options import Asked, NodeRange
 from tests.core.cli.asking import said, understood
 from tests.core.cli.test_options import VALUES, no_folders_in_the_environment
 from tests.support.commands import ddp, trained

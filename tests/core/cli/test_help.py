@@ -11,8 +11,8 @@ import pytest
 
 from ddp_core.cli import main
 from ddp_core.cli.kinds import _summary
-from ddp_core.spec.options import groups
-from ddp_core.spec.written import option_name
+from ddp_core.config.options import groups
+from ddp_core.config.written import option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import command
 

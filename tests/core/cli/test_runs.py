@@ -61,7 +61,7 @@ def test_the_record_holds_what_a_reader_needs(tmp_path: Path) -> None:
 def test_the_digest_in_the_record_is_that_of_the_saved_weights(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from ddp_core.determinism.digests import weights_digest
+    from ddp_core.base.digests import weights_digest
 
     record = train(tmp_path, "counter_buffer", "--set", "epochs=2")
     directory, _ = trained(tmp_path)
@@ -72,7 +72,7 @@ def test_the_digest_in_the_record_is_that_of_the_saved_weights(tmp_path: Path) -
 
 def test_a_file_of_ones_own_needs_no_registration(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        '"""Mine?"""\nfrom torch import nn\nfrom ddp_core.spec.experiment import *\n'
+        '"""Mine?"""\nfrom torch import nn\nfrom ddp_core.config.experiment import *\n'
         "def net(width: int = 3):\n    return nn.Sequential(nn.Linear(10, width), nn.Linear(width, 1))\n"
         "experiment = Experiment(name='mine', model=Component(name='net'), data=Component(name='toy_data'),\n"
         "                        loss='mean_squared_error', global_batch_size=16, micro_batch=4)\n"

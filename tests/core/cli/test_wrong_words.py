@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_core.errors import near_names, nearest_name
-from ddp_core.spec.experiment import common_settings
+from ddp_core.base.errors import near_names, nearest_name
+from ddp_core.config.experiment import common_settings
 from tests.core.cli.asking import said
 
 

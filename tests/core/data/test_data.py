@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data import characters
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
 from ddp_core.data.builders import DATA, InMemory, Splits
-from ddp_core.errors import ExitCode, UserError
 from tests.support.processes import run_processes
 
 SMALL = {name: {"samples": 50, "image_size": 8, "pool": 20} for name in ("random_images", "random_byte_images")}
@@ -233,7 +233,7 @@ def test_turn_shift_scale_is_grid_sample_up_to_rounding() -> None:
 
 
 def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
-    from ddp_core.model.torchvision_import import import_torchvision
+    from ddp_core.base.torchvision_import import import_torchvision
 
     write_fashion(tmp_path)
     splits = DATA["fashion_mnist"](root=tmp_path)
@@ -248,7 +248,7 @@ def test_fashion_mnist_reads_what_torchvision_reads(tmp_path: Path) -> None:
 def test_cifar10_reads_what_torchvision_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
-    from ddp_core.model.torchvision_import import import_torchvision
+    from ddp_core.base.torchvision_import import import_torchvision
 
     write_cifar(tmp_path)
     theirs = import_torchvision("datasets").CIFAR10

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.builders import DATA
 from ddp_core.data.fetch import SOURCES, Archive, fetch
-from ddp_core.errors import ExitCode, UserError
 from tests.core.data.test_data import write_cifar, write_fashion
 
 
@@ -294,7 +294,7 @@ def test_fetched_files_in_the_published_formats_can_be_trained_on(server: Server
 
 
 def test_sources_are_torchvisions() -> None:
-    from ddp_core.model.torchvision_import import import_torchvision
+    from ddp_core.base.torchvision_import import import_torchvision
 
     datasets = import_torchvision("datasets")
     ours = {(Path(archive.path).name, archive.md5) for archive in SOURCES["fashion_mnist"]}

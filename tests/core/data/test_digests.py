@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_core.data.digests import SAMPLED, changed_at, digest_files, digest_items
+from ddp_core.base.digests import tree_digest
+from ddp_core.base.errors import UserError
+from ddp_core.data.data_digest import SAMPLED, changed_at, digest_files, digest_items
 from ddp_core.data.splits import InMemory, Splits
-from ddp_core.determinism.digests import tree_digest
-from ddp_core.errors import UserError
 
 
 class Squares:

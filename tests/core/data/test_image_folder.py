@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.image_folder import image_folder
 from ddp_core.data.loader import Loader
-from ddp_core.errors import ExitCode, UserError
 from tests.support.commands import train
 
 CLASSES = ("ants", "bees", "cats")
@@ -129,7 +129,7 @@ def test_a_broken_file_is_named(workers: int, damage: str, tmp_path: Path) -> No
 
 
 EXPERIMENT = '''"""Are image files decoded alike everywhere?"""
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.config.experiment import Component, Experiment
 
 experiment = Experiment(
     name="photographs",

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddp_core.base.errors import UserError
 from ddp_core.data import loader as loading
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Batch, Loader, StepIds
 from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead
 from ddp_core.data.splits import ByteImages
-from ddp_core.errors import UserError
 from tests.core.data.test_loader import OneByOne, assert_equal
 from tests.support.commands import wait_until
 from tests.support.processes import HANG

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, random_split
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import InMemory, Splits, as_splits
-from ddp_core.errors import ExitCode, UserError
 
 TENSORS = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
 
@@ -46,7 +46,7 @@ def test_the_common_data_sets_work_alone(dataset: Any) -> None:
 
 
 def test_torchvisions_data_sets_work() -> None:
-    from ddp_core.model.torchvision_import import import_torchvision
+    from ddp_core.base.torchvision_import import import_torchvision
 
     to_tensor = import_torchvision("transforms").functional.to_tensor
     images = import_torchvision("datasets").FakeData(8, (3, 5, 4), transform=to_tensor)

@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed import addresses
 from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.launch.joining import join
 from tests.support.processes import ask, free_port, run_processes
 

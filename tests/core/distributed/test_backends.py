@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.backends import agreed_backend
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 
 NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import newest_valid
 from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, reason_of, signal_named
 from ddp_core.distributed.world import free_port
-from ddp_core.errors import UserError
-from ddp_core.run.directory import find_runs
+from ddp_core.record.directory import find_runs
 from tests.support.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.support.commands import ddp, forked, running, train, trained, wait_until
 from tests.support.layout_cases import ADAMW_MLP
@@ -130,7 +130,7 @@ SLOW_MODEL = '''
 """Slow?"""
 import time
 from torch import nn
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.config.experiment import Component, Experiment
 
 class Slow(nn.Linear):
     def forward(self, inputs):
@@ -177,7 +177,7 @@ from pathlib import Path
 if "RANK" in os.environ or WORLD == "alone":
     Path(PLACE).touch()
     time.sleep(600)
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.config.experiment import Component, Experiment
 experiment = Experiment(name="waiting", model=Component(name="two_layer"), data=Component(name="toy_data"),
                         loss="mean_squared_error", global_batch_size=16, micro_batch=4)
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ddp_core
+from ddp_core.base.errors import UserError
 from ddp_core.distributed.world import World
-from ddp_core.errors import UserError
 
 TORCHRUN = {
     "RANK": "5",

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from ddp_core.errors import ExitCode
+from ddp_core.base.errors import ExitCode
 from ddp_core.launch.decision import (
     FINAL,
     FINISHING_SECONDS,

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.launch.joining import RendezvousLost, join, own_address
 
 

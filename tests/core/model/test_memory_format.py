@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.determinism.digests import weights_digest
+from ddp_core.base.digests import weights_digest
 from ddp_core.model.memory_format import fills_its_memory, laid_out, lay_out, same_layout
 
 IMAGES, FILM = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.model.builders import MODELS, small_cnn
 from ddp_core.model.losses import (
     HITS,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_core.config.experiment import Optimizer
 from ddp_core.model.optimizers import build_optimizer, implementation
-from ddp_core.spec.experiment import Optimizer
 
 KINDS: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import LIMITS, limits_hold
 from tests.support.processes import ask

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.commands.compare import verdict
-from ddp_core.determinism import fingerprint as module
-from ddp_core.determinism.fingerprint import differences, fingerprint
+from ddp_core.base import fingerprint as module
+from ddp_core.base.fingerprint import differences, fingerprint
+from ddp_core.cli.compare import verdict
+from ddp_core.config.experiment import Component, Experiment
 from ddp_core.numerics.limits import RULES
-from ddp_core.spec.experiment import Component, Experiment
 from tests.support.commands import ddp, trained
 
 CPU = torch.device("cpu")

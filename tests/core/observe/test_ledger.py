@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddp_core.base.errors import UserError
 from ddp_core.cli import main
-from ddp_core.errors import UserError
 from ddp_core.observe.ledger import Ledger, audit, committed_steps
 from ddp_core.observe.step import StepBatch
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode
+from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, reason_of
-from ddp_core.run.blame import shortage, unforeseen
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(

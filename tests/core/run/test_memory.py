@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.commands.doctor import _fits, doctor
+from ddp_core.cli.doctor import _fits, doctor
+from ddp_core.cli.prepare import load_with_settings, prepare
+from ddp_core.config.experiment import Optimizer
+from ddp_core.config.options import Asked
+from ddp_core.experiment.request import build_splits
 from ddp_core.run.backward import Backward, Leaving, Moment
 from ddp_core.run.memory import Prediction, estimate_memory, predict, watch_replica
-from ddp_core.run.prepare import load_with_settings, prepare
 from ddp_core.run.rank_memory import MemoryEstimate, ShardMode, Way
-from ddp_core.run.request import build_splits
-from ddp_core.spec.experiment import Optimizer
-from ddp_core.spec.options import Asked
 
 FLOAT = 4
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_core.sharding import require_elementwise
 from ddp_core.sharding.elementwise import per_element
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.distributed.stop import Stopped, StopRequest
-from ddp_core.errors import ExitCode
+from ddp_core.experiment import blame
 from ddp_core.observe.callback import Callback, Moment
-from ddp_core.run import blame
 from tests.core.trainers.test_trainers import experiment, samples, trainer_of
 
 

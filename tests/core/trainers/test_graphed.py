@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.determinism.digests import weights_digest
-from ddp_core.errors import UserError
-from ddp_core.run.prepare import check_request, prepare
-from ddp_core.spec.options import Asked
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import UserError
+from ddp_core.cli.prepare import check_request, prepare
+from ddp_core.config.options import Asked
 from ddp_core.trainers.graphed import GraphedPasses, Replay
 from tests.core.trainers.test_trainers import (
     CPU,

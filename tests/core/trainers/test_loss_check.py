@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_core.determinism.digests import weights_digest
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.model.losses import cross_entropy
 from ddp_core.trainers.loss_check import check_loss
 from tests.core.test_bad_input import MODES, one_line
@@ -115,7 +115,7 @@ def test_nothing_is_computed_where_there_is_no_doubt() -> None:
 
 
 AVERAGING = '''"""A question?"""
-from ddp_core.spec.experiment import *
+from ddp_core.config.experiment import *
 
 def averaging(outputs, targets):
     return ((outputs - targets) ** 2).mean()

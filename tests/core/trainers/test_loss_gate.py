@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sampler import GlobalOrder
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
+from ddp_core.trainers.checkpoints import first_not_finite
 from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
-from ddp_core.trainers.saving import first_not_finite
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
 from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
 
 BATCHES = 7

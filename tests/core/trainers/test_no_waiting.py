@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ddp_core.base.torch_internals import TorchDispatchMode
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.torch_internals import TorchDispatchMode
 from ddp_core.trainers.loss_gate import LossGate
 from tests.core.trainers.test_trainers import batch_norm_and_dropout, experiment, mlp, samples, trainer_of
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.errors import UserError
-from ddp_core.spec.experiment import Component, Experiment
+from ddp_core.base.errors import UserError
+from ddp_core.config.experiment import Component, Experiment
 from ddp_core.trainers.data_parallel import _joined
 from ddp_core.trainers.passes import Passes, call
 

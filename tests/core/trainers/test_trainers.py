@@ -18,28 +18,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
+from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.data.splits import InMemory, Splits
-from ddp_core.determinism.digests import optimizer_digest, weights_digest
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.faults import FaultScript
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback
+from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
-from ddp_core.spec.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
 from ddp_core.trainers import Job, Trainer, build_trainer, data_parallel
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.passes import InPrecision, Passes
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 12, 5

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
+from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.checkpoint import Checkpointer, load, newest_valid
-from ddp_core.determinism.digests import optimizer_digest, weights_digest
+from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import build_optimizer
-from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
-from ddp_core.trainers.state import TrainState
+from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
 
 STEPS = 12

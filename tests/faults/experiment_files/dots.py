@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.experiment import Component, Experiment, Optimizer
 from ddp_core.data.splits import InMemory, Splits, content_digest
-from ddp_core.spec.experiment import Component, Experiment, Optimizer
 
 
 class Paced(InMemory):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.chaos import drill as drills
 from ddp_lab.chaos import mirror, shape
 from ddp_lab.chaos.__main__ import main

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.claims.c04_overlap import compare_parameters
 from ddp_lab.claims.c20_data_wait import leave_alone
 from ddp_lab.claims.framework import suite

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from ddp_core.errors import ExitCode, UserError
-from ddp_core.numerics.published import published
-from ddp_core.run.directory import find_runs
-from ddp_core.run.prepare import load_with_settings
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.record.directory import find_runs
 from ddp_lab.cluster import __main__ as command
 from ddp_lab.cluster.cluster import Cluster, Spec, Write
 from ddp_lab.cluster.gain import GAINS, explain_gain
@@ -23,6 +22,7 @@ from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import NodeResult, judge
+from ddp_lab.probe.published import published
 from tests.support.commands import Ended, ddp, train
 from tests.support.commands import command as start
 from tests.support.processes import HANG
@@ -291,7 +291,7 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
     line = beside_published(record | {"weights_sha256": "other"}, table)
     assert line is not None
     assert line.startswith(f"NOT the published weights of {name}")
-    assert line.endswith("…): `ddp doctor --probe` says what differs here")
+    assert line.endswith("…): `ddp probe` says what differs here")
     line = beside_published(record | {"weights_sha256": "other", "fingerprint": {"torch": "1.0"}}, table)
     assert line is not None
     assert f"made with torch {table.torch}, and this is 1.0;" in line

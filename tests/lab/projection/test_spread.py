@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.errors import UserError
+from ddp_core.base.errors import UserError
 from ddp_lab.projection import main
 from ddp_lab.projection.spread import expected_maximum, measured, normal, steps_of
 from tests.support.commands import ddp

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ddp_core.run.directory import FORMAT
-from ddp_core.spec.experiment import Component, Experiment
-from ddp_core.spec.layout import Layout
-from ddp_core.spec.options import Options
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
+from ddp_core.record.directory import FORMAT
 
 DIGEST = "66f0b33e9ef474215a66cfbeadded291c00d37cba0c14c24bc545bf7cf33c66b"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.errors import ExitCode, UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.report import main
 from ddp_lab.report.serving import address, make_server
 from tests.lab.report.files import single, write_claim, write_run

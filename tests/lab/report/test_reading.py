@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.run.lock import RunLock
-from ddp_core.spec.layout import Layout
+from ddp_core.config.layout import Layout
+from ddp_core.record.lock import RunLock
 from ddp_lab.report import values
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings

@@ -5,7 +5,7 @@ Each global batch of 60 is cut into ten micro-batches of 6, which 3 ranks cannot
 
 from torch import nn
 
-from ddp_core.spec.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 
 
 def model(width: int = 24) -> nn.Module:

@@ -6,7 +6,7 @@ Each global batch of 48 is cut into eight micro-batches of 6.
 import torch
 from torch import Tensor, nn
 
-from ddp_core.spec.experiment import Component, DdpOptions, Experiment, Optimizer
+from ddp_core.config.experiment import Component, DdpOptions, Experiment, Optimizer
 
 
 class EveryKind(nn.Module):

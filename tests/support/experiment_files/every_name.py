@@ -7,10 +7,10 @@ Each global batch of 12 is cut into six micro-batches of 2, which two and three 
 import torch
 from torch import Tensor, nn
 
+from ddp_core.config.experiment import Evaluation, Experiment
 from ddp_core.data.splits import InMemory, Splits, content_digest
 from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.spec.experiment import Evaluation, Experiment
 
 
 def model(width: int = 16) -> nn.Module:

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_core.spec.experiment import Component, Experiment, Optimizer
+from ddp_core.config.experiment import Component, Experiment, Optimizer
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer
 from ddp_core.data.splits import Splits
-from ddp_core.spec.experiment import Component, Evaluation, Experiment, Optimizer
 
 TOKENS = 20
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Subset
 
+from ddp_core.base.files import replace_file
+from ddp_core.config.experiment import Experiment
 from ddp_core.data.splits import Splits
-from ddp_core.files import replace_file
 from ddp_core.observe.callback import Callback, Moment
-from ddp_core.spec.experiment import Experiment
 
 WORDS, LONGEST, TOPICS = 50, 12, 3
 Tensors = dict[str, Tensor]

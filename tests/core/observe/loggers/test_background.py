@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.base.errors import UserError
 from ddp_core.distributed.stop import Stopped
-from ddp_core.errors import UserError
 from ddp_core.observe.loggers import background, choosing
 from ddp_core.observe.loggers.background import BackgroundLogger
 from ddp_core.observe.loggers.logger import Ending, Logger, loggable

@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 import pytest
 
+from ddp_core.cli.click_options import asked_in
 from ddp_core.cli.commands import ddp as group
-from ddp_core.cli.options import asked_in
+from ddp_core.config.options import LoggerName
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.run.directory import RunDirectory
-from ddp_core.spec.options import LoggerName
+from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ROOT, Ended, ddp, trained
 
 PAGE = (ROOT / "docs" / "how-to" / "log-to-tensorboard-mlflow-wandb.md").read_text()

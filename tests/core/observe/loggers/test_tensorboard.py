@@ -11,7 +11,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ddp_core.observe.loggers.logger import LoggedRun
 from ddp_core.observe.loggers.tensorboard import Run
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.run.directory import find_runs
+from ddp_core.record.directory import find_runs
 from tests.support.commands import ddp
 
 

@@ -1,0 +1,314 @@
+"""Every private name of torch that this project uses, and why no public one does.
+
+A private name may be gone with the next torch. So all of them stand here, `PRIVATE_NAMES` says what each is for, and
+tests/core/base/test_torch_internals.py tries each on the installed torch and fails with that text. Only the agent's own
+methods are used outside: launch/agent.py overrides them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+
+class PrivateName(NamedTuple):
+    """One private name of torch."""
+
+    owner: str
+    """Where torch has it."""
+    use: str
+    """What this project needs it for."""
+    why: str
+    """Why no public name does."""
+    since: str
+    """The release of torch that brought it, as far as its pull requests tell; the test proves the installed one."""
+    upstream: str = ""
+    """Where torch's developers speak of it."""
+    signature: str = ""
+    """For a method that is overridden: what torch calls it with; other parameters have defaults."""
+
+
+_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
+_NO_HOOKS = "the agent calls nobody between a failure and the next start"
+_DDP = "torch.nn.parallel.DistributedDataParallel"
+_FOREACH = ("public from torch 2.15 as torch.foreach", "2.1", "https://github.com/pytorch/pytorch/pull/193607")
+
+PRIVATE_NAMES: Mapping[str, PrivateName] = {
+    # Of torchrun's agent.
+    "_invoke_run": PrivateName(
+        _AGENT, "say at once that the rendezvous is lost", _NO_HOOKS, "1.9", signature="(self, role)"
+    ),
+    "_start_workers": PrivateName(
+        _AGENT, "forget what the last workers reported", _NO_HOOKS, "1.9", signature="(self, worker_group)"
+    ),
+    "_monitor_workers": PrivateName(
+        _AGENT, "decide what follows a failure", _NO_HOOKS, "1.9", signature="(self, worker_group)"
+    ),
+    "_restart_workers": PrivateName(
+        _AGENT, "say that room is made for a node", _NO_HOOKS, "1.9", signature="(self, worker_group)"
+    ),
+    "_stop_workers": PrivateName(
+        _AGENT, "end workers before their reports are read", _NO_HOOKS, "1.9", signature="(self, worker_group)"
+    ),
+    "_shutdown": PrivateName(
+        _AGENT,
+        "ask the workers alone to stop, and not the processes that load their data",
+        "the agent signals whole process groups",
+        "1.9",
+        "https://github.com/pytorch/pytorch/pull/113231",
+        "(self, death_sig)",
+    ),
+    "_remaining_restarts": PrivateName(_AGENT, "end the launch, or start again for free", _NO_HOOKS, "1.9"),
+    "_pcontext": PrivateName(
+        _AGENT, "see and signal the workers' processes", "the agent shows their numbers alone", "1.9"
+    ),
+    "get_subprocess_handler": PrivateName(
+        "torch.distributed.elastic.multiprocessing.api",
+        "fork a worker from the nursery in the place of starting an interpreter",
+        "made to allow other handlers, but nothing in torch lets a user name one",
+        "2.3",
+        "https://github.com/pytorch/pytorch/pull/120373",
+    ),
+    "_stop_heartbeats": PrivateName(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler",
+        "end the thread that talks to the rendezvous, without closing that for the other nodes",
+        "shutdown does both",
+        "1.8",
+    ),
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": PrivateName(
+        "torch.distributed.elastic.multiprocessing.api",
+        "handle signals in our own way: torch's handlers raise at each, also while the workers save",
+        "torchrun has an option for it, the agent this variable only",
+        "2.9",
+        "https://github.com/pytorch/pytorch/pull/160690",
+    ),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": PrivateName(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
+        "give every round of workers a store of its own: restarts race for a shared one",
+        "no parameter does the same, and the variable is not documented",
+        "2.4",
+        "https://github.com/pytorch/pytorch/issues/135712",
+    ),
+    # Of DistributedDataParallel and process groups.
+    "_rebuild_buckets": PrivateName(
+        f"{_DDP}.reducer",
+        "run DDP's hidden collective before a forward that some ranks do not have",
+        "DDP runs it in its next forward",
+        "1.7",
+        "https://github.com/pytorch/pytorch/pull/44798",
+    ),
+    "_static_graph_delay_allreduce_enqueued": PrivateName(
+        _DDP,
+        "keep the first backward of a static graph from reducing under no_sync",
+        "no_sync ought to, and does not",
+        "2.1",
+        "https://github.com/pytorch/pytorch/pull/187732",
+    ),
+    "_get_ddp_logging_data": PrivateName(
+        _DDP, "tell how many buckets DDP really uses", "DDP's documentation itself names this method", "1.9"
+    ),
+    "_get_backend": PrivateName(
+        "torch.distributed.ProcessGroup", "reach `_timeout`, and NCCL's `get_error`", "as `_timeout`", "2.0"
+    ),
+    "_timeout": PrivateName(
+        "torch.distributed.ProcessGroup._get_backend(device).options",
+        "give a second process group the timeout of the first",
+        "new_group does not inherit it; in public it can be set, but not read",
+        "1.9",
+        "https://github.com/pytorch/pytorch/pull/56531",
+    ),
+    "_abort_process_group": PrivateName(
+        "torch.distributed.distributed_c10d",
+        "end the collectives of NCCL that wait for a peer that is gone",
+        "destroy_process_group waits for them",
+        "2.6",
+        "https://github.com/pytorch/pytorch/pull/132291",
+    ),
+    "_world": PrivateName(
+        "torch.distributed.distributed_c10d",
+        "ask every process group, also those of a reduction, whether NCCL has failed",
+        "`get_error` tells of one group, and torch lists groups nowhere else",
+        "2.0",
+        "https://github.com/pytorch/pytorch/pull/144498",
+    ),
+    "_fsdp_param_group": PrivateName(
+        "torch.distributed.fsdp.fully_shard.state(module)",
+        "see which gradients travel together, in which sequence, and which of them a backward has made",
+        "FSDPModule shows neither the sequence nor the whole parameters",
+        "2.2",
+        "https://github.com/pytorch/pytorch/pull/117867",
+    ),
+    # Of tensors, modules and data.
+    "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
+    "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
+    "_foreach_mul_": PrivateName("torch", "scale many tensors in one call", *_FOREACH),
+    "_foreach_zero_": PrivateName("torch", "clear many tensors in one call", *_FOREACH),
+    "_python_dispatch": PrivateName(
+        "torch.utils",
+        "see every operation on tensors of one thread, through TorchDispatchMode",
+        'documented ("Extending PyTorch"), but torch has it in this private module alone',
+        "1.13",
+        "https://github.com/pytorch/pytorch/pull/110073",
+    ),
+    "_dynamo": PrivateName(
+        "torch",
+        "load early what the first optimizer of a process loads, at the price of torch itself",
+        "torch.compiler, its public face, does not load it before it is used",
+        "2.0",
+    ),
+    "_metadata": PrivateName(
+        "torch.nn.Module.state_dict()",
+        "keep in a checkpoint by which version of its parts a module was saved",
+        "load_state_dict looks nowhere else",
+        "0.4",
+        "https://github.com/pytorch/pytorch/pull/117464",
+    ),
+    "_shutdown_workers": PrivateName(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "end the processes that load data when an epoch is left early",
+        "a DataLoader has no close; only the garbage collector ends them",
+        "1.0",
+        "https://github.com/pytorch/pytorch/issues/64766",
+    ),
+    "_workers": PrivateName(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "kill a process that loads data, ignores SIGTERM and hangs",
+        "as `_shutdown_workers`, which sends SIGTERM and goes on",
+        "1.0",
+    ),
+}
+
+SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Environment variable: "1" gives each round of workers a store of its own."""
+HANDLED_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Environment variable: the names of the signals, with commas between, that torch handles when it starts workers."""
+
+LOADED_BY_OPTIMIZERS = "torch._dynamo"
+"""The module that takes the time when a process makes its first optimizer."""
+
+foreach_add_: Callable[..., None] = torch._foreach_add_
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+foreach_zero_: Callable[..., None] = torch._foreach_zero_
+
+
+def workers_of(agent: LocalElasticAgent) -> dict[int, Any]:
+    """The processes of the agent's workers by local rank; none before their first start."""
+    started = cast(Any, agent._pcontext)
+    return {} if started is None else {rank: handler.proc for rank, handler in started.subprocess_handlers.items()}
+
+
+def end_keep_alives(handler: RendezvousHandler, patience: float) -> None:
+    """End the thread by which a node tells the rendezvous that it is there, and wait `patience` seconds for its end."""
+    ending = threading.Thread(target=cast(Any, handler)._stop_heartbeats, daemon=True)
+    ending.start()
+    ending.join(patience)
+
+
+@contextmanager
+def starting_workers_by(start: Callable[..., Any]) -> Iterator[None]:
+    """While in the block, torch's agent starts each worker by `start(usual, args=…, env=…, …)`.
+
+    `usual` takes the other arguments and starts a fresh interpreter, as torch would. Both return an object with `proc`,
+    a process like subprocess.Popen's, and `close(death_sig)`.
+    """
+    from torch.distributed.elastic.multiprocessing import api
+
+    usual = api.get_subprocess_handler
+    api.get_subprocess_handler = functools.partial(start, usual)
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = usual
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP settle on its buckets now, which is a collective; nothing where it has."""
+    ddp.reducer._rebuild_buckets()
+
+
+def keep_static_graph_from_reducing(ddp: DistributedDataParallel) -> None:
+    """Let the first backward of a static graph under `ddp.no_sync()` reduce nothing, as any other."""
+    ddp._static_graph_delay_allreduce_enqueued = True
+
+
+def ddp_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """What DDP knows of itself, such as `bucket_sizes` and `rebuilt_bucket_sizes`."""
+    return dict(ddp._get_ddp_logging_data())
+
+
+def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of a module of `fully_shard` whose gradients travel as one flat tensor, in the sequence there.
+
+    Each as this rank's part, and as the whole, which stays the same object. Call it when the module was gathered.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    group = cast(Any, fully_shard).state(module)._fsdp_param_group
+    members = [] if group is None else group.fsdp_params
+    return [(each.sharded_param, each.unsharded_param) for each in members if each.sharded_param.requires_grad]
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's collectives on this device wait for a silent peer."""
+    timeout = group._get_backend(device).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process that have not ended."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def nccl_failure(device: torch.device) -> str | None:
+    """What a collective of NCCL met in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None while all go.
+
+    Only for groups whose tensors on `device` NCCL carries: gloo has no such answer.
+    """
+    failures = [cast(Any, group._get_backend(device)).get_error().name for group in process_groups()]
+    return next((failure for failure in failures if failure != "SUCCESS"), None)
+
+
+def abort_process_groups(patience: float) -> None:
+    """End all process groups without waiting for their collectives, and wait `patience` seconds for that."""
+    ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+    ending.start()
+    ending.join(patience)
+
+
+def module_versions(state: Mapping[str, Any]) -> Any | None:
+    """The versions that a module's state_dict carries of its parts; None where `state` is none."""
+    return getattr(state, "_metadata", None)
+
+
+def set_module_versions(state: OrderedDict[str, Any], versions: Any) -> None:
+    """Give `state` what `module_versions` reads."""
+    state._metadata = versions  # type: ignore[attr-defined]
+
+
+def end_loader_workers(batches: Iterator[Any]) -> None:
+    """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them.
+
+    torch gives each five seconds and then sends SIGTERM, which may be ignored there; SIGKILL follows here.
+    """
+    cast(Any, batches)._shutdown_workers()
+    for worker in cast(Any, batches)._workers:
+        worker.kill()
+        worker.join()

@@ -1,0 +1,180 @@
+"""Runs side by side: speed, quality, memory and digests, from their records alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.fingerprint import differences
+from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.environment import portable_cpu
+
+Run = tuple[RunDirectory, dict[str, Any]]
+
+
+def compare(places: Sequence[Path], as_json: bool = False) -> int:
+    """Print one table per experiment, or all of them as JSON. Raises UserError where there is no run."""
+    runs = [run for place in places for run in find_runs(place)]
+    if not runs:
+        raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
+    digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
+    groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
+    if as_json:
+        print(json.dumps([facts(group) for group in groups], indent=1))
+    else:
+        print("\n".join(table(group) for group in groups))
+    return ExitCode.DONE
+
+
+def facts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the table of these runs shows, in plain JSON types and SI units; None where a run does not tell."""
+    records = [record for _, record in runs]
+    exact = _comparable(records)
+    return {
+        "experiment": records[0]["experiment"]["name"],
+        "experiment_sha256": records[0]["experiment_sha256"],
+        "identical": len({record["weights_sha256"] for record in exact}) == 1 if len(exact) > 1 else None,
+        "verdict": verdict(records),
+        "runs": [_facts_of(directory, record, _reference(runs)) for directory, record in runs],
+    }
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The table of runs of one experiment, with the verdict on their digests below it.
+
+    Where one of them is sharded, which is done for the sake of memory, it tells what the steps of each took of it.
+    """
+    name = runs[0][1]["experiment"]["name"]
+    sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
+    header = (
+        "layout",
+        "world",
+        "reduction",
+        "samples/s",
+        "speed-up",
+        "accuracy",
+        "loss",
+        "memory",
+        *(["in steps"] if sharded else []),
+        "data wait",
+        "weights",
+        "run",
+    )
+    rows = [_row(_facts_of(directory, record, _reference(runs)), sharded) for directory, record in runs]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [f"{name}"]
+    lines += [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    lines.insert(2, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, verdict([record for _, record in runs]), ""])
+
+
+def verdict(records: Iterable[dict[str, Any]]) -> str:
+    """Whether the completed exact runs ended with the same weights, and if not, why that may be."""
+    exact = _comparable(records)
+    if len(exact) < 2:
+        return "digests: fewer than two completed exact runs to compare"
+    digests = {record["weights_sha256"] for record in exact}
+    if len(digests) == 1:
+        return f"digests: {len(exact)} exact runs, identical ({digests.pop()[:16]}…){_on_unlike_cpus(exact)}"
+    first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
+    changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
+    if changed:
+        return f"digests: {len(digests)} different ones, of other {' and other '.join(changed)}"
+    parts = differences(first["fingerprint"], other["fingerprint"])
+    if parts:
+        return (
+            f"digests: {len(digests)} different ones, under other fingerprints ({parts[0]}): "
+            "the promise does not cover that"
+        )
+    return f"digests: {len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
+
+
+def _origin(record: dict[str, Any]) -> dict[str, Any]:
+    """What the weights follow from, beside the settings."""
+    return {
+        "code": (record.get("source") or {}).get("files"),
+        "data": record.get("data_sha256"),
+        "initial weights": (record.get("init_from") or {}).get("sha256"),
+    }
+
+
+def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
+    """Names the CPUs of runs with portable numerics, where these are of several kinds; else nothing."""
+    kinds = {cpu for record in records if (cpu := portable_cpu(record))}
+    return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
+
+
+def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that must have ended with the same weights."""
+    done = [record for record in records if record["status"] == "completed"]
+    return [record for record in done if record["options"]["reduction"] == "exact"]
+
+
+def _reference(runs: Sequence[Run]) -> float | None:
+    """The speed that the others' is compared with: that of the newest run in a single process."""
+    return next((_speed(record) for _, record in reversed(runs) if _kind(record) == "single" and _speed(record)), None)
+
+
+def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float | None) -> dict[str, Any]:
+    result, speed, layout = record.get("result") or {}, _speed(record), record["layout"]
+    return {
+        "run": str(directory.path),
+        "layout": layout["label"],
+        "simulated": layout["kind"] == "dp" and layout["device"] == "cpu",
+        "world_size": layout["nnodes"] * layout["nproc_per_node"],
+        "reduction": record["options"]["reduction"],
+        "status": record["status"] if record["status"] != "running" or directory.is_live else "interrupted",
+        "samples_per_second": speed,
+        "speed_up": speed / reference if speed and reference else None,
+        "accuracy": result.get("test_accuracy"),
+        "loss": result.get("test_loss", result.get("train_loss")),
+        "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "step_memory_bytes": result.get("step_memory_bytes"),
+        "predicted_memory_bytes": result.get("predicted_memory_bytes"),
+        "data_wait": result.get("data_wait"),
+        "weights_sha256": record.get("weights_sha256"),
+    }
+
+
+def _row(facts: dict[str, Any], sharded: bool) -> tuple[str, ...]:
+    return (
+        facts["layout"] + (" (threads)" if facts["simulated"] else ""),
+        str(facts["world_size"]),
+        facts["reduction"],
+        _number(facts["samples_per_second"] or None, "{:.0f}"),
+        _number(facts["speed_up"], "{:.2f}x"),
+        _number(facts["accuracy"], "{:.4f}"),
+        _number(facts["loss"], "{:.5f}"),
+        _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
+        *([_in_steps(facts["step_memory_bytes"], facts["predicted_memory_bytes"])] if sharded else []),
+        _number(facts["data_wait"], "{:.1f}%", 100),
+        (facts["weights_sha256"] or facts["status"])[:12],
+        Path(facts["run"]).name,
+    )
+
+
+def _in_steps(measured: float | None, predicted: float | None) -> str:
+    """The memory of the steps alone, without evaluations and saves, beside what it was to be."""
+    expected = "" if predicted is None else f" (predicted {predicted * 1e-6:.0f})"
+    return _number(measured, "{:.0f} MB", 1e-6) + expected
+
+
+def _kind(record: dict[str, Any]) -> str:
+    return str(record["layout"]["kind"])
+
+
+def _speed(record: dict[str, Any]) -> float | None:
+    if record["status"] != "completed":
+        return None
+    speed = (record.get("result") or {}).get("samples_per_second")
+    return None if speed is None else float(speed)
+
+
+def _number(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * scale)

@@ -1,0 +1,106 @@
+"""Which devices a run takes: the GPUs of this node, which several replicas or ranks may share, or its CPU.
+
+`auto` takes GPUs where there is one for each replica or rank that was asked for, and else the CPU. `cuda` takes GPUs
+in any case, and shares them where there are too few. Under a launcher such as SLURM's, which may show each rank a GPU
+of its own, one visible GPU is enough: ranks compare their GPUs when they meet (distributed/backends.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.config.layout import DeviceType, Layout, LayoutKind
+from ddp_core.config.options import Asked
+from ddp_core.config.records import Reduction
+from ddp_core.distributed.world import World
+
+
+def choose_layout(asked: Asked, world: World) -> Layout:
+    """The layout, with what was left open decided by the launcher, if there is one, and by the devices of this node.
+
+    Raises UserError for counts and a shard mode that contradict the kind of layout.
+    """
+    found = 0 if asked.device == "cpu" else gpus_here()
+    # A launcher counts processes. The replicas of dp are threads of one process, so its count says nothing of them.
+    if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
+        nnodes, wanted = world.nnodes, world.nproc_per_node
+        needed = 1
+    else:
+        nnodes, wanted = asked.nnodes.high, asked.nproc_per_node or 0
+        needed = wanted or 1
+    device: DeviceType = ("cuda" if found >= needed else "cpu") if asked.device == "auto" else asked.device
+    layout = Layout(
+        kind=asked.layout,
+        device=device,
+        nnodes=nnodes,
+        nproc_per_node=wanted or _usual_count(asked.layout, device, found),
+        shard=asked.shard,
+    )
+    layout.check()
+    if found and device == "cpu":
+        say(world, f"on the CPU: {_counted(layout)}, but {_gpus(found)} here; with --device cuda they share it")
+    return layout
+
+
+def check_gpus(layout: Layout, reduction: Reduction, backend: str, world: World) -> None:
+    """Say so where replicas share GPUs. Raises UserError (4) where there are too few GPUs to run this at all."""
+    if layout.device == "cpu":
+        return
+    found, count = gpus_here(), layout.nproc_per_node
+    is_launched_outside = layout.kind == "ddp" and World.is_set()
+    if found >= count or (found and is_launched_outside):
+        return
+    if not found:
+        raise UserError(
+            f"asked for {count} CUDA device{'s' if count > 1 else ''}, found 0; what would run here: {_on_cpu(layout)}",
+            ExitCode.RESOURCES,
+        )
+    few, one_each = f"{_counted(layout)}, but {_gpus(found)} here", f"--nproc-per-node {found}"
+    if layout.kind == "dp" and reduction == "plain":
+        raise UserError(
+            f"{few}: nn.DataParallel, the plain reduction of dp, needs a GPU for each replica; what would run here: "
+            f"{one_each}, or --reduction exact, with which replicas share a GPU, or {_on_cpu(layout)}",
+            ExitCode.RESOURCES,
+        )
+    if layout.kind == "ddp" and backend == "nccl":
+        raise UserError(
+            f"{few}: nccl needs a GPU for each rank; what would run here: {one_each}, or --backend gloo, with which "
+            f"ranks share a GPU, or {_on_cpu(layout)}",
+            ExitCode.RESOURCES,
+        )
+    if layout.kind == "dp":
+        say(world, f"{few}: they are shared, which is no faster than {one_each}")
+
+
+def gpus_here() -> int:
+    """The number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def say(world: World, line: str) -> None:
+    """Print a line about a decision, once: on rank 0."""
+    if world.is_first:
+        print(line, file=sys.stderr)
+
+
+def _usual_count(kind: LayoutKind, device: DeviceType, found: int) -> int:
+    if kind == "single":
+        return 1
+    return max(found, 1) if device == "cuda" else 2
+
+
+def _counted(layout: Layout) -> str:
+    what = "rank" if layout.kind == "ddp" else "replica"
+    return f"{layout.nproc_per_node} {what}{'s' if layout.nproc_per_node > 1 else ''}"
+
+
+def _gpus(found: int) -> str:
+    return "1 GPU is" if found == 1 else f"{found} GPUs are"
+
+
+def _on_cpu(layout: Layout) -> str:
+    count = layout.nproc_per_node
+    return f"--layout {layout.kind} --device cpu" + (f" --nproc-per-node {count}" if count > 1 else "")

@@ -1,0 +1,182 @@
+"""What is here and what would run: versions, devices, memory, the container engine's shared memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.world import World, node_here
+
+if TYPE_CHECKING:
+    from ddp_core.config.experiment import Experiment
+    from ddp_core.run.rank_memory import MemoryEstimate, Replica
+
+_RANKS = (2, 4, 8)
+"""Numbers of ranks for which the memory of a rank is told."""
+
+
+def doctor(
+    experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data"), as_json: bool = False
+) -> int:
+    """Print what is here and, for an experiment, the memory that it needs; returns 0: a diagnosis is not a failure."""
+    found = _machine()
+    if experiment is not None:
+        found["memory"] = _memory(experiment, settings, data_dir)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return ExitCode.DONE
+    _describe_machine(found)
+    if experiment is not None:
+        _describe_memory(found["memory"])
+    return ExitCode.DONE
+
+
+def _machine() -> dict[str, Any]:
+    """The facts that decide which layouts run here, in plain JSON types and bytes."""
+    import torch
+
+    from ddp_core.record.environment import describe_environment
+
+    facts = describe_environment()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    shared = Path("/dev/shm")
+    return {
+        "python": facts["python"],
+        "packages": facts["packages"],
+        "cpu": facts["cpu"],
+        "cores": facts["cores"],
+        "memory_bytes": facts["memory_bytes"],
+        "cuda_devices": [torch.cuda.get_device_name(number) for number in range(count)],
+        "shared_memory_bytes": shutil.disk_usage(shared).total if shared.exists() else None,
+        "launcher": _launcher(),
+        "runs_here": _commands(count),
+    }
+
+
+def _launcher() -> str | None:
+    """What a launcher has made of this process, and what `ddp train` would do with that; None without a launcher."""
+    from ddp_core.cli.following import follow_launcher
+    from ddp_core.config.options import Asked
+
+    try:
+        world, node = World.from_environment(), node_here()
+        asked, is_host = follow_launcher(Asked(experiment="digits"), world, node)
+    except UserError as error:
+        return f"`ddp train` would not start: {error}"
+    if world.world_size > 1:
+        return f"this is {world.place} of {world.world_size}; `ddp train` trains as this rank and starts no other"
+    if node is None:
+        return None
+    count = "" if asked.nproc_per_node is None else f"{asked.nproc_per_node} "
+    where = f"{asked.rdzv_endpoint}{' (here)' if is_host else ''}"
+    return f"this is {node.description}; `ddp train` starts the {count}ranks of this node; the nodes meet at {where}"
+
+
+def _describe_machine(found: dict[str, Any]) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    print(f"python {found['python']}, {versions}")
+    print(f"cpu     {found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 2**30:.1f} GiB memory")
+    devices = found["cuda_devices"]
+    print(f"cuda    {len(devices)} devices" + "".join(f"; {name}" for name in devices))
+    if (shared := found["shared_memory_bytes"]) is not None:
+        print(f"shm     {shared / 2**20:.0f} MiB of shared memory (loader processes want 512)")
+    if found["launcher"] is not None:
+        print(f"launch  {found['launcher']}")
+    print("runs here:")
+    for line in found["runs_here"]:
+        print(f"  {line}")
+
+
+def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any]:
+    """The memory of one replica and of a rank of several, from one watched micro-batch on CPU, and what there is."""
+    import psutil
+    import torch
+
+    from ddp_core.cli.prepare import load_with_settings
+    from ddp_core.experiment.request import build_parts
+    from ddp_core.run.memory import replica_of, samples_at_once, way_of
+
+    loaded = load_with_settings(name, settings)
+    experiment = loaded.experiment
+    parts, samples = build_parts(loaded, data_dir), samples_at_once(experiment)
+    replica = replica_of(loaded, parts.model, parts.loss, parts.splits, samples)
+    estimate = replica.estimate(way_of(experiment))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    rooms = {"cpu": psutil.virtual_memory().available}
+    rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(count)}
+    return {
+        "experiment": experiment.name,
+        "samples": samples,
+        "precision": experiment.precision,
+        "parts": dict(estimate.table()),
+        "peak": estimate.peak,
+        "gradient_buckets": estimate.gradients,
+        "ranks": _of_ranks(replica, experiment),
+        "devices": {
+            device: {"room": room, "verdict": _fits(estimate, samples, room)} for device, room in rooms.items()
+        },
+    }
+
+
+def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, int]]:
+    """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
+    from ddp_core.config.layout import SHARD_MODES
+    from ddp_core.run.memory import way_of
+
+    return {
+        str(ranks): {
+            mode: replica.estimate(way_of(experiment, ranks, mode), bucketed=mode == "none").peak
+            for mode in ("none", *SHARD_MODES)
+        }
+        for ranks in _RANKS
+        if experiment.reduction == "exact" and ranks <= (experiment.micro_batches or 0)
+    }
+
+
+def _describe_memory(memory: dict[str, Any]) -> None:
+    samples = memory["samples"]
+    print(f"memory  {memory['experiment']}, one replica, micro-batches of {samples} samples, float32 (estimated):")
+    if memory["precision"] in ("bf16", "fp16"):
+        print(f"  not counted: what {memory['precision']} saves of activations, and its copies of weights in 16 bits")
+    for part, size in [*memory["parts"].items(), ("peak", memory["peak"])]:
+        print(f"  {part:16} {in_units(size)}")
+    print(f"  DistributedDataParallel keeps gradient buckets beside these: {in_units(memory['gradient_buckets'])}")
+    for count, peaks in memory["ranks"].items():
+        modes = ", ".join(f"{mode} {in_units(peak)}" for mode, peak in peaks.items())
+        print(f"  each of {count} ranks, by what is sharded: {modes}")
+    for device, there in memory["devices"].items():
+        print(f"  {device}: {there['verdict']}")
+
+
+def _fits(estimate: MemoryEstimate, samples: int, room: int) -> str:
+    """Which kind of parallelism a replica of this size calls for on a device with `room` bytes."""
+    has = f"has {in_units(room)}"
+    if estimate.peak <= room:
+        return f"{has}: a replica fits, so data parallelism will do"
+    fixed = estimate.weights + estimate.optimizer_state + estimate.in_update
+    if fixed > room:
+        return f"{has}: not even the weights, gradients and optimizer state fit, which calls for model parallelism"
+    return f"{has}: micro-batches of {samples} do not fit; use smaller ones (--set micro_batch=N)"
+
+
+def in_units(size: int) -> str:
+    """Bytes for people: 1.5 GiB, 20.0 MiB, 0.5 KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 2**10:.1f} KiB"
+
+
+def _commands(devices: int) -> list[str]:
+    lines = ["ddp train digits --device cpu"]
+    lines += [f"ddp train digits --device cpu --layout {kind} --nproc-per-node 2" for kind in ("dp", "ddp")]
+    if devices:
+        lines.append("ddp train digits --device cuda")
+        # On a single GPU, both replicas or ranks share it.
+        count = max(devices, 2)
+        lines += [f"ddp train digits --device cuda --layout {kind} --nproc-per-node {count}" for kind in ("dp", "ddp")]
+    return lines

@@ -1,0 +1,247 @@
+"""Turns what the user asked of `ddp train` into a request; checks all that can be checked before a process starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli.devices import check_gpus, choose_layout, say
+from ddp_core.cli.shard_modes import check_shards
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Asked, Options
+from ddp_core.config.records import Numerics, Reduction
+from ddp_core.distributed.stop import signal_named
+from ddp_core.distributed.world import World
+from ddp_core.experiment.building import Kind, complete_options
+from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment, resolve
+from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
+from ddp_core.experiment.source import serve_modules
+from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
+from ddp_core.observe.faults import Fault
+from ddp_core.observe.loggers.choosing import check_loggers
+from ddp_core.observe.profiling import parse_window
+from ddp_core.record.continuing import require_continuable
+from ddp_core.record.directory import RunDirectory
+
+_COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
+
+
+def computes_with(numerics: Numerics) -> bool:
+    """Whether this process computes with these numerics: the limits of the portable ones are older than torch in it."""
+    return numerics == "native" or limits_hold()
+
+
+def prepare(asked: Asked, command: str, computes_with: Callable[[Numerics], bool] = computes_with) -> Request:
+    """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
+
+    `computes_with` says whether this process computes with certain numerics, or will once it is started anew.
+
+    Raises UserError where the parts do not fit together, or a launcher has started something else than was asked for.
+    """
+    loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
+    world = World.from_environment()
+    _check_nodes(asked, world)
+    layout = choose_layout(asked, world)
+    check_shards(asked, loaded.experiment, layout)
+    reduction = asked.reduction or _default_reduction(loaded.experiment, world)
+    numerics, why_native = _numerics(asked, loaded.experiment, layout, computes_with)
+    options = Options(
+        **asked.model_dump(
+            include=Options.model_fields.keys() - {"reduction", "numerics", "deterministic", "launcher"}
+        ),
+        reduction=reduction,
+        numerics=numerics,
+        deterministic=_is_deterministic(asked, reduction, layout),
+        launcher=_launcher(asked),
+    )
+    check_gpus(layout, options.reduction, options.backend, world)
+    if why_native is not None:
+        say(world, f"native numerics instead of portable: {why_native}")
+    return Request(loaded, layout, options, asked.resume, command, asked)
+
+
+def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
+    """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
+
+    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied; the file gives
+    the builders only, and imports the modules that the run has kept.
+    """
+    if record_file is not None:
+        return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
+    loaded = load_experiment(name_or_path)
+    record = loaded.experiment
+    components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
+    names = {f"{component}.name" for component in components}
+    naming = [setting for setting in settings if setting.partition("=")[0].strip() in names]
+    for setting in naming:
+        section, _, _ = setting.partition(".")
+        component = getattr(record, section)
+        record = record.model_copy(update={section: component.model_copy(update={"options": {}})})
+        record = record.with_settings([setting])
+    for kind in components:
+        component = getattr(record, kind)
+        completed = complete_options(component, resolve(loaded, kind, component.name), kind)
+        record = record.model_copy(update={kind: completed})
+    record = record.with_settings([setting for setting in settings if setting not in naming])
+    resolve(loaded, "loss", record.loss)
+    return replace(loaded, experiment=record)
+
+
+def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
+    record = directory.read()
+    # Absolute, because a worker may start in another folder.
+    served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
+    serve_modules(served)
+    loaded = load_experiment(path)
+    recorded = Experiment.from_json(record["experiment"]).with_settings(settings)
+    return replace(loaded, experiment=recorded, served=served)
+
+
+def _check_nodes(asked: Asked, world: World) -> None:
+    """Check the number of nodes.
+
+    Raises UserError (2) where several nodes are asked for without a place to meet, and UserError (6) where the launcher
+    started another number of nodes than was asked for.
+    """
+    if asked.layout != "ddp":
+        return
+    low, high = asked.nnodes
+    if not World.is_set():
+        if high > 1 and not (asked.rdzv_endpoint and asked.rdzv_id):
+            raise UserError(
+                f"--nnodes {asked.nnodes} needs --rdzv-endpoint HOST:PORT (start `ddp rendezvous` there) "
+                "and the same fresh --rdzv-id on every node"
+            )
+    elif "nnodes" in asked.model_fields_set and low == high != world.nnodes:
+        raise UserError(
+            f"asked for {high} nodes, but the launcher started {world.nnodes}: some did not come in time",
+            ExitCode.PEERS_LOST,
+        )
+
+
+def _default_reduction(experiment: Experiment, world: World) -> Reduction:
+    """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
+    reason = promise_broken_by(experiment) if experiment.reduction == "exact" else None
+    if reason is None:
+        return experiment.reduction
+    say(world, f"plain reduction instead of exact: {reason}")
+    return "plain"
+
+
+def _numerics(
+    asked: Asked, experiment: Experiment, layout: Layout, computes_with: Callable[[Numerics], bool]
+) -> tuple[Numerics, str | None]:
+    """What was asked for, else the experiment's own; native, and the reason, where that cannot be had.
+
+    Raises UserError where portable numerics were asked for and cannot be had.
+    """
+    wanted = asked.numerics or experiment.numerics
+    reason = None
+    if wanted == "portable":
+        on_gpu = "it is for CPUs, and this run is on a GPU" if layout.device == "cuda" else None
+        reason = on_gpu or portable_refused_by()
+    if reason is None:
+        if computes_with(wanted):
+            return wanted, None
+        reason = limits_missed()
+    if asked.numerics == "portable":
+        raise UserError(f"--numerics portable: {reason}")
+    return "native", reason
+
+
+def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:
+    """Whether kernels must repeat their bits. Raises UserError where the exact reduction is to do without."""
+    if asked.deterministic == "never" and reduction == "exact":
+        raise UserError(
+            "--deterministic never: the exact reduction has the same bits on every layout only with kernels that "
+            "repeat theirs; leave this option out, or use --reduction plain"
+        )
+    if asked.deterministic == "auto":
+        return reduction == "exact" or layout.device == "cpu"
+    return asked.deterministic == "always"
+
+
+def _launcher(asked: Asked) -> str:
+    if asked.layout != "ddp":
+        return "in-process"
+    return "external" if World.is_set() else asked.launcher
+
+
+def check_request(request: Request, only_look: bool = False) -> None:
+    """Check all that can be checked without starting a process. Raises UserError.
+
+    The output folder is made and written to, unless this shall `only_look`.
+    """
+    experiment, options = request.loaded.experiment, request.options
+    if options.profile:
+        parse_window(options.profile)
+    if options.stop_signal:
+        signal_named(options.stop_signal)
+    for fault in options.faults:
+        Fault.parse(fault)
+    check_loggers(options.log_to)
+    if options.launcher == "spawn" and request.layout.nnodes > 1:
+        raise UserError(
+            "--launcher spawn starts processes on this machine only; use --launcher torchrun for several nodes"
+        )
+    BatchCut.of(experiment, request.layout)
+    check_promise(request)
+    _check_graph(request)
+    if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
+        raise UserError(
+            f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
+        )
+    given = request.asked.init_from if request.asked is not None else None
+    if given is not None and request.resume == "never" and not Path(given).exists():
+        raise UserError(f"--init-from {given}: there is no such run or file")
+    splits = build_splits(request.loaded, Path(request.options.data_dir))
+    if request.resume not in ("auto", "never"):
+        require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
+    _check_output(Path(options.output), only_look)
+
+
+def _check_graph(request: Request) -> None:
+    """Raises UserError where a CUDA graph is asked for that cannot be had."""
+    layout, options = request.layout, request.options
+    if not options.cuda_graph:
+        return
+    if layout.device != "cuda":
+        raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
+    if layout.kind == "dp":
+        raise UserError("--cuda-graph: the threads of dp cannot record at the same time; use --layout single or ddp")
+    if layout.kind == "ddp" and options.reduction == "plain":
+        raise UserError(
+            "--cuda-graph: DistributedDataParallel sends gradients from within backward, which no graph holds; "
+            "use --reduction exact, which can send them afterwards"
+        )
+
+
+def _check_output(output: Path, only_look: bool) -> None:
+    try:
+        _look_at(output)
+        if not only_look:
+            output.mkdir(parents=True, exist_ok=True)
+            # A random name, because other nodes of the launch may test the same folder at the same moment.
+            with tempfile.TemporaryFile(dir=output):
+                pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {output}: {error.strerror}; choose another with --output DIR, or mend its owner and mode",
+            ExitCode.RESOURCES,
+        ) from None
+
+
+def _look_at(output: Path) -> None:
+    """Raises the OSError that writing to the folder, or making it, would meet."""
+    there = next(place for place in (output, *output.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -1,0 +1,241 @@
+"""Train a run again from its record and compare: first the code, then the data, then the bits of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.fingerprint import differences
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.cli.training import train
+from ddp_core.config.layout import LayoutKind
+from ddp_core.config.options import Asked
+from ddp_core.data.data_digest import changed_at
+from ddp_core.experiment.request import build_splits
+from ddp_core.experiment.source import changed_files, read_source
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
+from ddp_core.record.data import digest_data, recorded_digest
+from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.environment import describe_code, portable_cpu
+from ddp_core.record.initial_weights import read_weights
+
+DIFFERENT = 1
+"""Exit code of `ddp verify` where code, data or weights are not those of the record."""
+
+
+class _Different(Exception):
+    """What is not as recorded, so that it makes no sense to train."""
+
+
+def verify(
+    path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None = None
+) -> int:
+    """Repeat the run at `path`, on its own layout or another; 0 when the weights are the same bits.
+
+    `path` is any directory with a run's run.json, source/ and model.safetensors; with metrics.jsonl and data.json,
+    differences can be placed. Raises UserError for a run that cannot be repeated, or whose repetition fails.
+    """
+    directory = RunDirectory(path)
+    record = directory.read()
+    _require_repeatable(path, record)
+    recorded = record["layout"]
+    kind = layout or recorded["kind"]
+    if record["options"]["reduction"] != "exact" and kind != recorded["kind"]:
+        raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
+    count = nproc_per_node or _count_for(kind, recorded)
+    asked = Asked(
+        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
+        record=str(path / "run.json"),
+        layout=kind,
+        device=device or recorded["device"],
+        nproc_per_node=count,
+        shard=recorded.get("shard", "none") if kind == recorded["kind"] else "none",
+        reduction=record["options"]["reduction"],
+        numerics=record["options"].get("numerics", "native"),
+        # Runs were always deterministic before there was a choice.
+        deterministic="always" if record["options"].get("deterministic", True) else "never",
+        data_dir=data_dir or record["options"]["data_dir"],
+        digest_every=record["options"]["digest_every"],
+    )
+    try:
+        for line in _check_code(directory, record):
+            print(f"note: {line}")
+        _check_data(directory, record, asked)
+        weights = _initial_weights(directory, record)
+        asked = asked.model_copy(update={"init_from": None if weights is None else str(weights)})
+    except _Different as difference:
+        print(f"{difference}. Nothing was trained.")
+        return DIFFERENT
+    processes = "1 process" if count == 1 else f"{count} processes"
+    print(f"training {record['experiment']['name']} again on {kind}, {processes} …", flush=True)
+    with TemporaryDirectory(prefix="ddp-verify-") as scratch:
+        return _judge(directory, record, _repeat(record, asked, scratch))
+
+
+def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError for a run that no training repeats."""
+    if record["status"] != "completed":
+        raise UserError(
+            f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
+        )
+    if "source" not in record:
+        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    if record["source"]["unreadable"]:
+        raise UserError(
+            f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "
+            "was recorded"
+        )
+    for number, attempt in enumerate(record["attempts"], 1):
+        for what, key in (("code", "source_diff_sha256"), ("data", "data_changed")):
+            if key in attempt:
+                raise UserError(
+                    f"{path} cannot be repeated: attempt {number} went on with other {what} than the attempts before, "
+                    "so no single training gives these weights"
+                )
+
+
+def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
+    """What of the code is other today, though it does not take part. Raises _Different where the kept code is."""
+    try:
+        kept = read_source(directory.path, record["source"])
+    except UserError as error:
+        raise _Different(f"different code: {error}") from None
+    notes = []
+    beside = Path(record["experiment_file"]).parent
+    today = {place: (beside / place).read_bytes() for place in kept.texts if (beside / place).is_file()}
+    edited = changed_files({place: kept.texts[place] for place in today}, today)
+    if edited:
+        notes.append(
+            f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
+            f"the run's own copy in {directory.path / record['source']['folder']} is what is trained"
+        )
+    if (other := _other_ddp(record)) is not None:
+        notes.append(other)
+    return notes
+
+
+def _other_ddp(record: Mapping[str, Any]) -> str | None:
+    """How ddp_core itself is another one than when the run was made, None where it is the same."""
+    there, here = record["environment"]["code"], describe_code()
+    if (there["version"], there["commit"]) == (here["version"], here["commit"]):
+        return None
+    return f"ddp_core is {_version(here)} here, and the run was made with {_version(there)}"
+
+
+def _version(code: Mapping[str, Any]) -> str:
+    return f"{code['version']}" + (f" at commit {code['commit'][:12]}" if code["commit"] else "")
+
+
+def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked) -> None:
+    """Raises _Different where the data have changed, and UserError where they cannot be built."""
+    loaded = load_with_settings(asked.experiment, (), Path(asked.record or ""))
+    now = digest_data(build_splits(loaded, Path(asked.data_dir)))
+    where = changed_at(recorded_digest(directory.path, record), now)
+    if where is not None:
+        raise _Different(f"different data: {where}; the run trained on other data than these")
+
+
+def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
+    """The file with the weights that the run began with, or its copy in the directory; None for random weights.
+
+    Raises _Different where it is gone, or holds other weights.
+    """
+    weights = recorded_weights(record)
+    if weights is None:
+        return None
+    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
+    file = next((place for place in places if place.exists()), None)
+    if file is None:
+        raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
+    if weights_digest(read_weights(file)) != weights.sha256:
+        raise _Different(f"different start: {file} holds other weights than those that the run began with")
+    return file
+
+
+def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
+    """The recorded number of processes or replicas; at least two where the kind of layout is another, 1 for single."""
+    if kind == "single":
+        return 1
+    count: int = recorded["nnodes"] * recorded["nproc_per_node"]
+    return count if kind == recorded["kind"] else max(2, count)
+
+
+def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirectory:
+    """Train again, and extend again where the run was extended; returns the run."""
+    lengths = [attempt["extended_from"] for attempt in record["attempts"] if "extended_from" in attempt]
+    for number, length in enumerate([*lengths, kept_length(record)]):
+        settings = tuple(f"{name}={'null' if length[name] is None else length[name]}" for name in LENGTH)
+        changes: dict[str, Any] = {"output": scratch, "settings": settings}
+        if number:
+            changes["resume"] = "auto"
+        train(asked.model_copy(update=changes))
+    again, _ = next(find_runs(Path(scratch)))
+    return again
+
+
+def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory) -> int:
+    repeated = again.read()
+    print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
+    print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
+    other = differences(repeated["fingerprint"], record["fingerprint"])
+    if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
+        if (exchanged := _exchanged_file(directory, again)) is not None:
+            print(f"different file: the record is right, but {exchanged} holds other weights than the record says")
+            return DIFFERENT
+        differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
+        print(f"identical{differs}")
+        return ExitCode.DONE
+    causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
+    if (ddp := _other_ddp(record)) is not None:
+        causes.insert(0, f"other code: {ddp}")
+    if record["data_sha256"] is None:
+        causes.insert(0, "a data set that gives other items at each read")
+    if causes:
+        print(f"different, under {'; and under '.join(causes)}")
+    else:
+        print(f"different under the same fingerprint: {_first_difference(directory, again)}")
+    return DIFFERENT
+
+
+def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:
+    """Names the CPUs of a run with portable numerics and of its repetition, where they differ; else nothing."""
+    there, here = portable_cpu(record), portable_cpu(repeated)
+    return f", on another kind of CPU: here {here}, there {there}" if here != there else ""
+
+
+def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:
+    """The name of a file that does not hold the weights that both records have; None where each does."""
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        if name == "model.safetensors" or (ours.path / name).exists():
+            here, there = (weights_digest(read_weights(run.path / name)) for run in (ours, theirs))
+            if here != there:
+                return name
+    return None
+
+
+def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
+    """The first step at which the recorded digests differ, with the losses there and the gap of the final weights."""
+    here, there = ({entry["step"]: entry for entry in read_metrics(run.metrics, "digest")} for run in (ours, theirs))
+    for step in sorted(here.keys() & there.keys()):
+        if here[step]["weights_sha256"] != there[step]["weights_sha256"]:
+            losses = [
+                {entry["step"]: entry["loss"] for entry in read_metrics(run.metrics, "step")}.get(step)
+                for run in (ours, theirs)
+            ]
+            gap = f", loss {losses[0]:.9g} against {losses[1]:.9g}" if None not in losses else ""
+            return f"the weights part at or before step {step}{gap}{_weight_gap(ours, theirs)}"
+    return f"the digests of all steps recorded agree{_weight_gap(ours, theirs)}"
+
+
+def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
+    here, there = (read_weights(run.path / "model.safetensors") for run in (ours, theirs))
+    gaps = {
+        name: (here[name].double() - there[name].double()).abs().max().item() for name in here.keys() & there.keys()
+    }
+    worst = max(gaps, key=lambda name: gaps[name])
+    return f"; at the end {worst} differs by up to {gaps[worst]:.3g}"

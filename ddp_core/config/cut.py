@@ -1,0 +1,95 @@
+"""The cut of the global batch, by experiment and layout: which rank or replica computes which micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_core.base.errors import UserError
+from ddp_core.base.shares import share_of
+from ddp_core.config.experiment import Experiment, nearest_multiples
+from ddp_core.config.layout import Layout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward: `index` in the step's canonical order, samples [start, stop) of the global batch."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """How a global batch is cut into micro-batches, and these into shares, one per rank or replica.
+
+    A share is a range of neighbouring micro-batches; where shares are strided, W ranks take micro-batches in turns.
+    Where the experiment sets `micro_batch`, the micro-batches depend on the experiment alone.
+    """
+
+    global_batch_size: int
+    micro_batch: int
+    shares: int
+    is_strided: bool = False
+
+    @classmethod
+    def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
+        """The cut for a layout. Raises UserError, naming the nearest sizes that work, where it cannot be made."""
+        size, shares = experiment.global_batch_size, layout.shares
+        whose = "replicas" if layout.kind == "dp" else "ranks"
+        if experiment.micro_batch is None:
+            if size % shares:
+                below, above = nearest_multiples(size, shares)
+                choice = " or ".join(str(number) for number in (below, above) if number)
+                raise UserError(
+                    f"global_batch_size {size} does not divide among {shares} {whose}; "
+                    f"the nearest sizes that do: {choice} "
+                    f"(--set global_batch_size={above})"
+                )
+            return cls(size, size // shares, shares, layout.is_strided)
+        cut = cls(size, experiment.micro_batch, shares, layout.is_strided)
+        if shares > cut.micro_batches:
+            needed = experiment.micro_batch * shares
+            raise UserError(
+                f"{shares} {whose} but only {cut.micro_batches} micro-batches of {experiment.micro_batch} "
+                f"in a global batch of {size}: "
+                f"use at most {cut.micro_batches} {whose}, or --set global_batch_size={needed}"
+            )
+        return cut
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of micro-batches of a whole global batch."""
+        return self.count(self.global_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The most micro-batches that one rank or replica computes in one step."""
+        return -(-self.micro_batches // self.shares)
+
+    def count(self, samples: int) -> int:
+        """The number of micro-batches in a step of `samples` samples; an incomplete last batch has fewer."""
+        return -(-samples // self.micro_batch)
+
+    def parts(self, samples: int) -> list[MicroBatch]:
+        """The micro-batches of a step of `samples` samples, in order."""
+        return [
+            MicroBatch(index, start, min(start + self.micro_batch, samples))
+            for index, start in enumerate(range(0, samples, self.micro_batch))
+        ]
+
+    def share(self, index: int, samples: int) -> list[MicroBatch]:
+        """The micro-batches of rank or replica `index` in a step of `samples` samples, in order; perhaps none."""
+        parts = self.parts(samples)
+        if self.is_strided:
+            return parts[index :: self.shares]
+        own = share_of(len(parts), index, self.shares)
+        return parts[own.start : own.stop]
+
+    def describe(self) -> str:
+        """The batch arithmetic in one line, printed at the start of a run."""
+        turns = ", in turns" if self.is_strided else ""
+        return (
+            f"global batch {self.global_batch_size} = {self.micro_batches} micro-batches x {self.micro_batch} samples, "
+            f"{self.accumulation_steps} per step on each of {self.shares}{turns}"
+        )

@@ -1,0 +1,89 @@
+"""Where an experiment runs: one frozen record."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ddp_core.base.errors import UserError
+from ddp_core.config.records import Frozen
+
+LayoutKind = Literal["single", "dp", "ddp"]
+DeviceType = Literal["cpu", "cuda"]
+ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
+"""What the ranks of `ddp` keep only a part of, each its own: nothing, the optimizer's state, also the gradients, or
+also the parameters."""
+
+SHARD_MODES: tuple[ShardMode, ...] = ("optimizer", "gradients", "parameters")
+"""The modes beside none."""
+
+
+class Layout(Frozen):
+    """`single`, `dp` or `ddp` on a device type, nnodes x nproc_per_node. Nothing in it may change the mathematics.
+
+    For `dp`, one process drives `nproc_per_node` replicas from threads. `shard` is for `ddp` alone.
+    """
+
+    kind: LayoutKind = "single"
+    device: DeviceType = "cpu"
+    nnodes: int = Field(1, gt=0)
+    nproc_per_node: int = Field(1, gt=0)
+    shard: ShardMode = "none"
+
+    @property
+    def shares(self) -> int:
+        """The number of shares of each global batch: one for each rank of `ddp`, or each replica of `dp`."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Number of training processes."""
+        return self.shares if self.kind == "ddp" else 1
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether shares are strided: rank r of W then computes the micro-batches r, r + W, r + 2W, …
+
+        Where gradients are sharded, ranks exchange them after each backward. Those of W neighbouring micro-batches can
+        be added up at once.
+        """
+        return self.shard in ("gradients", "parameters")
+
+    @property
+    def saves_in_parts(self) -> bool:
+        """Whether each rank writes its part of every checkpoint."""
+        return self.shard != "none" and self.world_size > 1
+
+    @property
+    def label(self) -> str:
+        """A short name for directories and tables: single-cpu, dp-2-cpu, ddp-2x2-cpu, ddp-1x2-cpu-shard-optimizer."""
+        if self.kind == "single":
+            return f"single-{self.device}"
+        if self.kind == "dp":
+            return f"dp-{self.nproc_per_node}-{self.device}"
+        sharded = "" if self.shard == "none" else f"-shard-{self.shard}"
+        return f"ddp-{self.nnodes}x{self.nproc_per_node}-{self.device}{sharded}"
+
+    @property
+    def description(self) -> str:
+        """The label with what a reader must know: that DP on CPU is nn.DataParallel's five moves over threads."""
+        simulated = self.kind == "dp" and self.device == "cpu"
+        return f"{self.label} (nn.DataParallel's moves over CPU threads)" if simulated else self.label
+
+    def check(self) -> None:
+        """Raises UserError where kind, counts and shard mode contradict each other."""
+        if self.kind == "single" and self.shares > 1:
+            raise UserError(
+                f"layout single is one process on one device, not {self.nnodes} x {self.nproc_per_node}; "
+                "use --layout ddp (or dp on one node)"
+            )
+        if self.kind == "dp" and self.nnodes > 1:
+            raise UserError(
+                f"layout dp runs on one node, not on {self.nnodes}; use --layout ddp --nnodes {self.nnodes}"
+            )
+        if self.shard != "none" and self.kind != "ddp":
+            raise UserError(
+                f"--shard {self.shard} divides work among ranks, and layout {self.kind} is one process; "
+                "use --layout ddp, or leave --shard out"
+            )

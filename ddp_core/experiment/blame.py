@@ -1,0 +1,90 @@
+"""What an exception means to the user: a lack of disk or memory, a mistake in the experiment, or a fault of ours."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch.distributed import DistError
+
+from ddp_core.base.errors import ExitCode, UserError, internal, is_full, no_room
+from ddp_core.distributed.nccl_errors import lack_of
+from ddp_core.experiment.file import MODULE_PREFIX
+
+_PACKAGE = Path(__file__).parents[1]
+# Our files that call the experiment's code, or hold code of ours in its place: models, data sets, losses, optimizers,
+# metrics, callbacks, scripted faults.
+_CALLS_EXPERIMENT = (
+    "data",
+    "faults.py",
+    "model",
+    "observe/step.py",
+    "run/building.py",
+    "run/experiment_file.py",
+    "trainers/callbacks.py",
+    "trainers/evaluation.py",
+    "trainers/named_sums.py",
+    "trainers/passes.py",
+    "trainers/updating.py",
+)
+# Threads and libraries raise RuntimeErrors that quote the first error, where memory ran out.
+_OUT_OF_MEMORY = re.compile(
+    r"(?:DefaultCPUAllocator|CUDA out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED)[^\n]*"
+)
+_ON_CPU = "use a smaller --set micro_batch=N, fewer processes on this machine, or a machine with more memory"
+_ON_CUDA = (
+    "use a smaller --set micro_batch=N (more of them make up the same global batch), --set precision=bf16, and where "
+    "it happened in an evaluation a smaller --set evaluation.samples_per_batch=N"
+)
+
+
+def shortage(error: BaseException, speaker: str, directory: Path) -> UserError | None:
+    """The UserError (4) where disk, memory, shared memory or a device is lacking; None for any other exception."""
+    if is_full(error):
+        return no_room(directory, error)
+    text = str(error)
+    if isinstance(error, DistError) and (lack := lack_of(text)):
+        return UserError(f"{speaker}: {lack}", ExitCode.RESOURCES)
+    found = _OUT_OF_MEMORY.search(text)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and found):
+        return None
+    line = found[0] if found is not None else text.strip().partition("\n")[0]
+    reason = line.partition(". GPU ")[0].removeprefix("DefaultCPUAllocator: ")
+    on_cuda = isinstance(error, torch.OutOfMemoryError) or reason.lower().startswith("cu")
+    return UserError(
+        f"{speaker}: out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU}",
+        ExitCode.RESOURCES,
+    )
+
+
+def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
+    """The exit code and the line for any other exception: 2 where the experiment raised it, 70 where we did."""
+    if is_experiments(error):
+        place = _place_in_experiment(error)
+        return ExitCode.BAD_INPUT, f"{place}{type(error).__name__}: {error}"
+    return ExitCode.INTERNAL, internal(error)
+
+
+def is_experiments(error: BaseException) -> bool:
+    """Whether the experiment's code raised the exception: the last file of ours in the traceback tells.
+
+    A reduction's ValueError or RuntimeError counts as the experiment's: it says what cannot be reduced in its model.
+    """
+    places = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [place.relative_to(_PACKAGE) for place in places if place.is_relative_to(_PACKAGE)]
+    if not ours:
+        return False
+    refused = ours[-1].is_relative_to("reduction") and isinstance(error, ValueError | RuntimeError)
+    return refused or any(ours[-1].is_relative_to(place) for place in _CALLS_EXPERIMENT)
+
+
+def _place_in_experiment(error: BaseException) -> str:
+    """'file:line: ' of the exception's deepest point in the experiment's own file; nothing where it never was there."""
+    frames = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(MODULE_PREFIX)
+    ]
+    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}: " if frames else ""

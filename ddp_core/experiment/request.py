@@ -1,0 +1,206 @@
+"""The request, which says what to run, where and how, and the parts that are built from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.config.cut import BatchCut
+from ddp_core.config.experiment import Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Asked, Options
+from ddp_core.data.splits import Splits, as_splits
+from ddp_core.experiment.building import build
+from ddp_core.experiment.file import LoadedExperiment, Served, resolve, resolve_collate, resolve_hits, run_again
+from ddp_core.experiment.hooks import callbacks_of, metrics_of, optimizer_of, schedule_of
+from ddp_core.experiment.source import serve_modules
+from ddp_core.model.memory_format import lay_out
+from ddp_core.observe.callback import Callback
+from ddp_core.observe.step import StepObserver
+
+
+@dataclass(frozen=True)
+class Request:
+    """The experiment with its file, layout, options, how to resume, and the command that started it."""
+
+    loaded: LoadedExperiment
+    layout: Layout
+    options: Options
+    resume: str = "never"
+    """`auto`, `never`, or a run directory."""
+    command: str = ""
+    asked: Asked | None = None
+    """What the user asked for, in the user's own words; None where no command line did."""
+
+    def to_json(self) -> str:
+        """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
+        loaded = self.loaded
+        return json.dumps(
+            {
+                "experiment": loaded.experiment.to_json(),
+                "file": str(loaded.path),
+                "source": loaded.source,
+                "source_sha256": _sha256(loaded.source),
+                "question": loaded.question,
+                "served": loaded.served,
+                "layout": self.layout.model_dump(mode="json"),
+                "options": self.options.model_dump(mode="json"),
+                "resume": self.resume,
+                "command": self.command,
+                "asked": None if self.asked is None else self.asked.model_dump(mode="json", exclude_unset=True),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """The request of another process; the experiment's file is run again, from that process's text of it.
+
+        Raises UserError where the file raises, or the text is not the one that was sent.
+        """
+        told = json.loads(text)
+        if _sha256(told["source"]) != told["source_sha256"]:
+            raise UserError(f"the request's copy of {told['file']} was changed on its way; start again")
+        served = None if told["served"] is None else Served(*told["served"])
+        if served is not None:
+            serve_modules(served)
+        experiment = Experiment.from_json(told["experiment"])
+        loaded = run_again(experiment, Path(told["file"]), told["source"], told["question"], served)
+        return cls(
+            loaded=loaded,
+            layout=Layout(**told["layout"]),
+            options=Options(**told["options"]),
+            resume=told["resume"],
+            command=told["command"],
+            asked=None if told["asked"] is None else Asked(**told["asked"]),
+        )
+
+    def for_nodes(self, nnodes: int) -> Request:
+        """The request with the number of nodes that have come, where it allowed for several numbers.
+
+        Raises UserError (6) where it named another number.
+        """
+        if self.asked is not None and self.asked.nnodes.low == self.layout.nnodes != nnodes:
+            raise UserError(
+                f"asked for {self.layout.nnodes} nodes, but the launcher started {nnodes}: some did not come in time",
+                ExitCode.PEERS_LOST,
+            )
+        return replace(self, layout=self.layout.model_copy(update={"nnodes": nnodes}))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is built from an experiment."""
+
+    model: nn.Module
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    hits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    splits: Splits
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler | None = None
+    """None where a built-in rule sets the rate."""
+    named_metrics: Callable[..., Any] | None = None
+    callbacks: Sequence[Callback] = ()
+    observers: Sequence[StepObserver] = ()
+
+
+def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu") -> Parts:
+    """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
+
+    Raises UserError.
+    """
+    splits = build_splits(loaded, data_dir)
+    model = build_model(loaded, device)
+    optimizer = optimizer_of(loaded, model)
+    callbacks, observers = callbacks_of(loaded)
+    return Parts(
+        model=model,
+        loss=resolve(loaded, "loss", loaded.experiment.loss),
+        hits=resolve_hits(loaded),
+        splits=splits,
+        optimizer=optimizer,
+        schedule=schedule_of(loaded, optimizer, len(splits.train)),
+        named_metrics=metrics_of(loaded),
+        callbacks=callbacks,
+        observers=observers,
+    )
+
+
+def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Module:
+    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError."""
+    experiment = loaded.experiment
+    torch.manual_seed(experiment.seed)
+    model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model {experiment.model.name} returned a {type(model).__name__}; "
+            "a model builder returns a torch.nn.Module"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
+    return lay_out(model.to(device), experiment.memory_format)
+
+
+def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
+    """The data sets alone. Raises UserError, also where there are too few samples for one step."""
+    experiment = loaded.experiment
+    built = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
+    splits = as_splits(built, f"data {experiment.data.name}")
+    splits = replace(splits, collate=resolve_collate(loaded) or splits.collate)
+    samples, size = len(splits.train), experiment.global_batch_size
+    if samples == 0:
+        raise UserError(f"data {experiment.data.name} has no training samples")
+    if samples < size and experiment.last_batch == "drop":
+        raise UserError(
+            f"data {experiment.data.name} has {samples} training samples, "
+            f"fewer than one global batch of {size}: "
+            f"use --set global_batch_size={samples} or less, or --set last_batch=keep"
+        )
+    return splits
+
+
+def promise_broken_by(experiment: Experiment) -> str | None:
+    """Why the exact reduction cannot be had for this experiment; None where it can."""
+    if experiment.micro_batch is None:
+        return "without micro_batch every layout cuts the global batch its own way"
+    if experiment.sync_batch_norm:
+        return "SyncBatchNorm normalises over whatever the ranks hold"
+    if experiment.ddp.communication_hook != "none":
+        return f"the {experiment.ddp.communication_hook} communication hook rounds what each rank sends"
+    return None
+
+
+def check_promise(request: Request) -> None:
+    """Raises UserError, with the reason, where the reduction that is asked for cannot be had."""
+    experiment, exact = request.loaded.experiment, request.options.reduction == "exact"
+    reason = promise_broken_by(experiment)
+    if exact and reason:
+        raise UserError(f"the exact reduction cannot be had here: {reason}; use --reduction plain")
+    if exact or request.layout.kind != "ddp":
+        return
+    if experiment.sync_batch_norm and request.layout.device == "cpu":
+        raise UserError("sync_batch_norm needs CUDA devices; use --set sync_batch_norm=false")
+    if experiment.ddp.communication_hook == "bf16" and request.layout.device == "cpu":
+        raise UserError(
+            "ddp.communication_hook=bf16 needs CUDA with NCCL; use --set ddp.communication_hook=fp16, or none"
+        )
+    if experiment.ddp.static_graph:
+        count = BatchCut.of(experiment, request.layout).accumulation_steps
+        if count > 1:
+            # https://github.com/pytorch/pytorch/pull/187732
+            raise UserError(
+                f"ddp.static_graph with {count} micro-batches per rank and step: torch's DistributedDataParallel "
+                "miscounts them; use --set micro_batch=null, --set ddp.static_graph=false, or --reduction exact"
+            )

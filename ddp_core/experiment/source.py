@@ -1,0 +1,259 @@
+"""The user's code in a run: the experiment's file and the modules that it imports; collected, kept, compared, served.
+
+RUN/source/ holds a copy of each file. A file below the experiment's folder keeps its place relative to the experiment,
+and a module from elsewhere has the place that its name gives it: `nets.big` is `nets/big.py`. So no path of the machine
+is in the copy, and equal code has equal places on all nodes.
+
+Code that an installation brings is recorded by its version instead: the standard library, site-packages, ddp_core with
+its experiments, and ddp_lab.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
+
+FOLDER = "source"
+_INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """The contents of the files by their place in the folder, and what these files are."""
+
+    experiment: str
+    """The place of the experiment's file."""
+    texts: Mapping[str, bytes]
+    modules: Mapping[str, str]
+    """The places of the imported modules, by full module name."""
+    unreadable: tuple[str, ...] = ()
+    """Imported modules whose file is gone or cannot be read."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The SHA-256 of each file by its place."""
+        return {place: hashlib.sha256(text).hexdigest() for place, text in sorted(self.texts.items())}
+
+    def to_json(self, folder: str) -> dict[str, Any]:
+        """The `source` of run.json, for a copy that is kept in `folder`."""
+        return {
+            "folder": folder,
+            "experiment": self.experiment,
+            "files": self.files,
+            "modules": dict(sorted(self.modules.items())),
+            "unreadable": list(self.unreadable),
+        }
+
+    def write(self, folder: Path) -> None:
+        """Copy the files into a folder. Raises UserError (4)."""
+        try:
+            for place, text in self.texts.items():
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                (folder / place).write_bytes(text)
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename}: {error.strerror}", ExitCode.RESOURCES) from None
+
+
+def collect(loaded: LoadedExperiment) -> Source:
+    """The experiment's file as it was run, and the files of all modules of the user that it has imported until now.
+
+    A module counts if it was imported after the experiment's file was begun, or if it lies below the file's folder.
+    Compiled extensions and the program that was started (`__main__`) do not count.
+    """
+    folder = loaded.path.resolve().parent
+    texts: dict[str, bytes] = {loaded.path.name: loaded.source.encode()}
+    modules: dict[str, str] = {}
+    unreadable = []
+    for name, file in _users_modules(loaded, folder):
+        try:
+            text = file.read_bytes()
+        except OSError:
+            unreadable.append(name)
+            continue
+        place = _place(name, file, folder)
+        if file.resolve() == loaded.path.resolve():
+            place, text = loaded.path.name, texts[loaded.path.name]
+        while texts.get(place, text) != text:
+            place = f"elsewhere/{place}"
+        texts[place] = text
+        modules[name] = place
+    return Source(loaded.path.name, texts, modules, tuple(sorted(unreadable)))
+
+
+def _users_modules(loaded: LoadedExperiment, folder: Path) -> Iterator[tuple[str, Path]]:
+    # A module stands in sys.modules in the order of imports. A worker that is forked from its launcher has what the
+    # launcher imported, but loads the experiment's file again; the file's module then keeps its first place.
+    own = loaded.namespace.get("__name__", "")
+    begun = own not in sys.modules
+    for name, module in list(sys.modules.items()):
+        begun = begun or name == own
+        if name in (own, "__main__", "__mp_main__"):
+            continue
+        # The file of the outermost package decides, too: torch loads code that it generates as torch's modules, from
+        # /tmp. And to ask it first is quick: of a thousand modules, most belong to a few packages.
+        outermost = _file_of(sys.modules.get(name.partition(".")[0]))
+        if outermost is not None and _is_installed(outermost):
+            continue
+        file = _file_of(module)
+        if file is None or _is_installed(file):
+            continue
+        if begun or _below(Path(file), folder) is not None:
+            yield name, Path(file)
+
+
+def _file_of(module: ModuleType | None) -> str | None:
+    """The module's source file; None for built-in modules, extensions and namespace packages, which have none."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return None
+    return os.path.abspath(file)  # noqa: PTH100  (resolve() would follow links out of the user's folder)
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    return _lies_installed(Path(file)) or _lies_installed(Path(file).resolve())
+
+
+def _lies_installed(path: Path) -> bool:
+    return not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _installed())
+
+
+@cache
+def _installed() -> tuple[Path, ...]:
+    package = Path(__file__).parents[1]
+    library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    paths = [*library, package, package.with_name("ddp_lab"), INSTALLED]
+    return tuple({resolved for path in paths for resolved in (path, path.resolve())})
+
+
+def _below(file: Path, folder: Path) -> Path | None:
+    """The file's path relative to the folder, None where it lies elsewhere."""
+    return next(
+        (path.relative_to(folder) for path in (file, file.resolve()) if path.is_relative_to(folder)),
+        None,
+    )
+
+
+def _place(name: str, file: Path, folder: Path) -> str:
+    below = _below(file, folder)
+    if below is not None:
+        return below.as_posix()
+    return name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
+
+
+def read_source(directory: Path, recorded: Mapping[str, Any]) -> Source:
+    """The files kept in a run's directory, as `recorded`, the `source` of its run.json, names them.
+
+    Raises UserError where a file is missing, or is not the one that was recorded.
+    """
+    folder, texts = directory / _inside(recorded["folder"]), {}
+    for place, digest in recorded["files"].items():
+        file = folder / _inside(place)
+        try:
+            texts[place] = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}): it is the code that the run trained") from None
+        if hashlib.sha256(texts[place]).hexdigest() != digest:
+            raise UserError(f"{file} was changed after the run had kept it: it is not the code that the run trained")
+    if recorded["experiment"] not in texts:
+        raise UserError(f"{directory}/run.json names {recorded['experiment']} as the experiment, but no digest of it")
+    return Source(recorded["experiment"], texts, recorded["modules"], tuple(recorded["unreadable"]))
+
+
+def _inside(place: str) -> str:
+    """The place itself. Raises UserError for one that leads out of its folder: a record may come from a stranger."""
+    path = PurePosixPath(place)
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(f"run.json names a source file outside of the run's directory: {place}")
+    return place
+
+
+def serve_modules(served: Served) -> None:
+    """From now on, import these modules from their copies, whatever else lies on the path. Raises UserError."""
+    places = {name: Path(served.folder) / _inside(place) for name, place in served.modules.items()}
+    sys.meta_path.insert(0, _KeptModules(places))
+
+
+class _KeptModules(MetaPathFinder):
+    def __init__(self, places: Mapping[str, Path]) -> None:
+        self._places = places
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self._places.get(fullname)
+        if file is None:
+            return None
+        inner = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = _ReadOnlyLoader(fullname, str(file))
+        return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=inner)
+
+
+class _ReadOnlyLoader(SourceFileLoader):
+    def set_data(self, *_: Any, **__: Any) -> None:
+        """Write no compiled files: a run's directory keeps what the run has put there."""
+
+
+def changed_files(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
+    """The places whose code differs, of contents by place; other comments or other line breaks are no other code."""
+    return [place for place in sorted({*before, *now}) if not _is_same_code(before.get(place), now.get(place))]
+
+
+def _is_same_code(one: bytes | None, other: bytes | None) -> bool:
+    if one == other:
+        return True
+    if one is None or other is None:
+        return False
+    try:
+        return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
+    except (SyntaxError, ValueError):
+        return False
+
+
+def diff(before: Source, now: Source) -> str:
+    """The changed files as a unified diff, which begins each line with `-` (before) or `+` (now)."""
+    parts: list[str] = []
+    for place in changed_files(before.texts, now.texts):
+        here, there = (source.texts.get(place, b"").decode(errors="replace").splitlines() for source in (now, before))
+        parts += difflib.unified_diff(there, here, f"{place} (the run's)", f"{place} (now)", lineterm="", n=1)
+    return "\n".join(parts)
+
+
+def shortened(text: str) -> str:
+    """The first lines of a diff, and how many more there are."""
+    lines = text.splitlines()
+    more = len(lines) - _SHOWN_LINES
+    return "\n".join([*lines[:_SHOWN_LINES], *([f"… and {more} more lines"] if more > 0 else [])])
+
+
+def require_same_source(collectives: Collectives, source: Source) -> None:
+    """Raises UserError on every rank where a file has other contents on another rank.
+
+    A file that only some ranks have imported is none of another's business: rank 0 may write what the others do not.
+    """
+    everywhere = collectives.gather(source.files)
+    for place, ours in everywhere[0].items():
+        other = [rank for rank, files in enumerate(everywhere) if files.get(place, ours) != ours]
+        if other:
+            raise UserError(
+                f"ranks {', '.join(map(str, other))} have another {place} than rank 0: "
+                "start every node with the same code"
+            )

@@ -1,0 +1,197 @@
+"""Which earlier run a request may continue, why not another one, and the command that continues it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import find_checkpoints
+from ddp_core.config.experiment import Experiment
+from ddp_core.config.records import dotted
+from ddp_core.config.settings import setting_text
+from ddp_core.experiment.request import Request
+from ddp_core.record.directory import RunDirectory, runs_of
+from ddp_core.record.initial_weights import InitialWeights, find_weights
+
+LENGTH = ("epochs", "max_steps")
+"""The settings by which a finished run may be extended."""
+_WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
+
+
+class Values(NamedTuple):
+    """A setting's value in a run's record, and in the request; Ellipsis where there is no such setting."""
+
+    there: Any
+    here: Any
+
+
+def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
+    """The settings in which a run and an experiment differ, by the names that `--set` knows."""
+    there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
+    if there:
+        # A setting that came later than the record had its default in the run.
+        later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
+        there = later | there
+    names = [*here, *(there.keys() - here.keys())]
+    values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
+    return {name: pair for name, pair in values.items() if pair.there != pair.here}
+
+
+def find_resumable(request: Request, samples: int) -> RunDirectory | None:
+    """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
+
+    `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
+    unfinished run that could be meant has other settings: to start anew would lose its work in silence.
+    """
+    runs = runs_of(Path(request.options.output), request.loaded.experiment)
+    if (found := find_unfinished(request)) is not None:
+        return found
+    for directory, record in runs:
+        if extends(record, request, samples) and not directory.is_live:
+            require_continuable(directory, request, samples)
+            return directory
+        if _could_be_meant(directory, record, request) and not directory.is_live:
+            raise UserError(
+                f"--resume auto: {directory.path} is an unfinished run of {request.loaded.path.name} with "
+                f"{_in_words(record, request)}. To continue it: {_continue_it(directory, record, request)} "
+                f"To start anew: {_command(request, resume='never')}",
+                ExitCode.NO_CHECKPOINT,
+            )
+    return None
+
+
+def find_unfinished(request: Request) -> RunDirectory | None:
+    """The newest unfinished run of just this experiment in which no process works; None if there is none."""
+    experiment = request.loaded.experiment
+    for directory, record in runs_of(Path(request.options.output), experiment):
+        unfinished = record.get("status") != "completed"
+        same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
+        if unfinished and same and not directory.is_live:
+            return directory
+    return None
+
+
+def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> bool:
+    """Whether the run is of the same file and holds work that can go on."""
+    return (
+        Path(str(record.get("experiment_file"))).name == request.loaded.path.name
+        and record.get("status") != "completed"
+        and record.get("exit_code") not in _WOULD_REPEAT
+        and bool(find_checkpoints(directory.checkpoints))
+    )
+
+
+def require_continuable(directory: RunDirectory, request: Request, samples: int) -> None:
+    """Raises UserError (3), with the differences, where the run trains another experiment or began elsewhere."""
+    record = directory.read()
+    alike = starts_alike(record, request)
+    if alike and (record.get("experiment_sha256") == request.loaded.experiment.digest()):
+        return
+    if alike and extends(record, request, samples):
+        newest = find_checkpoints(directory.checkpoints)[:1]
+        steps = record["result"]["steps"]
+        if not newest or newest[0].step != steps:
+            raise UserError(
+                f"{directory.path} has no checkpoint of its last step {steps}, so it cannot be extended; "
+                "start anew with --resume never, perhaps from its weights: --init-from RUN",
+                ExitCode.NO_CHECKPOINT,
+            )
+        return
+    raise UserError(
+        f"{directory.path} is a run of another experiment, with {_in_words(record, request)}. "
+        f"To continue it: {_continue_it(directory, record, request)} To start anew: --resume never",
+        ExitCode.NO_CHECKPOINT,
+    )
+
+
+def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
+    """Whether the run is completed, and the request asks for more steps of it and for nothing else."""
+    experiment = request.loaded.experiment
+    return (
+        record.get("status") == "completed"
+        and differing(record, experiment).keys() <= set(LENGTH)
+        and starts_alike(record, request)
+        and experiment.total_steps(experiment.steps_per_epoch(samples)) > record["result"]["steps"]
+    )
+
+
+def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
+    """Whether the run began with the weights that the request asks for (`--init-from`).
+
+    A request that names the run and no weights means the run's own.
+    """
+    given = request.asked.init_from if request.asked is not None else None
+    recorded = record.get("init_from")
+    if given is None:
+        return recorded is None or request.resume not in ("auto", "never")
+    if recorded is None:
+        return False
+    if recorded["given"] == given:
+        # A run that is still trained has newer weights by now than those that were taken from it.
+        return not Path(recorded["file"]).exists() or _digest(recorded["file"]) == recorded["sha256"]
+    return bool(_digest(given) == recorded["sha256"])
+
+
+def _digest(given: str) -> str:
+    return find_weights(given).sha256
+
+
+def _in_words(record: Mapping[str, Any], request: Request) -> str:
+    parts = [
+        f"{name} {_shown(values.there)} there, {_shown(values.here)} here"
+        for name, values in differing(record, request.loaded.experiment).items()
+    ]
+    if not starts_alike(record, request):
+        recorded = record.get("init_from")
+        parts.append(f"initial weights from {recorded['file']} there" if recorded else "random initial weights there")
+    return f"other settings ({'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''})"
+
+
+def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> str:
+    """The command that continues the run, with the settings of its record instead of those of the request."""
+    other = differing(record, request.loaded.experiment)
+    asked = request.asked
+    kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
+    theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
+    return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is ... else repr(value)
+
+
+def continue_command(request: Request) -> str:
+    """The command that continues the request's run after it was stopped."""
+    return _command(request, resume="auto" if request.resume == "never" else request.resume)
+
+
+def accepting_command(directory: RunDirectory, request: Request) -> str:
+    """The command that continues the run with changed code."""
+    return _command(request, resume=str(directory.path), accept_changed_code=True)
+
+
+def _command(request: Request, **changes: Any) -> str:
+    """The request's command line with some fields changed, quoted for a shell and set in backticks."""
+    asked = request.asked
+    if asked is None:
+        return f"--resume {changes['resume']}"
+    changes = {"faults": (), "accept_changed_code": False} | changes
+    if asked.rdzv_id is not None:
+        # A rendezvous that has ended cannot be met at again.
+        changes["rdzv_id"] = f"{asked.rdzv_id}-again"
+    words = asked.model_copy(update=changes).to_words()
+    return f"`{shlex.join(['ddp', 'train', *words])}`"
+
+
+def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a record that say how long it trains."""
+    return {name: record["experiment"][name] for name in LENGTH}
+
+
+def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
+    """The initial weights in a record."""
+    found = record.get("init_from")
+    return None if found is None else InitialWeights(**found)

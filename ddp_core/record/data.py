@@ -1,0 +1,111 @@
+"""What a run knows of its data: digested at the start, the same on every rank, and kept beside the record.
+
+run.json holds the digest and says what it is of; RUN/data.json holds the digests of the parts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
+from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items
+from ddp_core.data.splits import Splits
+from ddp_core.distributed.process_group import Collectives
+
+FILE = "data.json"
+_ROUND_SECONDS = 1.0
+
+
+def digest_data(splits: Splits) -> DataDigest:
+    """The digest of the data, in one process. Raises UserError (4) where a file cannot be read."""
+    return digest_files(splits.files) if splits.files and not splits.digest else digest_items(splits)
+
+
+def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str], None]) -> DataDigest:
+    """The digest of the data, the same on all ranks; `tell` gets a line where the builder gave none.
+
+    Files are read by one rank of each node. Raises UserError on every rank where a rank has other data.
+    """
+    started = time.monotonic()
+    if splits.files and not splits.digest:
+        found = _on_one_rank_of_each_node(lambda: digest_files(splits.files), collectives)
+    else:
+        found = digest_items(splits)
+    seen = collectives.gather(None if found is None else (found.sha256, found.digest_of))
+    known = [part for part in seen if part is not None]
+    if any(sha256 is None for sha256, _ in known):
+        unsteady = next(words for sha256, words in known if sha256 is None)
+        tell(
+            "warning: the data set gives other items at each read, so no result can be repeated to the bit; "
+            "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation"
+        )
+        return DataDigest(None, unsteady)
+    if len(set(known)) > 1:
+        _refuse(found, seen, collectives)
+    # The parts stay with rank 0, which keeps them: of a million files, they would take each rank 200 MB.
+    digest = found if found is not None and collectives.world.is_first else DataDigest(*seen[0])
+    if not digest.is_given:
+        seconds = time.monotonic() - started
+        tell(f"data: digested {digest.digest_of} in {seconds:.1f} s, as the builder gives no digest")
+    return digest
+
+
+def _on_one_rank_of_each_node(read: Callable[[], DataDigest], collectives: Collectives) -> DataDigest | None:
+    """What local rank 0 has read, None on the others.
+
+    Meanwhile all ranks go on to exchange signs of life, because no collective may take longer than `--timeout`.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        reading: Future[DataDigest] | None = thread.submit(read) if collectives.world.local_rank == 0 else None
+        while True:
+            if reading is not None:
+                wait([reading], _ROUND_SECONDS)
+            if all(collectives.gather(reading is None or reading.done())):
+                break
+        failures = [failure for failure in collectives.gather(reading and reading.exception()) if failure is not None]
+        if failures:
+            raise failures[0]
+        return None if reading is None else reading.result()
+
+
+def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives) -> None:
+    """Raise UserError on every rank, which says where the data of the first other rank differ from rank 0's."""
+    other = [rank for rank, part in enumerate(seen) if part is not None and part != seen[0]]
+    everywhere = collectives.gather(found)
+    where = changed_at(everywhere[0], everywhere[other[0]])
+    raise UserError(
+        f"ranks {', '.join(map(str, other))} have other data than rank 0 ({where}): copy the same files to every node; "
+        "where equal data are read in another way on purpose, let the builder give Splits.digest"
+    )
+
+
+def to_json(digest: DataDigest) -> dict[str, Any]:
+    """The fields of run.json."""
+    return {"data_sha256": digest.sha256, "data": {"digest_of": digest.digest_of, "parts": len(digest.parts)}}
+
+
+def write_parts(directory: Path, digest: DataDigest) -> None:
+    """Write data.json, where there are parts. Raises UserError (4)."""
+    if not digest.parts:
+        return
+    try:
+        replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {directory / FILE}: {error.strerror}", ExitCode.RESOURCES) from None
+
+
+def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:
+    """The digest in a run's record, with the parts, where they can still be read."""
+    parts: dict[str, str] = {}
+    if record["data"]["parts"]:
+        try:
+            parts = json.loads((directory / FILE).read_text())
+        except (OSError, ValueError):
+            parts = {}
+    return DataDigest(record["data_sha256"], record["data"]["digest_of"], parts)

@@ -1,0 +1,114 @@
+"""The run directory, which tells everything about a run: how it is created, found and read.
+
+outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`, `log.txt`,
+`checkpoints/`, `source/` (the experiment's file and the user's modules as they were), and at the end
+`model.safetensors`. Only rank 0 writes these; they can be read at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import replace_file
+from ddp_core.config.experiment import Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.record.lock import is_held
+
+FORMAT = "ddp-run/1"
+
+
+class RunDirectory:
+    """One run's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
+        """A new directory. Raises UserError (4) where it cannot be written."""
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        path = output / experiment.name / f"{layout.label}-{stamp}-{secrets.token_hex(3)}"
+        try:
+            (path / "checkpoints").mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {error.filename or output}: {error.strerror}; "
+                "choose another with --output DIR, or mend its owner and mode",
+                ExitCode.RESOURCES,
+            ) from None
+        return cls(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of metrics, one JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The file of the lines printed for the user."""
+        return self.path / "log.txt"
+
+    def read(self) -> dict[str, Any]:
+        """The content of run.json. Raises UserError (2) where it is missing, unreadable, or of another format."""
+        try:
+            record = json.loads((self.path / "run.json").read_text())
+        except (OSError, json.JSONDecodeError):
+            raise UserError(f"{self.path} is not a run directory: it has no readable run.json") from None
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise UserError(f"{self.path}/run.json is not of format {FORMAT}")
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Replace run.json in one move: a reader sees the old file or the new one. Raises UserError (4)."""
+        try:
+            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
+
+    def update(self, **fields: Any) -> dict[str, Any]:
+        """Change some fields of run.json, and return all of them."""
+        record = self.read() | fields
+        self.write(record)
+        return record
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a process is working in this directory now."""
+        return is_held(self.path)
+
+
+def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
+    """Every readable run at or below `place`, with its record, oldest first."""
+    files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
+    found: list[tuple[RunDirectory, dict[str, Any]]] = []
+    for file in files:
+        directory = RunDirectory(file.parent)
+        try:
+            found.append((directory, directory.read()))
+        except UserError:
+            continue
+    yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
+
+
+def runs_of(output: Path, experiment: Experiment) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    """The runs of all experiments of that name, with their records, newest first."""
+    return list(find_runs(output / experiment.name))[::-1]
+
+
+def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
+    """The run that an earlier round of the same launch has begun or finished; None if there is none."""
+    for directory, record in runs_of(output, experiment):
+        if record.get("launch_id") == launch_id:
+            return directory
+    return None

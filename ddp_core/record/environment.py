@@ -1,0 +1,98 @@
+"""What a run was made with: packages, code version, machine, container image; for the run's record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "pydantic", "safetensors")
+
+
+def portable_cpu(record: Mapping[str, Any]) -> str | None:
+    """The CPU of a run with portable numerics, whose fingerprint does not name it; None for another run.
+
+    `record` is the run's run.json.
+    """
+    if record["fingerprint"].get("numerics") != "portable":
+        return None
+    cpu: str | None = (record.get("environment") or {}).get("cpu")
+    return cpu
+
+
+def describe_environment() -> dict[str, Any]:
+    """Plain JSON types; an entry is None where the tool that would tell it is missing."""
+    # Imported here, because `ddp --version` needs the functions below alone.
+    import psutil
+    import torch
+
+    from ddp_core.base.fingerprint import cpu_model
+
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "code": describe_code(),
+        "image": os.environ.get("DDP_IMAGE_VERSION"),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OMP_", "MKL_", "GLOO_", "NCCL_"))
+        },
+    }
+    if torch.cuda.is_available():
+        drivers = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")  # a line per device
+        facts["cuda"] = {
+            "runtime": torch.version.cuda,
+            "driver": drivers.partition("\n")[0] if drivers else None,
+            "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        }
+    return facts
+
+
+def describe_code() -> dict[str, Any]:
+    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own."""
+    facts: dict[str, Any] = {"version": _version("ddp-core")}
+    if "DDP_GIT_COMMIT" in os.environ:
+        said = os.environ.get("DDP_GIT_DIRTY")
+        return facts | {
+            "commit": os.environ["DDP_GIT_COMMIT"],
+            "dirty": {"true": True, "false": False}.get(said) if said else None,
+        }
+    git = ("git", "-C", str(Path(__file__).parents[2]))
+    commit = _output_of(*git, "rev-parse", "HEAD")
+    changes = _output_of(*git, "status", "--porcelain") if commit else None
+    return facts | {"commit": commit, "dirty": None if changes is None else changes != ""}
+
+
+def version_line() -> str:
+    """The versions of this program, torch and Python in one line, read without importing torch."""
+    code = describe_code()
+    changed = ", changed since" if code["dirty"] else ""
+    commit = f" (commit {code['commit'][:12]}{changed})" if code["commit"] else ""
+    return f"ddp {code['version']}{commit}, torch {_version('torch')}, Python {platform.python_version()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output_of(*command: str) -> str | None:
+    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,115 @@
+"""`--init-from`: the weights that a run starts from, found, read, checked and put into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import difference, is_part, load, newest_valid, read_checkpoint
+from ddp_core.record.directory import RunDirectory
+
+_NESTED = ("model", "state_dict")
+"""The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
+in Lightning."""
+_WRAPPED = "module."
+"""How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights come from, as run.json records it."""
+
+    given: str
+    """The words after `--init-from`."""
+    file: str
+    """The file that they meant, as an absolute path."""
+    sha256: str
+    """The digest of the weights, made as `weights_sha256` is."""
+
+    def to_json(self) -> dict[str, str]:
+        """The `init_from` of run.json."""
+        return asdict(self)
+
+
+def find_weights(given: str) -> InitialWeights:
+    """The weights of a file, or of a run: its final ones, or its newest checkpoint's.
+
+    Raises UserError where there is nothing, or it holds more than tensors.
+    """
+    path = Path(given)
+    if path.is_dir():
+        path = _of_run(RunDirectory(path))
+    return InitialWeights(given, str(path.resolve()), weights_digest(read_weights(path)))
+
+
+def _of_run(run: RunDirectory) -> Path:
+    final = run.path / "model.safetensors"
+    if run.read()["status"] == "completed" and final.exists():
+        return final
+    newest = newest_valid(run.checkpoints)
+    if newest is None:
+        raise UserError(f"--init-from {run.path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
+    return newest.path
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file, of a state dict that torch.save wrote, or of a checkpoint in parts, by name.
+
+    Raises UserError.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if is_part(path):
+            state = load(read_checkpoint(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"weights file {path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # a damaged file can raise anything
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        raise UserError(
+            f"{path} holds no weights ({type(error).__name__}: {reason}); "
+            "a .safetensors file or a state dict saved with torch.save is needed"
+        ) from None
+    for key in _NESTED:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"{path} is no state dict: a mapping of names to tensors was expected")
+    return dict(state)
+
+
+def put_weights(model: nn.Module, weights: InitialWeights) -> None:
+    """Load the weights into the model. Raises UserError where they have changed or do not fit."""
+    found = read_weights(Path(weights.file))
+    if weights_digest(found) != weights.sha256:
+        raise UserError(
+            f"--init-from {weights.given}: {weights.file} has changed since the run began; "
+            "restore it, or start anew with --resume never",
+            ExitCode.NO_CHECKPOINT,
+        )
+    own = model.state_dict()
+    if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
+        found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
+    # Of tied weights, safetensors keeps one under one of its names.
+    for name, tensor in own.items():
+        twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))
+        if name not in found and (twin := next(twins, None)) is not None:
+            found[name] = found[twin]
+    # Another dtype is converted; only names and shapes must fit.
+    there = {name: [str(own.get(name, value).dtype), list(value.shape)] for name, value in found.items()}
+    here = {name: [str(value.dtype), list(value.shape)] for name, value in own.items()}
+    if (other := difference(there, here)) is not None:
+        raise UserError(f"--init-from {weights.given}: these weights are of another model: {other}")
+    model.load_state_dict(found)

@@ -1,0 +1,133 @@
+"""One run per directory: a lock that the kernel releases when its holder dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import take_lock
+from ddp_core.distributed.processes import state_of
+
+_NAME = "run.lock"
+_PATIENCE_SECONDS = 0.5
+"""How long a process that is no run may hold the lock: see RunLock."""
+
+
+class RunLock:
+    """The right to run in `directory`: `with RunLock(directory): …`, or `acquire` and `release`.
+
+    It is a flock on `run.lock`: the kernel releases it when the process ends, and it also works between containers that
+    share a volume. The file names the holder. The file stays after the release: if it were removed, two holders could
+    lock two files of the same name.
+
+    For a moment a process that is no run may hold the lock: one that only tests it (`is_held`), or a fork of a killed
+    run that has not closed its copy yet. So both `acquire` and `is_held` try for half a second. A POSIX lock
+    (`fcntl.lockf`) is not passed on to forks. But a process loses it silently when it closes any other descriptor of
+    the file, as any code that copies the run's directory does. Two runs could then work in one directory; a flock only
+    keeps a run out for a moment.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory) / _NAME
+        self._descriptor: int | None = None
+
+    def acquire(self) -> Self:
+        """Take the lock. Raises UserError (2), naming the holder, within a second, or (4) if it cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; give an output directory that this user may write to",
+                ExitCode.RESOURCES,
+            ) from error
+        if not take_lock(descriptor, patience=_PATIENCE_SECONDS):
+            os.close(descriptor)
+            raise _in_use(self.path)
+        self._descriptor = descriptor
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}) + "\n"
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content.encode(), 0)
+        except OSError as error:
+            self.release()
+            raise UserError(f"cannot write {self.path}: {error.strerror}", ExitCode.RESOURCES) from error
+        # A forked data loader worker that outlives this process would keep the lock, so every fork closes its copy.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(this()))
+        return self
+
+    def release(self) -> None:
+        """Give the lock back; does nothing if it is not held."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def is_held(directory: str | Path, patience: float | None = None) -> bool:
+    """Whether some process, on this host or in another container, runs in `directory`.
+
+    A yes takes `patience`, by default half a second.
+    """
+    try:
+        descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not take_lock(descriptor, shared=True, patience=_PATIENCE_SECONDS if patience is None else patience)
+    finally:
+        os.close(descriptor)
+
+
+def require_unlocked(directory: Path) -> None:
+    """Raises UserError (2), naming the holder, where another process runs in `directory`.
+
+    Does not wait where the process that the lock names lives on this machine: then it is no leftover of a killed run.
+    """
+    path = directory / _NAME
+    if is_held(directory, 0.0 if _holder_lives_here(path) else _PATIENCE_SECONDS):
+        raise _in_use(path)
+
+
+def _in_use(path: Path) -> UserError:
+    return UserError(
+        f"another run is using {path.parent}: {_holder(path)}; wait for it, stop it, or give another directory",
+        ExitCode.BAD_INPUT,
+    )
+
+
+def _holder_lives_here(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_text())
+        return content["host"] == socket.gethostname() and state_of(int(content["pid"])) != "gone"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        content = json.loads(path.read_text())
+        return f"process {content['pid']} on {content['host']}, since {content['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not written its name yet"
+
+
+def _forget(lock: RunLock | None) -> None:
+    if lock is not None:
+        lock.release()

@@ -1,0 +1,105 @@
+"""The result of a run: whether all ranks ended with the same weights, and the figures for its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.observe.heartbeat import slowest
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.usage import RankTotals, Totals, of_all
+from ddp_core.trainers import Trainer
+from ddp_core.trainers.watch import in_words
+
+_FEW_PARAMETERS = 16
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What all ranks report at the end of training."""
+
+    weights: str
+    """The digest of the weights, the same on every rank."""
+    average: str | None
+    """The digest of the averaged weights, where there are any, the same on every rank."""
+    state: dict[str, Any]
+    """The model's state dict, as one process has it; where parameters are sharded, empty on all ranks but 0."""
+    optimizer: str | None
+    """The digest of the optimizer's state (rank 0)."""
+    usage: Totals
+    slowest: str | None
+    """A line about the slowest rank, where it stands out."""
+
+
+def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
+    """Gather what all ranks report, with the optimizer's state where each rank has a part of it.
+
+    Raises RuntimeError where the weights differ.
+    """
+    collectives, state = trainer.job.collectives, trainer.state
+    world = collectives.world
+    average = None if state.average is None else weights_digest(state.average.module.state_dict())
+    weights, whole = state.weights(), state.optimizer_state()
+    # Where parameters are sharded, rank 0 has put the whole together, and the other ranks have nothing to compare.
+    digests = (None if weights is None else weights_digest(weights), average)
+    parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
+    ends = [part[0] for part in parts]
+    other = [rank for rank, end in enumerate(ends) if end not in (ends[0], (None, ends[0][1]))]
+    if other:
+        raise RuntimeError(f"{world.place}: ranks {other} ended with other weights: this is a bug or broken memory")
+    optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
+    totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
+    return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)
+
+
+def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, seconds: float) -> dict[str, Any]:
+    """The figures for the run's record, with the parameters' values where there are at most 16.
+
+    `weights` is the model's state dict, `seconds` how long the run took.
+    """
+    state, parameters = trainer.state, dict(trainer.model.named_parameters())
+    count = sum(parameter.numel() for parameter in parameters.values())
+    waits = [record["data_wait"] for record in read_metrics(metrics, "step")]
+    result = {
+        "train_loss": state.last_epoch_loss,
+        **state.evaluation,
+        "samples_per_second": state.trained_samples / state.trained_seconds if state.trained_seconds else None,
+        "seconds": round(seconds, 3),
+        "steps": state.step,
+        "time_split": trainer.clock.per_step(),
+        "data_wait": sum(waits) / len(waits) if waits else None,
+        "parameters": count,
+    }
+    if count <= _FEW_PARAMETERS:
+        result["values"] = {name: weights[name].detach().flatten().tolist() for name in parameters}
+    return result
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The figures that a person looks for, in one line."""
+    named = ("train_loss", "test_", "ema_test_")
+    figures = in_words({name: value for name, value in result.items() if name.startswith(named)})
+    figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
+    if result["samples_per_second"]:
+        figures.append(f"{result['samples_per_second']:.0f} samples/s")
+    return ", ".join(figures)
+
+
+def save_weights(state: Mapping[str, Any], path: Path) -> None:
+    """Write a model's state dict as safetensors, what shares memory once.
+
+    Raises UserError (4) where the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_model
+
+    try:
+        # It does not ask more of a model than its state dict.
+        save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(path))  # type: ignore[arg-type]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

@@ -1,0 +1,199 @@
+"""Keeps run.json from the start of a run to its end: what the run is, its state, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.fingerprint import fingerprint
+from ddp_core.checkpoint import Fence
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import Stopped
+from ddp_core.experiment.blame import shortage, unforeseen
+from ddp_core.experiment.request import Request
+from ddp_core.experiment.source import collect
+from ddp_core.numerics.limits import RULES
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
+from ddp_core.observe.usage import Usage
+from ddp_core.record.changes import Changes, Origin
+from ddp_core.record.continuing import continue_command
+from ddp_core.record.data import to_json, write_parts
+from ddp_core.record.directory import FORMAT, RunDirectory
+from ddp_core.record.environment import describe_environment
+from ddp_core.record.result import gather_ends, result_of, save_weights, summary
+from ddp_core.trainers import Trainer
+from ddp_core.trainers.train_state import TrainState
+
+
+class RunRecord:
+    """Keeps run.json while a run goes on; only rank 0 writes, and only until a later rank 0 takes over."""
+
+    def __init__(
+        self, request: Request, collectives: Collectives, directory: RunDirectory, origin: Origin, steps_per_epoch: int
+    ) -> None:
+        self.request, self.world, self.directory = request, collectives.world, directory
+        is_portable = request.options.numerics == "portable"
+        self.fingerprint = fingerprint(collectives.device, rules=RULES if is_portable else None)
+        self.origin, self.steps_per_epoch = origin, steps_per_epoch
+        self.attempt = 0
+        self.fence: Fence | None = None
+        self.state: TrainState | None = None
+        """The trainer's state, once there is a trainer: an error names its step."""
+        self.notes: list[str] = []
+        """What is other than in the attempt before, a line each for the user (rank 0)."""
+        self.usage = Usage(collectives.device)
+        self.started = time.time()
+
+    def start(self) -> None:
+        """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
+        self.fence = Fence.take(self.directory.path)
+        request, loaded = self.request, self.request.loaded
+        before: dict[str, Any] = {}
+        if (self.directory.path / "run.json").exists():
+            before = self.directory.read()
+        changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
+        self.notes = changes.notes
+        write_parts(self.directory.path, self.origin.data)
+        self.attempt = len(before.get("attempts", []))
+        attempt = {
+            "layout": request.layout.model_dump(),
+            "started_at": _utc(self.started),
+            "restart_count": self.world.restart_count,
+            "experiment_sha256": loaded.experiment.digest(),
+            **changes.attempt,
+        }
+        self.directory.write(
+            {
+                "format": FORMAT,
+                "experiment": loaded.experiment.to_json(),
+                "experiment_sha256": loaded.experiment.digest(),
+                "experiment_file": str(loaded.path),
+                "question": loaded.question,
+                "settings": list(request.asked.settings) if request.asked is not None else [],
+                "source": changes.source,
+                "init_from": self.origin.weights.to_json() if self.origin.weights is not None else None,
+                "layout": request.layout.model_dump()
+                | {"label": request.layout.label, "description": request.layout.description},
+                "options": request.options.model_dump(),
+                "command": request.command,
+                "launch_id": self.world.launch_id,
+                "status": "running",
+                "exit_code": None,
+                "message": None,
+                "started_at": before.get("started_at", _utc(self.started)),
+                "finished_at": None,
+                "attempts": [*before.get("attempts", []), attempt],
+                **to_json(self.origin.data),
+                "weights_sha256": None,
+                "optimizer_sha256": None,
+                "ema_sha256": None,
+                "result": before.get("result", {}),
+                "fingerprint": self.fingerprint,
+                "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
+                "environment": describe_environment(),
+            }
+        )
+
+    @contextlib.contextmanager
+    def outcome(self) -> Iterator[None]:
+        """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""
+        try:
+            yield
+        except Stopped as stopped:
+            told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
+            self._end("stopped", ExitCode.STOPPED, str(told))
+            raise told from None
+        except UserError as error:
+            self._try_to_end(error.exit_code, str(error))
+            raise
+        except Exception as error:
+            known = self._explain(error)
+            if known is not None:
+                self._try_to_end(known.exit_code, str(known))
+                raise known from error
+            self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
+            exit_code, message = unforeseen(error)
+            self._try_to_end(exit_code, f"{self.world.place}: {message}")
+            raise
+
+    def _explain(self, error: Exception) -> UserError | None:
+        if is_peer_loss(error):
+            return peers_lost(error, self.directory.path, self.world, self._step)
+        return shortage(error, self.world.place, self.directory.path)
+
+    @property
+    def _step(self) -> int:
+        return self.state.step if self.state is not None else 0
+
+    def _keep_trace(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(
+                text, encoding="utf-8", errors="backslashreplace"
+            )
+
+    def _try_to_end(self, exit_code: int, message: str) -> None:
+        """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""
+        try:
+            self._end("failed", exit_code, message)
+        except UserError as error:
+            if error.exit_code != ExitCode.RESOURCES:
+                raise
+
+    def _end(self, status: str, exit_code: int, message: str | None, **fields: Any) -> None:
+        if not self.world.is_first:
+            return
+        assert self.fence is not None
+        # An old rank 0 that wakes up must not overwrite what its successor wrote.
+        with self.fence.holding():
+            self.directory.update(
+                status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
+            )
+
+    def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
+        """Write result, digests and the final weights; returns the result on rank 0, None on the others.
+
+        `speed` is this rank's, from its heartbeat.
+        """
+        job = trainer.job
+        end = gather_ends(trainer, speed, self.usage.totals())
+        if not self.world.is_first:
+            return None
+        assert self.fence is not None
+        # The weights of an old rank 0 must not take the place of its successor's.
+        self.fence.check()
+        result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
+        save_weights(end.state, self.directory.path / "model.safetensors")
+        if trainer.state.average is not None:
+            save_weights(trainer.state.average.module.state_dict(), self.directory.path / "model_ema.safetensors")
+        digests = {
+            "weights_sha256": end.weights,
+            "optimizer_sha256": end.optimizer,
+            "ema_sha256": end.average,
+        }
+        self._end("completed", 0, None, **digests, result=result)
+        job.metrics.finish(result, end.weights)
+        job.console.end_progress()
+        for module in sorted(collect(self.request.loaded).modules.keys() - self.origin.source.modules.keys()):
+            job.console.warn(
+                f"module {module} was imported while training, so its code is not kept with the run: "
+                "import it at the top of the experiment's file"
+            )
+        if end.slowest is not None:
+            job.console.say(end.slowest)
+        job.console.say(f"done: {summary(result)}")
+        job.console.say(f"weights sha256 {end.weights}")
+        return result
+
+    def add_to_result(self, **figures: Any) -> None:
+        """Add figures to the result of the finished run (rank 0)."""
+        assert self.fence is not None
+        with self.fence.holding():
+            self.directory.update(result=self.directory.read()["result"] | figures)
+
+
+def _utc(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

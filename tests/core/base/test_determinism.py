@@ -1,0 +1,258 @@
+"""Random numbers by key, and digests in their documented format, each compared with a second implementation."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.fingerprint import differences, fingerprint
+from ddp_core.base.seeds import MicroBatchSeed, mix, sample_uniforms
+from ddp_core.trainers.keyed_random import KeyedRandom
+
+CPU = torch.device("cpu")
+
+WORDS = 2**64
+
+
+def documented_digest(state: dict[str, Tensor]) -> str:
+    """The digest in the format that run.json's documentation gives, computed element by element in plain Python."""
+    content = b""
+    for name in sorted(state):
+        tensor = state[name]
+        dtype = repr(tensor.dtype).split(".")[1]
+        content += (
+            name.encode("utf-8") + b"\0" + dtype.encode() + b"\0" + ",".join(map(str, tensor.shape)).encode() + b"\0"
+        )
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        for element in tensor.flatten():
+            word = element.view(torch.uint8).item() if tensor.element_size() == 1 else element.view(integers).item()
+            content += (word % 2 ** (8 * tensor.element_size())).to_bytes(tensor.element_size(), "little")
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 2), (2, 0, 3)], ids=str)
+def test_the_weights_digest_is_the_documented_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 200 - 100).to(dtype)
+    state = {"layer.weight": values, "a": torch.arange(3.0), "ü": torch.tensor(-0.0)}
+    assert weights_digest(state) == documented_digest(state)
+
+
+def test_the_weights_digest_of_a_model_covers_its_buffers() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    before = weights_digest(model.state_dict())
+    assert before == documented_digest(model.state_dict())
+    model[1].num_batches_tracked += 1
+    assert weights_digest(model.state_dict()) != before
+
+
+def test_the_weights_digest_sees_values_not_memory() -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    assert weights_digest({"w": matrix.t()}) == weights_digest({"w": matrix.t().contiguous()})
+    assert weights_digest({"w": matrix.t()}) != weights_digest({"w": matrix.reshape(3, 2)})
+    assert weights_digest({"b": matrix, "a": matrix}) == weights_digest({"a": matrix, "b": matrix})
+    assert weights_digest({"w": nn.Parameter(matrix)}) == weights_digest({"w": matrix})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"v": torch.zeros(2)},
+        {"w": torch.zeros(2, dtype=torch.int32)},
+        {"w": torch.zeros(1, 2)},
+        {"w": torch.tensor([0.0, -0.0])},
+        {"w": torch.zeros(2), "v": torch.zeros(0)},
+        {},
+    ],
+)
+def test_another_name_type_shape_or_bit_is_another_digest(other: dict[str, Tensor]) -> None:
+    assert weights_digest(other) != weights_digest({"w": torch.zeros(2)})
+
+
+def test_the_optimizer_digest_covers_every_moment_and_step_count() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    empty = optimizer_digest(optimizer.state_dict())
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    trained = optimizer_digest(optimizer.state_dict())
+    assert trained != empty
+    state = optimizer.state[weight]
+    assert trained == documented_digest({f"000000.{name}": value for name, value in state.items()})
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        kept = state[name].clone()
+        state[name] += 1
+        assert optimizer_digest(optimizer.state_dict()) != trained
+        state[name].copy_(kept)
+    assert optimizer_digest(optimizer.state_dict()) == trained
+
+
+def splitmix_finaliser(word: int) -> int:
+    """The output of SplitMix64 from state `word` (Steele, Lea, Flood 2014)."""
+    word = (word + 0x9E3779B97F4A7C15) % WORDS
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORDS
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORDS
+    return word ^ (word >> 31)
+
+
+def test_mixing_is_splitmix() -> None:
+    assert splitmix_finaliser(0) == 0xE220A8397B1DCDAF, "the published first output of seed 0"
+    assert mix(0) == splitmix_finaliser(0)
+    assert mix(3, 5) == splitmix_finaliser(splitmix_finaliser(3) ^ 5)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 10**6),
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=5),
+    st.integers(1, 6),
+)
+def test_a_samples_numbers_depend_on_seed_epoch_and_id_alone(seed: int, epoch: int, ids: list[int], draws: int) -> None:
+    together = sample_uniforms(seed, epoch, np.array(ids), draws)
+    assert together.shape == (len(ids), draws)
+    assert together.dtype == np.float64
+    assert ((together >= 0) & (together < 1)).all()
+    for row, identity in enumerate(ids):
+        alone = sample_uniforms(seed, epoch, np.array([identity]), draws)
+        assert (together[row] == alone[0]).all()
+        per_sample = splitmix_finaliser(identity ^ mix(seed, epoch, 1))
+        for draw in range(draws):
+            word = splitmix_finaliser((per_sample + draw * 0x9E3779B97F4A7C15) % WORDS)
+            assert together[row, draw] == (word >> 11) / 2**53
+
+
+def test_numbers_are_uniform_and_unrelated() -> None:
+    count, bins = 100_000, 100
+    here = sample_uniforms(3, 1, np.arange(count), 4)
+    for column in here.T:
+        observed = np.histogram(column, bins=bins, range=(0, 1))[0]
+        chi_square = ((observed - count / bins) ** 2 / (count / bins)).sum()
+        # With 99 degrees of freedom, one value in a million is below 41 or above 183.
+        assert 41 < chi_square < 183
+    others = [sample_uniforms(3, 2, np.arange(count), 4), sample_uniforms(4, 1, np.arange(count), 4)]
+    pairs = [here, *others, sample_uniforms(3, 1, np.arange(1, count + 1), 4)]
+    columns = np.concatenate([pairs[0], pairs[1], pairs[2], pairs[3]], axis=1)
+    correlation = np.corrcoef(columns.T) - np.eye(columns.shape[1])
+    # The bound is five standard errors of a correlation, 0.0032 each.
+    assert abs(correlation).max() < 0.016
+
+
+def test_a_micro_batch_has_its_own_numbers_at_every_time() -> None:
+    seed = MicroBatchSeed(7, torch.device("cpu"))
+    seed(5, 2)
+    first = torch.rand(4)
+    torch.rand(100)
+    seed(5, 2)
+    assert torch.equal(torch.rand(4), first)
+    drawn = set()
+    for step in range(30):
+        for micro_batch in range(30):
+            seed(step, micro_batch)
+            drawn.add(torch.rand(1).item())
+    assert len(drawn) >= 899, "900 draws of 24 bits: two of the same are likely once in forty times, three are not"
+    MicroBatchSeed(8, torch.device("cpu"))(5, 2)
+    assert not torch.equal(torch.rand(4), first)
+
+
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "dropout": lambda: functional.dropout(torch.ones(50), 0.4),
+    "dropout of images": lambda: functional.dropout2d(torch.ones(4, 8, 2, 2), 0.5),
+    "alpha dropout": lambda: functional.alpha_dropout(torch.ones(50), 0.3, training=True),
+    "rand": lambda: torch.rand(9),
+    "rand_like": lambda: torch.rand_like(torch.zeros(9)),
+    "randn": lambda: torch.randn(9),
+    "randn_like": lambda: torch.randn_like(torch.zeros(9)),
+    "randint": lambda: torch.randint(0, 100, (9,)),
+    "randperm": lambda: torch.randperm(20),
+    "normal": lambda: torch.normal(torch.zeros(9), torch.ones(9)),
+    "normal_": lambda: torch.zeros(9).normal_(),
+    "uniform_": lambda: torch.zeros(9).uniform_(),
+    "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5)),
+    "bernoulli_": lambda: torch.zeros(50).bernoulli_(0.5),
+    "exponential_": lambda: torch.zeros(9).exponential_(),
+    "multinomial": lambda: torch.multinomial(torch.ones(10), 5),
+    "gumbel softmax": lambda: functional.gumbel_softmax(torch.zeros(9)),
+    "rrelu": lambda: functional.rrelu(-torch.ones(9), training=True),
+    "attention": lambda: functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3, dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_replicas_in_threads_draw_what_one_process_draws(name: str) -> None:
+    draw = DRAWS[name]
+    MicroBatchSeed(7, torch.device("cpu"))(3, 1)
+    expected = draw()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with KeyedRandom(7, CPU).micro_batch(3, 1):
+        found = draw()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.get_rng_state(), before), "the shared generator was touched"
+
+
+def test_replicas_in_threads_do_not_disturb_each_other() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4), nn.Dropout(0.2))
+    inputs = torch.ones(8, 16)
+    seed, expected = MicroBatchSeed(1, torch.device("cpu")), {}
+    for index in range(4):
+        for step in range(20):
+            seed(step, index)
+            expected[step, index] = model(inputs)
+    found: dict[tuple[int, int], Tensor] = {}
+
+    def replica(index: int) -> None:
+        random = KeyedRandom(1, CPU)
+        for step in range(20):
+            with random.micro_batch(step, index):
+                found[step, index] = model(inputs)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=replica, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_model_that_draws_later_is_keyed_too() -> None:
+    random, drop = KeyedRandom(1, CPU), nn.Dropout(0.5)
+    with random.micro_batch(0, 0):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    found = []
+    for _ in range(2):
+        torch.rand(3)  # another replica's draw from the shared generator
+        with random.micro_batch(0, 1):
+            found.append(drop(torch.ones(64)))
+    assert torch.equal(*found)
+
+
+def test_fingerprints_are_compared_fact_by_fact() -> None:
+    ours: dict[str, Any] = fingerprint(torch.device("cpu"))
+    assert {"torch", "cpu_capability", "threads", "mkldnn", "deterministic", "device", "cpu"} <= ours.keys()
+    assert differences(ours, dict(ours)) == []
+    (line,) = differences(ours, ours | {"threads": 99})
+    assert line.startswith("threads: here ")
+    assert line.endswith("there 99")
+    assert len(differences(ours, {})) == len(ours)

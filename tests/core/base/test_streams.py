@@ -1,0 +1,119 @@
+"""A reader that has gone, a terminal that knows few letters: neither ends a command."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_core.cli import main
+from tests.support.commands import ROOT, command, trained
+from tests.support.processes import HANG, ask
+
+TRAIN = ["train", "toy_mlp", "--device", "cpu", "--set", "epochs=3"]
+SPEAKS = '''
+"""Speaks it of itself?"""
+from ddp_core.config.experiment import *
+from größe import WIDTH
+from torch import nn
+def model():
+    print("Größe " * 20000, flush=True)
+    return nn.Linear(10, WIDTH)
+experiment = Experiment(name="speaks", model=Component(name="model"), data=Component(name="toy_data"),
+                        loss="mean_squared_error", global_batch_size=16, micro_batch=4)
+'''
+
+
+def without_reader(words: list[str]) -> int:
+    """The exit code of `ddp WORDS`; all that it prints goes to a pipe that nobody reads."""
+    os.chdir(ROOT)
+    # A daemon may have no children, and a real command is none.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    for number in (1, 2):
+        os.dup2(writer, number)
+    return main(words)
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"], ["train", "--help"]], ids=" ".join)
+def test_a_command_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
+    assert ask(without_reader, words) == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        pytest.param(["--layout", "ddp", "--nproc-per-node", "2"], marks=pytest.mark.slow),
+        pytest.param(["--layout", "ddp", "--nproc-per-node", "2", "--launcher", "spawn"], marks=pytest.mark.slow),
+    ],
+    ids=["single", "torchrun", "spawn"],
+)
+def test_a_training_goes_on_without_a_reader(tmp_path: Path, layout: list[str]) -> None:
+    assert ask(without_reader, [*TRAIN, *layout, "--output", str(tmp_path)]) == 0
+    directory, record = trained(tmp_path)
+    assert (record["status"], record["exit_code"]) == ("completed", 0)
+    log = directory.log.read_text()
+    assert all(words in log for words in ("epoch   3", "done: ", record["weights_sha256"])), "the log has it all"
+
+
+def test_what_an_experiment_prints_itself_does_not_end_it_either(tmp_path: Path) -> None:
+    folder = tmp_path / "Übung"
+    folder.mkdir()
+    (folder / "größe.py").write_text("WIDTH = 1\n")
+    (folder / "spät.py").write_text(SPEAKS, encoding="utf-8")
+    words = ["train", str(folder / "spät.py"), "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert ask(without_reader, words) == 0
+
+
+def test_a_command_without_streams_works() -> None:
+    words = " ".join([sys.executable, "-m", "ddp_core", "list"])
+    settings = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", f"{words} >&- 2>&-"], cwd=ROOT, env=settings, timeout=HANG, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "first"),
+    [("ddp_core train --help", "Usage: ddp train"), ("ddp_lab.kubernetes digits", "# "), ("ddp_lab.projection -h", "")],
+)
+def test_a_reader_who_leaves_gets_what_he_wanted(program: str, first: str) -> None:
+    """The interpreter flushes its streams once more when it ends, which must not complain either."""
+    words = f"{sys.executable} -m {program}"
+    settings = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = ["sh", "-c", f"({words}; echo $? >&2) | head -1"]
+    done = subprocess.run(pipe, cwd=ROOT, env=settings, timeout=HANG, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(first)
+    assert (done.stdout.count("\n"), done.stderr) == (1, "0\n")
+
+
+LOCALES = {
+    "C": {"LC_ALL": "C"},
+    "UTF-8": {"LC_ALL": "C.UTF-8"},
+    "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+"""The last forbids Python to use UTF-8 all the same."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", ["C", "UTF-8", "ASCII"])
+def test_files_folders_and_modules_may_have_any_letter(tmp_path: Path, locale: str) -> None:
+    # Python itself finds no module of such a name where it knows ASCII alone.
+    text = SPEAKS.replace("20000", "1").replace("größe", "plain" if locale == "ASCII" else "größe")
+    for name in ("größe", "plain"):
+        (tmp_path / f"{name}.py").write_text("WIDTH = 1\n")
+    (tmp_path / "spät.py").write_text(text, encoding="utf-8")
+    output = tmp_path / "Ergebnisse für alle"
+    ended = command("train", tmp_path / "spät.py", "--device", "cpu", "--output", output, env=LOCALES[locale])
+    assert (ended.code, ended.errors) == (0, "")
+    assert ("Gr\\xf6\\xdfe" if locale == "ASCII" else "Größe") in ended.output
+    directory, record = trained(output)
+    assert record["status"] == "completed"
+    assert (directory.path / "source" / "spät.py").read_text(encoding="utf-8") == text
+    assert "Ergebnisse für alle" in directory.log.read_text(encoding="utf-8")

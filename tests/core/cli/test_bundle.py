@@ -1,0 +1,209 @@
+"""A finished run as one file: what is in it, that it is verified elsewhere, and which files are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
+
+import pytest
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli.bundle import FORMAT, bundle
+from ddp_core.cli.verify_bundle import verify_bundle
+from ddp_core.record.directory import RunDirectory
+from tests.support.commands import ddp, train, trained
+from tests.support.own_project import write_project
+
+NAMES = [
+    *("MANIFEST", "README.txt", "data.json", "log.txt", "metrics.jsonl", "model.safetensors", "pins.txt", "run.json"),
+    *("source/beside.py", "source/mine.py", "source/nets/__init__.py", "source/nets/big.py"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a user's own files, which are gone since."""
+    folder = tmp_path_factory.mktemp("handed-over")
+    train(folder / "out", write_project(folder / "project"))
+    shutil.rmtree(folder / "project")
+    return trained(folder / "out")[0].path
+
+
+@pytest.fixture(scope="module")
+def packed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's bundle."""
+    target = tmp_path_factory.mktemp("bundle") / "mine.zip"
+    assert bundle(run, target) == 0
+    return target
+
+
+def again(packed: Path, target: Path, change: Callable[[dict[str, bytes]], object]) -> Path:
+    """The bundle with other members."""
+    with ZipFile(packed) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    change(members)
+    with ZipFile(target, "w") as archive:
+        archive.comment = FORMAT.encode()
+        for name, content in members.items():
+            archive.writestr(ZipInfo(name), content)
+    return target
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(UserError) as failure:
+        verify_bundle(file, None, None, None, None)
+    assert failure.value.exit_code == ExitCode.BAD_INPUT
+    return str(failure.value)
+
+
+def test_the_same_run_gives_the_same_bytes(run: Path, packed: Path, tmp_path: Path) -> None:
+    assert bundle(run, tmp_path / "another.zip") == 0
+    assert (tmp_path / "another.zip").read_bytes() == packed.read_bytes()
+    assert list(tmp_path.iterdir()) == [tmp_path / "another.zip"]
+    with ZipFile(packed) as archive:
+        assert archive.namelist() == NAMES
+        assert {member.compress_type for member in archive.infolist()} == {ZIP_STORED}
+
+
+def test_the_manifest_names_each_other_member(packed: Path) -> None:
+    with ZipFile(packed) as archive:
+        lines = archive.read("MANIFEST").decode().splitlines()
+        assert lines == [f"{hashlib.sha256(archive.read(name)).hexdigest()}  {name}" for name in NAMES[1:]]
+        assert "source " in archive.read("README.txt").decode()
+
+
+def test_a_bundle_is_verified_where_nothing_else_is(packed: Path, tmp_path: Path) -> None:
+    ended = ddp("verify", packed, "--json", "--layout", "dp", "--data-dir", tmp_path, module="tests.support.quick")
+    assert (ended.code, ended.errors) == (0, "")
+    said = json.loads(ended.output)["lines"]
+    assert said[0] == "bundle: 12 files, each as MANIFEST says"
+    assert said[1].startswith("packages: all ")
+    assert said[2] == "this runs the code in the bundle"
+    assert said[-1] == "identical"
+
+
+@pytest.mark.slow
+def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> None:
+    file = write_project(tmp_path / "project")
+    weights = shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors")
+    train(tmp_path / "out", file, "--init-from", weights)
+    assert bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
+    Path(weights).unlink()
+    with ZipFile(tmp_path / "b.zip") as archive:
+        assert "init_from.safetensors" in archive.namelist()
+        assert "the weights that the run began with" in archive.read("README.txt").decode()
+    ended = ddp("verify", tmp_path / "b.zip", module="tests.support.quick")
+    assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.errors + ended.output
+    with pytest.raises(UserError, match=r"first\.safetensors, whose weights the run began with, is gone"):
+        bundle(trained(tmp_path / "out")[0].path, tmp_path / "c.zip")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda members: members.update({"source/beside.py": b"evil()"}), "source/beside.py was changed"),
+        (lambda members: members.pop("metrics.jsonl"), "metrics.jsonl is missing"),
+        (lambda members: members.update({"source/more.py": b""}), "source/more.py is not in MANIFEST"),
+    ],
+)
+def test_a_changed_member_is_named_and_nothing_is_run(
+    change: Callable[[dict[str, bytes]], object], said: str, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert verify_bundle(again(packed, tmp_path / "changed.zip", change), None, None, None, None) == 1
+    output = capsys.readouterr().out
+    assert output.startswith(f"different bundle: {said}")
+    assert "this runs" not in output
+
+
+def test_a_flipped_bit_is_named(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = bytearray(packed.read_bytes())
+    with ZipFile(packed) as archive:
+        member = archive.getinfo("model.safetensors")
+    content[member.header_offset + 500] ^= 1
+    (tmp_path / "flipped.zip").write_bytes(content)
+    assert verify_bundle(tmp_path / "flipped.zip", None, None, None, None) == 1
+    assert "model.safetensors was changed after the bundle was made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "source/../../evil.py", "a\\evil.py", "./evil.py", "a/"])
+def test_places_outside_are_refused(name: str, packed: Path, tmp_path: Path) -> None:
+    evil = again(packed, tmp_path / "evil.zip", lambda members: members.update({name: b""}))
+    assert "leads out of the folder" in refusal(evil)
+
+
+def test_what_would_grow_is_refused(packed: Path, tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.zip"
+    with ZipFile(bomb, "w", ZIP_DEFLATED) as archive:
+        archive.comment = FORMAT.encode()
+        archive.writestr("zeros", bytes(10_000_000))
+    assert "zeros is compressed" in refusal(bomb)
+
+    # Two entries of the directory that mean the same bytes.
+    with ZipFile(bomb, "w") as archive:
+        archive.comment = FORMAT.encode()
+        archive.writestr("zeros", bytes(100_000))
+        twin = ZipInfo("more")
+        for field in ("header_offset", "CRC", "compress_size", "file_size"):
+            setattr(twin, field, getattr(archive.infolist()[0], field))
+        archive.filelist.append(twin)
+        archive.NameToInfo["more"] = twin
+    assert "larger than the file" in refusal(bomb)
+
+
+def test_what_is_no_bundle_is_refused(packed: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file.zip"
+    file.write_text("nothing")
+    assert "is not a bundle, or is damaged" in refusal(file)
+    with ZipFile(file, "w") as archive:
+        archive.writestr("run.json", "{}")
+    assert "not a bundle of format ddp-bundle/1" in refusal(file)
+    file.write_bytes(packed.read_bytes()[:-40])
+    assert "is not a bundle, or is damaged" in refusal(file)
+    assert "MANIFEST" in refusal(again(packed, file, lambda members: members.pop("MANIFEST")))
+
+
+def test_two_members_of_one_name_are_refused(packed: Path, tmp_path: Path) -> None:
+    twice = tmp_path / "twice.zip"
+    shutil.copy(packed, twice)
+    with ZipFile(twice, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("run.json", b"{}")
+    assert "two files of one name" in refusal(twice)
+
+
+def test_what_cannot_be_handed_over_is_said(run: Path, tmp_path: Path) -> None:
+    existing = tmp_path / "existing.zip"
+    existing.touch()
+    with pytest.raises(UserError, match=r"existing\.zip exists"):
+        bundle(run, existing)
+    with pytest.raises(UserError, match="lies in the run's own directory"):
+        bundle(run, run / "b.zip")
+    with pytest.raises(UserError, match=r"cannot write .*missing") as failure:
+        bundle(run, tmp_path / "missing" / "b.zip")
+    assert failure.value.exit_code == ExitCode.RESOURCES
+    copy = RunDirectory(Path(shutil.copytree(run, tmp_path / "copy")))
+    (copy.path / "source" / "beside.py").write_text("")
+    with pytest.raises(UserError, match=r"beside\.py was changed after the run"):
+        bundle(copy.path, tmp_path / "b.zip")
+    copy.update(status="stopped")
+    with pytest.raises(UserError, match=r"is stopped, so it has no result to hand over; finish it: --resume .*copy"):
+        bundle(copy.path, tmp_path / "b.zip")
+    assert not (tmp_path / "b.zip").exists()
+
+
+def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = ddp("bundle", run, "-o", tmp_path / "b.zip")
+    assert (ended.code, ended.errors) == (0, "")
+    size = (tmp_path / "b.zip").stat().st_size
+    assert ended.output.startswith(f"{tmp_path}/b.zip: 12 files, {size:,} bytes, sha256 ")
+    monkeypatch.chdir(tmp_path)
+    assert bundle(run, None) == 0
+    assert (tmp_path / f"mine-{run.name}.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+
+
+def test_the_record_in_a_bundle_is_the_runs_own(run: Path, packed: Path) -> None:
+    with ZipFile(packed) as archive:
+        assert json.loads(archive.read("run.json")) == RunDirectory(run).read()

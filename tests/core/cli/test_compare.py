@@ -1,0 +1,185 @@
+"""`ddp compare`: runs side by side, read from their records alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.base.errors import UserError
+from ddp_core.cli.compare import compare, table, verdict
+from ddp_core.config.layout import Layout
+from ddp_core.record.directory import FORMAT, RunDirectory
+from tests.support.commands import ROOT
+
+SINGLE, DP, DDP = Layout(), Layout(kind="dp", nproc_per_node=2), Layout(kind="ddp", nnodes=2, nproc_per_node=2)
+
+
+def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 64, **fields: Any) -> dict[str, Any]:
+    result = {
+        "test_accuracy": 0.9889,
+        "test_loss": 0.04321,
+        "samples_per_second": speed,
+        "peak_memory_bytes": 300_000_000,
+        "step_memory_bytes": 250_000_000,
+        "predicted_memory_bytes": 240_000_000,
+        "data_wait": 0.031,
+    }
+    return {
+        "format": FORMAT,
+        "experiment": {"name": "mine"},
+        "experiment_sha256": "e",
+        "layout": layout.model_dump() | {"label": layout.label},
+        "options": {"reduction": "exact"},
+        "status": "completed",
+        "weights_sha256": weights,
+        "fingerprint": {"threads": 1},
+        "started_at": "2026-01-01T00:00:00Z",
+        "result": result,
+    } | fields
+
+
+def write(output: Path, number: int, content: dict[str, Any]) -> RunDirectory:
+    directory = RunDirectory(output / f"run-{number}")
+    directory.path.mkdir(parents=True)
+    directory.write(content)
+    return directory
+
+
+def rows(output: Path, *records: dict[str, Any]) -> list[list[str]]:
+    runs = [(write(output, number, content), content) for number, content in enumerate(records)]
+    lines = table(runs).splitlines()
+    header = lines[1]
+    starts = [
+        index
+        for index in range(len(header))
+        if header[index] != " " and header[max(0, index - 2) : index].strip() == ""
+    ]
+    return [
+        [line[left:right].strip() for left, right in zip(starts, [*starts[1:], None], strict=True)]
+        for line in lines[1:]
+    ]
+
+
+def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None:
+    header, _, single, dp, ddp, *_ = rows(tmp_path, record(), record(DP, 1500.0), record(DDP, 3000.0))
+    assert header == [
+        "layout",
+        "world",
+        "reduction",
+        "samples/s",
+        "speed-up",
+        "accuracy",
+        "loss",
+        "memory",
+        "data wait",
+        "weights",
+        "run",
+    ]
+    assert single == [
+        "single-cpu",
+        "1",
+        "exact",
+        "1000",
+        "1.00x",
+        "0.9889",
+        "0.04321",
+        "300 MB",
+        "3.1%",
+        "a" * 12,
+        "run-0",
+    ]
+    assert dp[:5] == ["dp-2-cpu (threads)", "2", "exact", "1500", "1.50x"]
+    assert ddp[:5] == ["ddp-2x2-cpu", "4", "exact", "3000", "3.00x"]
+
+
+def test_the_memory_of_steps_stands_beside_what_was_foreseen_where_a_run_is_sharded(tmp_path: Path) -> None:
+    unknown = {"step_memory_bytes": 250_000_000}
+    header, _, single, ddp, *_ = rows(
+        tmp_path, record(result=unknown), record(Layout(kind="ddp", nproc_per_node=2, shard="optimizer"))
+    )
+    assert header[7:9] == ["memory", "in steps"]
+    assert (single[8], ddp[8]) == ("250 MB", "250 MB (predicted 240)")
+
+
+def test_without_a_single_run_there_is_no_speed_up(tmp_path: Path) -> None:
+    assert rows(tmp_path, record(DDP))[2][4] == "-"
+
+
+def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None:
+    unfinished = {"weights_sha256": None, "result": {}}
+    _, _, failed, interrupted, *_ = rows(
+        tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
+    )
+    assert failed[3:10] == ["-", "-", "-", "-", "-", "-", "failed"]
+    assert interrupted[9] == "interrupted", "nobody holds the lock of that directory"
+
+
+def test_equal_digests_are_identical() -> None:
+    assert "identical" in verdict([record(), record(DDP)])
+    assert "identical" not in verdict([record()])
+    assert "identical" not in verdict([record(), record(DDP, options={"reduction": "plain"})])
+    assert "identical" not in verdict([record(), record(DDP, status="failed")])
+
+
+def test_other_digests_are_told_from_other_fingerprints() -> None:
+    assert "one fingerprint" in verdict([record(), record(DDP, weights="b" * 64)])
+    elsewhere = verdict([record(), record(DDP, weights="b" * 64, fingerprint={"threads": 2})])
+    assert "threads: here 1, there 2" in elsewhere
+    assert "one fingerprint" not in elsewhere
+
+
+def test_other_digests_of_other_code_or_data_are_no_surprise() -> None:
+    edited = {"source": {"files": {"mine.py": "1"}}, "data_sha256": "2", "fingerprint": {"threads": 2}}
+    said = verdict([record(), record(DDP, weights="b" * 64, **edited)])
+    assert said == "digests: 2 different ones, of other code and other data"
+    assert verdict([record(), record(DDP, weights="b" * 64, init_from={"sha256": "3"})]).endswith("initial weights")
+
+
+def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
+    assert compare([tmp_path]) == 0
+    output = capsys.readouterr().out
+    assert output.count("samples/s") == 2
+    assert {"mine", "other"} <= set(output.splitlines())
+
+
+def test_no_run_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="ddp train"):
+        compare([tmp_path])
+
+
+def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, record())
+    write(tmp_path, 1, record(DP, speed=1500.0))
+    write(tmp_path, 2, record(DDP, status="failed", weights_sha256=None, result={}))
+    write(tmp_path, 3, record(experiment_sha256="f", experiment={"name": "other"}, options={"reduction": "plain"}))
+    assert compare([tmp_path], as_json=True) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["experiment"], first["identical"], first["verdict"][:8]) == ("mine", True, "digests:")
+    assert first["runs"][1] == {
+        "run": str(tmp_path / "run-1"),
+        "layout": "dp-2-cpu",
+        "simulated": True,
+        "world_size": 2,
+        "reduction": "exact",
+        "status": "completed",
+        "samples_per_second": 1500.0,
+        "speed_up": 1.5,
+        "accuracy": 0.9889,
+        "loss": 0.04321,
+        "peak_memory_bytes": 300_000_000,
+        "step_memory_bytes": 250_000_000,
+        "predicted_memory_bytes": 240_000_000,
+        "data_wait": 0.031,
+        "weights_sha256": "a" * 64,
+    }
+    assert [first["runs"][2][name] for name in ("status", "samples_per_second", "loss")] == ["failed", None, None]
+    assert (second["experiment"], second["identical"]) == ("other", None)
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    named = {*first, *first["runs"][0]}
+    assert named - set(re.findall(r"`(\w+)`", page)) == set(), "documented"

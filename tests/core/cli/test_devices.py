@@ -1,0 +1,95 @@
+"""Which devices a request takes on machines with no, too few and enough GPUs, and what is said about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli.devices import check_gpus, choose_layout
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Asked
+from ddp_core.distributed.world import World
+
+
+def layout_on(monkeypatch: pytest.MonkeyPatch, gpus: int, **asked: Any) -> Layout:
+    monkeypatch.setattr("ddp_core.cli.devices.gpus_here", lambda: gpus)
+    return choose_layout(Asked(experiment="digits", **asked), World.from_environment())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "label"),
+    [
+        (0, {}, "single-cpu"),
+        (1, {}, "single-cuda"),
+        (0, {"layout": "ddp"}, "ddp-1x2-cpu"),
+        (1, {"layout": "ddp"}, "ddp-1x1-cuda"),
+        (4, {"layout": "ddp"}, "ddp-1x4-cuda"),
+        (4, {"layout": "dp", "nproc_per_node": 2}, "dp-2-cuda"),
+        (4, {"layout": "ddp", "device": "cpu"}, "ddp-1x2-cpu"),
+        (1, {"layout": "ddp", "nproc_per_node": 4, "device": "cuda"}, "ddp-1x4-cuda"),
+    ],
+)
+def test_gpus_are_taken_where_there_is_one_for_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: int, asked: dict[str, Any], label: str
+) -> None:
+    assert layout_on(monkeypatch, gpus, **asked).label == label
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("kind", "what"), [("ddp", "ranks"), ("dp", "replicas")])
+def test_too_few_gpus_are_left_alone_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str, what: str
+) -> None:
+    assert layout_on(monkeypatch, 1, layout=kind, nproc_per_node=4).device == "cpu"
+    said = f"on the CPU: 4 {what}, but 1 GPU is here; with --device cuda they share it\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("by_ddp_train", [False, True])
+def test_a_launcher_outside_may_show_each_rank_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_ddp_train: bool
+) -> None:
+    place = World(1, 4, 1, 4, store_host="here", store_port=1).to_environment()
+    for name, value in (place | ({"DDP_REPORT_DIR": "/tmp"} if by_ddp_train else {})).items():
+        monkeypatch.setenv(name, value)
+    # The workers of `ddp train` see what `ddp train` has seen, and decide as it has.
+    assert layout_on(monkeypatch, 1, layout="ddp").device == ("cpu" if by_ddp_train else "cuda")
+    assert capsys.readouterr().err == ""
+    check_gpus(Layout(kind="ddp", device="cuda", nproc_per_node=4), "exact", "auto", World.from_environment())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "reduction", "backend", "told"),
+    [
+        (0, "single", "exact", "auto", "asked for 1 CUDA device, found 0; what would run here: --layout single --dev"),
+        (0, "ddp", "exact", "gloo", "asked for 4 CUDA devices, found 0"),
+        (1, "dp", "plain", "auto", "4 replicas, but 1 GPU is here: nn.DataParallel, .* --nproc-per-node 1, or --reduc"),
+        (
+            2,
+            "ddp",
+            "exact",
+            "nccl",
+            "4 ranks, but 2 GPUs are here: nccl needs .* --nproc-per-node 2, or --back",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_would(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, kind: Any, reduction: Any, backend: str, told: str
+) -> None:
+    monkeypatch.setattr("ddp_core.cli.devices.gpus_here", lambda: gpus)
+    layout = Layout(kind=kind, device="cuda", nproc_per_node=1 if kind == "single" else 4)
+    with pytest.raises(UserError, match=told) as raised:
+        check_gpus(layout, reduction, backend, World())
+    assert raised.value.exit_code == ExitCode.RESOURCES
+    assert "--device cpu" in str(raised.value)
+
+
+def test_replicas_that_share_gpus_are_said_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ddp_core.cli.devices.gpus_here", lambda: 2)
+    check_gpus(Layout(kind="dp", device="cuda", nproc_per_node=4), "exact", "auto", World())
+    said = "4 replicas, but 2 GPUs are here: they are shared, which is no faster than --nproc-per-node 2\n"
+    assert capsys.readouterr().err == said

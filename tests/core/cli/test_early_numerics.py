@@ -1,0 +1,191 @@
+"""The limits are set before torch is loaded, wherever portable numerics are asked for; else the process starts anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.cli import early_numerics
+from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
+from ddp_core.config.options import Asked
+from ddp_core.distributed.world import World
+from ddp_core.numerics import limits
+from ddp_core.numerics.limits import LIMITS, portable_refused_by
+from tests.support.commands import ROOT, ddp, trained, without_limits
+from tests.support.processes import HANG
+
+TEXT = '''"""Does it start?"""
+from ddp_core.config.experiment import Component, Experiment, Optimizer
+experiment = Experiment(
+    name="mine", model=Component(name="two_layer"), data=Component(name="toy_data", options={"size": 32}),
+    loss="mean_squared_error", optimizer=Optimizer(lr=0.01), global_batch_size=16, micro_batch=4 ADDED
+)
+'''
+PORTABLE, NATIVE = TEXT.replace("ADDED", ', numerics="portable"'), TEXT.replace("ADDED", "")
+COMPUTED = TEXT.replace("ADDED", ', numerics="".join(["port", "able"])')
+OVERRULED = PORTABLE + 'experiment = experiment.model_copy(update={"numerics": "native"})\n'
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", Path("/nowhere"))
+
+
+def mine(folder: Path, text: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "expected"),
+    [
+        (PORTABLE, {}, "portable"),
+        (NATIVE, {}, "native"),
+        (COMPUTED, {}, "native"),
+        ("not python", {}, "native"),
+        (PORTABLE, {"numerics": "native"}, "native"),
+        (NATIVE, {"numerics": "portable"}, "portable"),
+        (NATIVE, {"settings": ("numerics=portable",)}, "portable"),
+        (NATIVE, {"settings": ('numerics = "portable"',)}, "portable"),
+        (PORTABLE, {"settings": ("epochs=1", "numerics=portable", "numerics=native")}, "native"),
+        (PORTABLE, {"settings": ("numerics=native",), "numerics": "portable"}, "portable"),
+        (PORTABLE, {"device": "cuda"}, "native"),
+        (PORTABLE, {"device": "cpu"}, "portable"),
+    ],
+)
+def test_what_is_expected(tmp_path: Path, text: str, asked: dict[str, Any], expected: str) -> None:
+    assert expected_numerics(Asked(experiment=mine(tmp_path, text), **asked)) == expected
+
+
+def test_a_record_counts_before_the_file(tmp_path: Path) -> None:
+    record = tmp_path / "run.json"
+    for written, expected in (({"numerics": "portable"}, "portable"), ({}, "native")):
+        record.write_text(json.dumps({"experiment": written}))
+        assert expected_numerics(Asked(experiment=mine(tmp_path, NATIVE), record=str(record))) == expected
+    record.write_text("{")
+    assert expected_numerics(Asked(experiment=mine(tmp_path, PORTABLE), record=str(record))) == "native"
+
+
+def test_where_there_may_be_a_gpu_nothing_is_set_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", tmp_path)
+    file = mine(tmp_path, PORTABLE)
+    assert expected_numerics(Asked(experiment=file)) == "native"
+    assert expected_numerics(Asked(experiment=file, device="cpu")) == "portable"
+    assert expected_numerics(Asked(experiment="no such experiment", device="cpu")) == "native"
+
+
+def test_other_machines_are_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text("processor : 0\nflags : fpu sse2 avx avx2\n")
+    assert portable_refused_by(cpus) is None
+    assert portable_refused_by(tmp_path / "missing") is None
+    cpus.write_text("processor : 0\nflags : fpu sse2 avx\n")
+    assert "needs a CPU with AVX2" in (portable_refused_by(cpus) or "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "this machine is aarch64" in (portable_refused_by() or "")
+    with pytest.raises(limits.UserError, match="use --numerics native"):
+        limits.require_portable_here()
+
+
+def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.delenv(name)
+    started = EarlyNumerics([], is_own_process=False)
+    started.expect(Asked(experiment="toy_mlp", numerics="portable"), World())
+    assert not LIMITS.keys() & os.environ.keys()
+    assert not started.holds("portable")
+    assert started.holds("native")
+
+
+def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run `ddp train` on this text, where no limit is set. The file returned has a letter for each time it was run."""
+    note = folder / "starts"
+    file = mine(folder, text + f"open({str(note)!r}, 'a').write('x')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ddp_core", "train", file, "--device", "cpu", "--output", str(folder / "out"), *words],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        cwd=ROOT,
+        env=without_limits(),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    return ended, note
+
+
+@pytest.mark.parametrize(
+    ("text", "numerics", "starts"),
+    [
+        (PORTABLE, "portable", 1),
+        pytest.param(NATIVE, "native", 1, marks=pytest.mark.slow),
+        (COMPUTED, "portable", 2),
+        pytest.param(OVERRULED, "native", 2, marks=pytest.mark.slow),
+    ],
+    ids=["written", "native", "computed", "overruled"],
+)
+def test_the_process_starts_anew_only_where_the_file_misled_it(
+    tmp_path: Path, text: str, numerics: str, starts: int
+) -> None:
+    _, note = fresh(tmp_path, text)
+    record = trained(tmp_path / "out")[1]
+    assert record["options"]["numerics"] == numerics
+    assert len(note.read_text()) == starts
+    is_portable = numerics == "portable"
+    assert record["fingerprint"].get("numerics", "native") == numerics
+    assert ("cpu" in record["fingerprint"]) is not is_portable
+    assert record["fingerprint"].get("environment", {}) == {}
+
+
+def test_without_the_limits_the_option_is_refused_and_the_default_is_native(tmp_path: Path) -> None:
+    missed = {"MKL_CBWR": "AVX2"}
+    words = ("train", mine(tmp_path, PORTABLE), "--device", "cpu", "--output", str(tmp_path / "out"))
+    # A program that calls main with words.
+    script = tmp_path / "program.py"
+    script.write_text("import sys, torch\nfrom ddp_core.cli import main\nprint('code', main(sys.argv[1:]))\n")
+
+    def program(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script), *words, *more],
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+            env=without_limits() | missed,
+            check=False,
+        )
+
+    refused = program("--numerics", "portable")
+    assert "code 2" in refused.stdout
+    assert refused.stderr.startswith("ddp: error: --numerics portable: torch was loaded without the limits")
+    assert refused.stderr.count("\n") == 1
+    done = program()
+    assert "code 0" in done.stdout
+    assert done.stderr.startswith("native numerics instead of portable: torch was loaded without the limits")
+    assert trained(tmp_path / "out")[1]["options"]["numerics"] == "native"
+
+
+def test_on_a_gpu_the_option_is_refused(tmp_path: Path) -> None:
+    ended = ddp("train", "toy_mlp", "--numerics", "portable", "--device", "cuda", "--output", tmp_path)
+    assert ended.code == 2
+    assert ended.errors == "ddp: error: --numerics portable: it is for CPUs, and this run is on a GPU\n"
+
+
+def test_a_model_that_is_not_portable_ends_with_one_line(tmp_path: Path) -> None:
+    text = PORTABLE.replace('"two_layer"', '"fits"') + (
+        "import torch\n\n\nclass Fits(torch.nn.Linear):\n    def forward(self, inputs):\n"
+        "        return super().forward(torch.linalg.lstsq(inputs.T, inputs.T).solution[: len(inputs)].T @ inputs)\n"
+        "\n\ndef fits():\n    return Fits(10, 1)\n"
+    )
+    ended = ddp("train", mine(tmp_path, text), "--device", "cpu", "--output", tmp_path / "out")
+    assert ended.code == 2
+    assert "torch.linalg.lstsq in module Fits is not portable" in ended.errors
+    assert ended.errors.count("\n") == 1

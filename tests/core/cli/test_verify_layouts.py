@@ -1,0 +1,96 @@
+"""`ddp verify-layouts`: which layouts it takes, on every shipped experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_core.base.errors import UserError
+from ddp_core.cli.verify_layouts import layouts_for, verify_layouts
+from ddp_core.experiment.file import INSTALLED
+from tests.support.commands import ddp
+
+SHORT = {
+    "char_transformer": ["max_steps=3"],
+    "cifar10_resnet18": ["max_steps=2"],
+    "counter_buffer": ["max_steps=4"],
+    "digits": ["max_steps=4"],
+    "fashion_mnist": ["max_steps=2"],
+    "linear_regression": ["max_steps=6"],
+    "resnet18_synthetic": [
+        *("data.image_size=32", "data.samples=32", "data.pool=32", "global_batch_size=16", "max_steps=2"),
+    ],
+    "toy_mlp": [],
+}
+"""Settings with which each shipped experiment takes a few steps."""
+NEEDS_DATA = {"cifar10_resnet18", "fashion_mnist"}
+NOT_EXACT = {"counter_buffer"}
+
+
+def test_layouts_have_no_more_ranks_than_a_step_has_micro_batches() -> None:
+    layouts, left_out = layouts_for(micro_batches=4, steps=4)
+    assert left_out == ["ddp x 5", "ddp x 8"]
+    assert list(layouts)[:3] == ["single", "dp x 2 (threads)", "dp x 3 (threads)"]
+    assert layouts_for(micro_batches=8, steps=550)[1] == []
+    alone, left_out = layouts_for(micro_batches=1, steps=10)
+    assert list(alone) == ["single", "killed on 1, 1, 1, ended on 1"]
+    assert len(left_out) == 15
+
+
+def test_replicas_on_gpus_are_no_threads_of_the_cpu() -> None:
+    layouts, _ = layouts_for(micro_batches=4, steps=4, device="cuda")
+    assert list(layouts)[:3] == ["single", "dp x 2", "dp x 3"]
+
+
+def test_missing_gpu_is_said_before_anything_is_trained() -> None:
+    words = ("toy_mlp", "--device", "cuda")
+    ended = ddp("verify-layouts", *words, env={"CUDA_VISIBLE_DEVICES": ""}, module="tests.support.quick")
+    assert ended.code == 4, ended.output + ended.errors
+    assert "CUDA device" in ended.errors
+
+
+@pytest.mark.parametrize(
+    ("steps", "kills"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3]), (100, [25, 50, 75]), (550, [137, 275, 412])]
+)
+def test_kills_are_within_the_run(steps: int, kills: list[int]) -> None:
+    layouts, _ = layouts_for(micro_batches=3, steps=steps)
+    killed = [attempts for title, attempts in layouts.items() if title.startswith("killed")]
+    faults = [attempt.get("faults") for attempts in killed for attempt in attempts]
+    assert faults == [*((f"kill@{step}",) for step in kills), *([None] if kills else [])]
+    assert all(attempt.get("nproc_per_node", 1) <= 3 for attempts in killed for attempt in attempts)
+
+
+def test_a_run_that_is_killed_three_times_has_the_digest_of_one_that_is_not() -> None:
+    words = ("--set", "global_batch_size=4", "--set", "epochs=1")
+    ended = ddp("verify-layouts", "toy_mlp", *words, module="tests.support.quick")
+    assert ended.code == 0, ended.output + ended.errors
+    lines = ended.output.splitlines()
+    assert lines[0].startswith("left out, as a step has only 1 micro-batch to share: dp x 2 (threads), dp x 3")
+    assert lines[-1] == "2 layouts, one digest of weights and buffers, one of the optimizer's state: identical"
+    assert lines[-2].startswith("killed on 1, 1, 1, ended on 1 ")
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no two layouts promise the same bits for digits: SyncBatchNorm"):
+        verify_layouts("digits", ["sync_batch_norm=true"], "data")
+    ended = ddp("verify-layouts", "counter_buffer", "--set", "max_steps=1", module="tests.support.quick")
+    assert ended.code == 2
+    assert "no two layouts promise the same bits for counter_buffer: " in ended.errors
+    assert "forward changes the buffer cnt, which depends on the layout" in ended.errors
+    ended = ddp("verify-layouts", "fashion_mnist", "--data-dir", tmp_path)
+    assert (ended.code, "ddp data fetch fashion_mnist --data-dir" in ended.errors) == (2, True), ended.errors
+
+
+def test_every_shipped_experiment_has_a_case() -> None:
+    assert SHORT.keys() == {file.stem for file in INSTALLED.glob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", sorted(SHORT.keys() - NEEDS_DATA - NOT_EXACT))
+def test_every_shipped_experiment_has_one_digest(name: str) -> None:
+    settings = [word for setting in SHORT[name] for word in ("--set", setting)]
+    ended = ddp("verify-layouts", name, *settings, timeout=850, module="tests.support.quick")
+    assert ended.code == 0, ended.output + ended.errors
+    assert ended.output.endswith(": identical\n")

@@ -1,0 +1,311 @@
+"""Experiments: validation, JSON round trip, digest, settings from the command line, learning rates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch.optim import lr_scheduler
+
+from ddp_core.base.errors import UserError
+from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule, nearest_multiples, setting_names
+from tests.support.processes import HANG
+
+MINIMAL: dict[str, Any] = {"name": "mine", "model": {"name": "mlp"}, "data": {"name": "digits"}, "global_batch_size": 8}
+
+
+def experiment(**fields: Any) -> Experiment:
+    return Experiment.model_validate(MINIMAL | fields)
+
+
+OPTIONS = st.dictionaries(
+    st.text("abcdefg_", min_size=1, max_size=5),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**53), 2**53)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=4,
+    ),
+    max_size=3,
+)
+
+
+@st.composite
+def experiments(draw: st.DrawFn) -> Experiment:
+    micro_batch = draw(st.none() | st.integers(1, 64))
+    size = draw(st.integers(1, 64)) * (micro_batch or 1)
+    return Experiment(
+        name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,8}\Z")),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        model=Component(name="model", options=draw(OPTIONS)),
+        data=Component(name="data", options=draw(OPTIONS)),
+        optimizer=Optimizer(
+            name=draw(st.sampled_from(["sgd", "adam", "adamw"])),
+            lr=draw(st.floats(1e-8, 1e3)),
+            betas=(draw(st.floats(0, 0.999)), draw(st.floats(0, 0.999))),
+        ),
+        global_batch_size=size,
+        micro_batch=micro_batch,
+        clip_norm=draw(st.none() | st.floats(1e-6, 1e6)),
+    )
+
+
+@settings(deadline=None)
+@given(experiments())
+def test_json_gives_an_equal_record_with_an_equal_digest_back(original: Experiment) -> None:
+    again = Experiment.from_json(json.loads(json.dumps(original.to_json())))
+    assert again == original
+    assert again.digest() == original.digest()
+
+
+@settings(deadline=None)
+@given(experiments(), experiments())
+def test_digests_are_equal_exactly_when_experiments_are(one: Experiment, other: Experiment) -> None:
+    assert (one.digest() == other.digest()) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "model.width=8",
+        "optimizer.lr=0.2",
+        "global_batch_size=16",
+        "epochs=2",
+        "precision=bf16",
+        "precision=tf32",
+        "memory_format=channels_last",
+        "ddp.bucket_cap_mb=1",
+    ],
+)
+def test_every_change_gives_another_digest(change: str) -> None:
+    original = experiment(model={"name": "small_cnn", "options": {"width": 16}})
+    assert original.with_settings([change]).digest() != original.digest()
+
+
+def test_fields_that_came_later_leave_the_older_digests_as_they_were() -> None:
+    record = experiment().to_json()
+    older = {name: value for name, value in record.items() if name not in ("ema_decay", "memory_format", "numerics")}
+    text = json.dumps(older, sort_keys=True, separators=(",", ":"))
+    assert experiment().digest() == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_the_digest_does_not_depend_on_the_process() -> None:
+    code = (
+        "import json, sys; from ddp_core.config.experiment import Experiment;"
+        "print(Experiment.from_json(json.loads(sys.argv[1])).digest())"
+    )
+    record = experiment(model={"name": "mlp", "options": {"b": 1, "a": [1.5, None]}})
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(record.to_json())],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        cwd=Path(__file__).parents[3],
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": str(Path(__file__).parents[3])},
+        check=True,
+    )
+    assert done.stdout.strip() == record.digest()
+
+
+def test_a_record_cannot_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        experiment().epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size"),
+        ({"epochs": -1}, "epochs"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"name": "../elsewhere"}, "name"),
+        ({"name": ""}, "name"),
+        ({"optimizer": {"lr": 0}}, "optimizer.lr"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
+        ({"optimizer": {"lr": float("inf")}}, "optimizer.lr"),
+        ({"optimizer": {"name": "lion"}}, "optimizer.name"),
+        ({"clip_norm": 0}, "clip_norm"),
+        ({"precision": "fp8"}, "precision"),
+        ({"learning_rate": 0.1}, "learning_rate"),
+        ({"optimizer": {"learning_rate": 0.1}}, "optimizer.learning_rate"),
+    ],
+)
+def test_a_wrong_field_is_named_in_one_line(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Experiment.from_json(MINIMAL | fields)
+    assert word in str(raised.value)
+    assert "mine" in str(raised.value) or "name" in fields
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 64))
+def test_a_batch_that_is_no_multiple_names_the_nearest_that_are(size: int, micro_batch: int) -> None:
+    if size % micro_batch == 0:
+        assert experiment(global_batch_size=size, micro_batch=micro_batch).micro_batches == size // micro_batch
+        return
+    with pytest.raises(UserError) as raised:
+        Experiment.from_json(MINIMAL | {"global_batch_size": size, "micro_batch": micro_batch})
+    below, above = nearest_multiples(size, micro_batch)
+    assert below < size < above
+    assert above - below == micro_batch
+    assert all(str(number) in str(raised.value) for number in (below, above) if number)
+    for number in (below, above):
+        if number:
+            experiment(global_batch_size=number, micro_batch=micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("setting", "path", "value"),
+    [
+        ("optimizer.lr=0.1", ("optimizer", "lr"), 0.1),
+        ("optimizer.lr=1", ("optimizer", "lr"), 1.0),
+        ("optimizer.betas=[0.5, 0.9]", ("optimizer", "betas"), (0.5, 0.9)),
+        ("optimizer.nesterov=true", ("optimizer", "nesterov"), True),
+        ("optimizer.nesterov=False", ("optimizer", "nesterov"), False),
+        ("precision=bf16", ("precision",), "bf16"),
+        ('precision="bf16"', ("precision",), "bf16"),
+        ("clip_norm=none", ("clip_norm",), None),
+        ("clip_norm=null", ("clip_norm",), None),
+        ("max_steps = 7", ("max_steps",), 7),
+        ("seed=3", ("seed",), 3),
+    ],
+)
+def test_settings_are_typed(setting: str, path: tuple[str, ...], value: Any) -> None:
+    found: Any = experiment(clip_norm=1.0).with_settings([setting])
+    for part in path:
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model.width=8", 8),
+        ("model.rate=1", 1.0),
+        ("model.flag=true", True),
+        ("model.word=hello", "hello"),
+        ("model.sizes=[1, 2]", [1, 2]),
+        ("model.nothing=5", 5),
+        ("model.width=null", None),
+    ],
+)
+def test_options_take_the_type_of_their_present_value(setting: str, value: Any) -> None:
+    options = {"width": 4, "rate": 0.5, "flag": False, "word": "a", "sizes": [3], "nothing": None}
+    changed = experiment(model={"name": "mlp", "options": options}).with_settings([setting])
+    name = setting.partition("=")[0].removeprefix("model.")
+    assert changed.model.options[name] == value
+    assert type(changed.model.options[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("optimizer.learning_rate=0.1", ["optimizer.learning_rate", "mine"]),
+        ("optimzer.lr=0.1", ["did you mean optimizer.lr?"]),
+        ("epoch=3", ["did you mean epochs?"]),
+        ("model.widht=3", ["did you mean model.width?"]),
+        ("zzz=3", ["known:", "epochs"]),
+        ("epochs", ["name=value"]),
+        ("epochs=three", ["epochs"]),
+        ("epochs=2.5", ["epochs"]),
+        ("optimizer.lr=fast", ["optimizer.lr"]),
+        ("optimizer.lr=NaN", ["optimizer.lr"]),
+        ("optimizer=sgd", ["optimizer"]),
+        ("model.width=wide", ["model.width", "int"]),
+        ("model.width=true", ["model.width", "int"]),
+        ("model.width=1.5", ["model.width", "int"]),
+        ("global_batch_size=9", ["micro_batch 4", "8", "12"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_the_right_one(setting: str, words: list[str]) -> None:
+    original = experiment(model={"name": "mlp", "options": {"width": 4}}, micro_batch=4)
+    with pytest.raises(UserError) as raised:
+        original.with_settings([setting])
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+
+
+def test_settings_are_checked_together() -> None:
+    changed = experiment(micro_batch=4).with_settings(["global_batch_size=18", "micro_batch=6"])
+    assert changed.micro_batches == 3
+
+
+def test_every_name_that_is_known_can_be_set() -> None:
+    original = experiment(model={"name": "mlp", "options": {"width": 4}})
+    record = original.to_json()
+    for name in setting_names(original):
+        section, _, key = name.partition(".")
+        value = record[section] if not key else record[section].get(key, record[section].get("options", {}).get(key))
+        assert original.with_settings([f"{name}={json.dumps(value)}"]) == original
+
+
+def rates(schedule: Schedule, steps: int, steps_per_epoch: int = 5, **fields: Any) -> list[float]:
+    given = experiment(epochs=-(-steps // steps_per_epoch), **fields)
+    total = given.total_steps(steps_per_epoch)
+    return [schedule.rate(0.3, step, steps_per_epoch, total) for step in range(steps)]
+
+
+def torch_rates(make: Any, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler, found = make(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_a_constant_rate_is_constant() -> None:
+    assert set(rates(Schedule(), 20)) == {0.3}
+
+
+def test_steps_equal_torchs_step_lr() -> None:
+    expected = torch_rates(lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5), 40)
+    assert rates(Schedule(name="step", step_epochs=2, gamma=0.5), 40) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("final_factor", [0.0, 0.1])
+def test_cosine_equals_torchs_cosine_annealing(final_factor: float) -> None:
+    expected = torch_rates(
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.3 * final_factor), 40
+    )
+    assert rates(Schedule(name="cosine", final_factor=final_factor), 40) == pytest.approx(expected, rel=1e-9)
+
+
+def test_warm_up_and_cosine_equal_torchs_schedules_in_a_row() -> None:
+    def in_a_row(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        warm_up = lr_scheduler.LinearLR(optimizer, start_factor=1 / 8, total_iters=7)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 32)
+        return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[8])
+
+    assert rates(Schedule(name="cosine", warmup_steps=8), 40) == pytest.approx(torch_rates(in_a_row, 40), rel=1e-9)
+
+
+def test_max_steps_shortens_the_cosine() -> None:
+    assert rates(Schedule(name="cosine"), 20, max_steps=20) == pytest.approx(rates(Schedule(name="cosine"), 20))
+    assert experiment(epochs=3, max_steps=7).total_steps(5) == 7
+    assert experiment(epochs=1, max_steps=7).total_steps(5) == 5
+
+
+def test_the_rate_grows_linearly_with_the_global_batch() -> None:
+    for size in (64, 256, 8192):
+        assert Optimizer(lr=0.1, reference_batch=256).base_rate(size) == pytest.approx(0.1 * size / 256)
+    assert Optimizer(lr=0.1).base_rate(64) == 0.1

@@ -1,0 +1,191 @@
+"""Whose fault an exception is: the last call from our code decides; a shortage is reported in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.data.loader import Loader
+from ddp_core.experiment import blame
+from ddp_core.experiment.file import load_experiment
+from ddp_core.model.losses import cross_entropy
+from ddp_core.observe.faults import FaultScript
+from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
+from ddp_core.reduction import ExactReduction
+from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.named_sums import NamedSums
+from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.train_state import TrainState
+from ddp_core.trainers.updating import WeightUpdate
+
+CPU = torch.device("cpu")
+EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(name="d"), global_batch_size=4)
+
+
+class Broken:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError("no such sample")
+
+
+class WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no backward yet")
+
+
+def passes() -> Passes:
+    return Passes(EXPERIMENT, cross_entropy, CPU)
+
+
+def load() -> None:
+    next(Loader(Broken()).stream([(0, [torch.arange(4).numpy()])]))
+
+
+def forward_with_another_width() -> None:
+    passes().loss(nn.Linear(3, 2), torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
+
+
+def target_that_is_no_class() -> None:
+    passes().loss(nn.Linear(3, 2), torch.zeros(4, 3), torch.full((4,), 7))
+
+
+def backward() -> None:
+    loss = WithoutBackward.apply(torch.zeros(2, requires_grad=True)).sum()
+    passes().backward(loss, torch.ones(()))
+
+
+def scripted() -> None:
+    FaultScript(["raise@1"]).after_step(StepBatch(0, 0, 4, [], [], []))
+
+
+def sparse_gradients() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    exact = ExactReduction(embedding, 1)
+    with exact.micro_batch(0):
+        embedding(torch.tensor([1])).sum().backward()
+
+
+def optimizer_step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *details: 1 / 0)
+    WeightUpdate(EXPERIMENT, TrainState(nn.Linear(1, 1), optimizer), 1).make(0)
+
+
+def own_metrics() -> None:
+    NamedSums(lambda outputs, targets: outputs[7], 1).add(0, torch.zeros(2), torch.zeros(2))
+
+
+def own_observer() -> None:
+    class Sees(StepObserver):
+        def after_step(self, batch: StepBatch) -> None:
+            raise OSError("no room here")
+
+    StepObservers([Sees()]).after_step(StepBatch(0, 0, 4, [], [], []))
+
+
+def our_own_mistake() -> None:
+    batches: Any = SimpleNamespace(cut=None)
+    Batches.samples_of(batches, 0)
+
+
+def raised_by(cause: Callable[[], None]) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        cause()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        *(load, forward_with_another_width, target_that_is_no_class, backward, scripted, sparse_gradients),
+        *(optimizer_step, own_metrics, own_observer),
+    ],
+    ids=lambda cause: cause.__name__,
+)
+def test_what_the_experiment_raised_is_bad_input(cause: Callable[[], None]) -> None:
+    error = raised_by(cause)
+    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}")
+    assert blame.shortage(error, "rank 0", Path()) is None
+
+
+def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ddp_core.config.experiment import Experiment\n\n\n"
+        "def metrics(outputs, targets):\n    return {}[outputs]\n\n\n"
+        "experiment = Experiment(name='mine', global_batch_size=4)\n"
+    )
+    metrics = load_experiment(str(path)).namespace["metrics"]
+    error = raised_by(lambda: NamedSums(metrics, 1).add(0, 3, 4))
+    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{path}:5: KeyError: 3")
+
+
+def test_what_we_raised_is_a_fault_of_ours() -> None:
+    error = raised_by(our_own_mistake)
+    exit_code, line = blame.unforeseen(error)
+    assert exit_code == ExitCode.INTERNAL == 70
+    assert line.startswith(f"AttributeError: {error}; this is a fault of ddp itself")
+
+
+def test_the_places_that_call_the_experiment_are_there() -> None:
+    package = Path(blame.__file__).parents[1]
+    assert [place for place in blame._CALLS_EXPERIMENT if not (package / place).exists()] == []
+
+
+def test_memory_that_torch_cannot_have_is_a_shortage() -> None:
+    error = raised_by(lambda: torch.empty(2**60))
+    found = blame.shortage(error, "rank 1 (node 0)", Path())
+    assert found is not None
+    assert found.exit_code == ExitCode.RESOURCES
+    assert str(found).startswith("rank 1 (node 0): out of memory (can't allocate memory: you tried to allocate ")
+
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB, of which"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError(CUDA), "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (
+            torch.OutOfMemoryError(f"Caught OutOfMemoryError in replica 1 on device 1.\nOriginal Traceback:\n{CUDA}\n"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (
+            RuntimeError(f"The following operation failed in the hook: OutOfMemoryError: {CUDA}\n\nAt:\n  hook.py(7)"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            "CUDA error: out of memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
+    ],
+)
+def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception, reason: str) -> None:
+    found = blame.shortage(error, "rank 1 (node 0)", Path())
+    assert found is not None
+    assert found.exit_code == ExitCode.RESOURCES
+    assert f"rank 1 (node 0): out of memory ({reason}); use a smaller --set micro_batch=N" in str(found)
+    assert "--set precision=bf16" in str(found)
+    assert "evaluation.samples_per_batch" in str(found)

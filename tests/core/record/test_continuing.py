@@ -1,0 +1,317 @@
+"""Which run is continued, and what stops it: other settings, other code, other initial weights; with real trainings."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.cli import main
+from ddp_core.experiment.file import load_experiment
+from ddp_core.record.continuing import differing
+from ddp_core.record.directory import find_runs
+from tests.support.commands import ddp, forked, train, trained, wait_until
+from tests.support.own_project import edit, write_project
+from tests.support.processes import HANG, run_processes
+
+CPU = ("--device", "cpu")
+AUTO = ("--resume", "auto")
+
+
+def stopped(output: Path, file: Path, *words: str) -> str:
+    """Start a run, and have it stop after its first step; returns the command with which to continue it."""
+    ended = ddp("train", file, *words, *CPU, "--max-seconds", "0.001", "--output", output)
+    assert ended.code == 75, ended.errors
+    return named_commands(ended.errors)[0]
+
+
+def named_commands(text: str) -> list[str]:
+    """The `ddp` commands that a message names."""
+    return re.findall(r"`ddp (.*?)`", text)
+
+
+def run_named(named: str, *more: str) -> None:
+    ended = ddp(*shlex.split(named), *more)
+    assert ended.code == 0, ended.errors
+
+
+def refused(output: Path, *words: str | Path) -> str:
+    """The message with which the training is refused: exit code 3, and no traceback."""
+    before = len(list(find_runs(output)))
+    ended = ddp("train", *words, *CPU, "--output", output)
+    assert ended.code == 3, ended.errors
+    assert ended.errors.count("ddp: error: ") == 1
+    assert "Traceback" not in ended.errors
+    assert len(list(find_runs(output))) == before, "nothing was begun anew"
+    return ended.errors
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path / "project")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_a_stopped_run_names_the_command_that_continues_it(output: Path, project: Path) -> None:
+    settings = ("--set", "optimizer.lr=0.02", "--set", "epochs=3")
+    named = stopped(output, project, *settings)
+    assert shlex.split(named)[:8] == ["train", str(project), *settings, *AUTO]
+    assert trained(output)[1]["settings"] == ["optimizer.lr=0.02", "epochs=3"]
+    run_named(named, "--max-seconds", "1000")
+    record = trained(output)[1]
+    assert record["status"] == "completed"
+    assert record["weights_sha256"] == train(output / "whole", project, *settings)["weights_sha256"]
+
+
+def test_a_setting_that_came_later_than_a_run_had_its_default_there() -> None:
+    experiment = load_experiment("toy_mlp").experiment
+    recorded = {name: value for name, value in experiment.to_json().items() if name != "memory_format"}
+    assert differing({"experiment": recorded}, experiment) == {}
+    changed = experiment.with_settings(["memory_format=channels_last"])
+    assert differing({"experiment": recorded}, changed) == {"memory_format": ("contiguous", "channels_last")}
+
+
+def test_auto_does_not_pass_over_a_run_with_other_settings(output: Path, project: Path) -> None:
+    stopped(output, project, "--set", "optimizer.lr=0.02", "--set", "model.width=6", "--set", "seed=1")
+    words = (project, "--set", "optimizer.lr=0.5", "--set", "seed=1", *AUTO)
+    said = refused(output, *words)
+    assert "model.width 6 there, 5 here; optimizer.lr 0.02 there, 0.5 here" in said
+    go_on, anew = named_commands(said)
+    assert "--resume never" in anew
+    run_named(go_on)
+    directory, record = trained(output)
+    assert record["status"] == "completed"
+    assert str(directory.path) in go_on
+    assert (record["experiment"]["optimizer"]["lr"], record["experiment"]["seed"]) == (0.02, 1)
+    assert len(record["attempts"]) == 2
+
+
+def test_auto_begins_anew_where_nothing_is_lost(output: Path, project: Path) -> None:
+    failing = (*CPU, "--fault", "nan@3", "--checkpoint-every", "1", "--output", output)
+    assert ddp("train", project, *failing).code == 5, "it would only fail again"
+    assert ddp("train", project, *CPU, "--fault", "kill@1", "--checkpoint-every", "9", "--output", output).code == -9
+    ended = ddp("train", project, "--set", "optimizer.lr=0.02", *AUTO, *CPU, "--output", output)
+    assert ended.code == 0, ended.errors
+    assert len(list(find_runs(output))) == 3
+
+
+def test_a_named_run_with_other_settings_is_refused(output: Path, project: Path) -> None:
+    stopped(output, project)
+    directory, _ = trained(output)
+    said = refused(output, project, "--set", "data.size=48", "--resume", directory.path)
+    assert "data.size 32 there, 48 here" in said
+    run_named(named_commands(said)[0])
+
+
+def test_changed_code_is_shown_and_needs_a_word(output: Path, project: Path) -> None:
+    stopped(output, project)
+    edit(project.parent / "nets" / "big.py", "nn.Sigmoid()", "nn.Tanh()")
+    said = refused(output, project, *AUTO)
+    assert "(nets/big.py)" in said
+    assert "\n-    return nn.Sequential(nn.Linear(10, width), nn.Sigmoid(), nn.Linear(width, 1))\n" in said
+    assert "\n+    return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 1))\n" in said
+    (named,) = named_commands(said)
+    assert "--accept-changed-code" in named
+    run_named(named)
+    directory, record = trained(output)
+    assert record["source"]["folder"] == "source-2"
+    first, second = record["attempts"]
+    assert (first["source"], second["source"]) == ("source", "source-2")
+    assert "source_diff_sha256" not in first
+    assert len(second["source_diff_sha256"]) == 64
+    texts = [(directory.path / folder / "nets" / "big.py").read_text() for folder in ("source", "source-2")]
+    assert ["Tanh" in text for text in texts] == [False, True]
+    assert "goes on with changed code (nets/big.py)" in directory.log.read_text()
+    ended = ddp("verify", directory.path)
+    assert ended.code == 2
+    assert "attempt 2 went on with other code" in ended.errors
+
+
+def test_a_comment_is_no_changed_code(output: Path, project: Path) -> None:
+    stopped(output, project)
+    edit(project, "HERE = ", "# Where this file is.\nHERE = ")
+    assert train(output, project, *AUTO)["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_file_edited_while_a_launch_trains_ends_the_launch_at_its_restart(
+    output: Path, project: Path, tmp_path: Path
+) -> None:
+    words = ("train", project, *CPU, "--set", "data.digest=given", "--layout", "ddp", "--nproc-per-node", "2")
+    # The samples wait until the file was edited, so that it is edited after the run has kept it.
+    waiting = {"WAIT_FOR": str(tmp_path / "edited")}
+    with forked(*words, "--fault", "kill@1:1", "--output", output, env=waiting) as launch:
+        wait_until(lambda: len(list(output.glob("*/*/run.json"))) == 1, HANG, "the run has begun")
+        edit(project.parent / "beside.py", ".sum()", ".sum() * 1")
+        (tmp_path / "edited").touch()
+        ended = launch.end()
+    assert ended.code == 3, ended.errors
+    assert ended.errors.count("starting the workers again") == 1, "and not another time"
+    (said,) = [line for line in ended.errors.splitlines() if line.startswith("ddp: error: ")]
+    assert "beside.py changed while this launch trained" in said
+    assert "--accept-changed-code" in said
+    assert ended.errors.endswith(said + "\n"), "one line"
+    assert len(trained(output)[1]["attempts"]) == 1
+    edit(project.parent / "beside.py", ".sum() * 1", ".sum()")
+    record = train(output, project, "--set", "data.digest=given", *AUTO)
+    assert (record["status"], len(record["attempts"])) == ("completed", 2)
+
+
+def test_a_module_that_is_imported_too_late_is_named(output: Path, project: Path) -> None:
+    (project.parent / "late.py").write_text("FACTOR = 1\n")
+    edit(project.parent / "beside.py", "    return (", "    from late import FACTOR\n    return FACTOR * (")
+    ended = ddp("train", project, *CPU, "--output", output)
+    assert ended.code == 0, ended.errors
+    assert "warning: module late was imported while training" in ended.errors
+
+
+def _train_own(rank: int, world_size: int, words: list[list[str]]) -> tuple[int, str]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with open(f"{words[rank][-1]}-{rank}", "w") as said:  # noqa: PTH123
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    return main(["train", *words[rank], "--layout", "ddp", *CPU]), Path(said.name).read_text()
+
+
+def nodes(output: Path, *files_and_data: tuple[Path, Path]) -> list[tuple[int, str]]:
+    """How each rank ends and what it says, where each has a project and a data directory of its own."""
+    words = [[str(file), "--data-dir", str(data), "--output", str(output)] for file, data in files_and_data]
+    return run_processes(_train_own, len(words), words)
+
+
+@pytest.mark.parametrize("what", ["code", "data"])
+def test_ranks_with_other_code_or_data_do_not_train_together(
+    tmp_path: Path, output: Path, project: Path, what: str
+) -> None:
+    elsewhere, data = write_project(tmp_path / "elsewhere"), tmp_path / "data"
+    data.mkdir()
+    if what == "code":
+        edit(elsewhere.parent / "beside.py", ".sum()", ".mean()")
+    else:
+        (data / "shift").write_text("0.5")
+    ended = nodes(output, (project, tmp_path / "nothing"), (elsewhere, data))
+    assert [code for code, _ in ended] == [2, 2]
+    expected = {
+        "code": "ranks 1 have another beside.py than rank 0",
+        "data": "ranks 1 have other data than rank 0 (changed at sample 3 (training))",
+    }
+    assert expected[what] in ended[0][1]
+    assert "Traceback" not in "".join(said for _, said in ended)
+
+
+def extend(output: Path, file: Path, *words: str) -> tuple[dict[str, Any], str]:
+    """Train four steps, then on to eight; returns the record and what the second training said."""
+    train(output, file, *words)
+    ended = ddp("train", file, *words, "--set", "epochs=4", *AUTO, *CPU, "--output", output)
+    assert ended.code == 0, ended.errors
+    assert "extends the finished run from 4 to 8 steps" in ended.output
+    assert "resumed at step 4" in ended.output
+    return trained(output)[1], ended.output
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [[], pytest.param(["--set", "schedule.name=step", "--set", "schedule.step_epochs=1"], marks=pytest.mark.slow)],
+    ids=["constant", "step"],
+)
+def test_an_extended_run_ends_as_one_long_run(output: Path, project: Path, schedule: list[str]) -> None:
+    record, said = extend(output, project, *schedule)
+    whole = train(output / "whole", project, *schedule, "--set", "epochs=4")
+    assert "shorter" not in said
+    assert [record[name] for name in ("weights_sha256", "optimizer_sha256", "experiment_sha256")] == [
+        whole[name] for name in ("weights_sha256", "optimizer_sha256", "experiment_sha256")
+    ]
+    assert record["result"]["steps"] == 8
+    assert record["attempts"][1]["extended_from"] == {"epochs": 2, "max_steps": None, "step": 4}
+
+
+@pytest.mark.slow
+def test_an_extended_cosine_says_that_it_is_another_result(output: Path, project: Path) -> None:
+    words = ("--set", "schedule.name=cosine")
+    record, said = extend(output, project, *words)
+    assert "schedule cosine depends on the length of the run" in said
+    whole = train(output / "whole", project, *words, "--set", "epochs=4")
+    assert record["weights_sha256"] != whole["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_verify_repeats_an_extension_and_the_weights_that_a_run_began_with(output: Path, project: Path) -> None:
+    train(output / "first", project)
+    first, _ = trained(output / "first")
+    extend(output / "second", project, "--set", "schedule.name=cosine", "--init-from", str(first.path))
+    ended = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
+    assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.output + ended.errors
+
+
+def test_a_finished_run_is_extended_by_length_alone_and_from_its_end(output: Path, project: Path) -> None:
+    train(output, project)
+    directory, _ = trained(output)
+    assert "epochs 2 there, 1 here" in refused(output, project, "--set", "epochs=1", "--resume", directory.path)
+    other = ("--set", "epochs=4", "--set", "seed=3", "--resume", directory.path)
+    assert "seed 0 there, 3 here" in refused(output, project, *other)
+    for manifest in directory.checkpoints.glob("step-000000004.*"):
+        manifest.unlink()
+    said = refused(output, project, "--set", "epochs=4", "--resume", directory.path)
+    assert "no checkpoint of its last step 4" in said
+    assert len(trained(output)[1]["attempts"]) == 1
+
+
+@pytest.mark.slow
+def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
+    first = train(output / "first", project)
+    directory, _ = trained(output / "first")
+    words = ("--init-from", str(directory.path), "--set", "optimizer.lr=0.02")
+    record = train(output / "second", project, *words)
+    assert record["init_from"] == {
+        "given": str(directory.path),
+        "file": str(directory.path / "model.safetensors"),
+        "sha256": first["weights_sha256"],
+    }
+    from_file = train(
+        output / "third", project, "--init-from", str(directory.path / "model.safetensors"), *words[2:], ranks=2
+    )
+    assert from_file["weights_sha256"] == record["weights_sha256"]
+    assert from_file["weights_sha256"] != train(output / "fourth", project, *words[2:])["weights_sha256"]
+    weights = directory.path / "model.safetensors"
+    weights.write_bytes((trained(output / "fourth")[0].path / "model.safetensors").read_bytes())
+    changed = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
+    assert (changed.code, "model.safetensors holds other weights" in changed.output) == (1, True)
+    weights.unlink()
+    gone = ddp("verify", trained(output / "second")[0].path, module="tests.support.quick")
+    assert (gone.code, "model.safetensors is gone" in gone.output) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_runs_from_other_weights_do_not_continue_each_other(output: Path, project: Path) -> None:
+    train(output / "first", project)
+    weights = str(trained(output / "first")[0].path / "model.safetensors")
+    stopped(output / "second", project, "--init-from", weights)
+    said = refused(output / "second", project, *AUTO)
+    assert f"initial weights from {weights} there" in said
+    Path(weights).rename(output / "elsewhere.safetensors")
+    run_named(named_commands(said)[0])
+    record = trained(output / "second")[1]
+    assert record["status"] == "completed"
+    assert record["init_from"]["file"] == weights, "the run's own are still on record"
+    stopped(output / "third", project)
+    named = ("--init-from", output / "elsewhere.safetensors", "--resume", trained(output / "third")[0].path)
+    assert "random initial weights there" in refused(output / "third", project, *named)
+
+
+def test_weights_that_do_not_fit_are_named(output: Path, project: Path) -> None:
+    train(output / "first", project)
+    weights = str(trained(output / "first")[0].path)
+    ended = ddp("train", project, "--set", "model.width=6", "--init-from", weights, *CPU, "--output", output / "second")
+    assert ended.code == 2
+    assert "0.weight is torch.float32 [5, 10] there, torch.float32 [6, 10] here" in ended.errors
+    ended = ddp("train", project, "--init-from", output / "nothing.pt", *CPU, "--output", output / "third")
+    assert (ended.code, "there is no such run or file" in ended.errors) == (2, True)

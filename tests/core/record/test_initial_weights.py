@@ -1,0 +1,112 @@
+"""Weights to start from: which files are read, and what fits a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import UserError
+from ddp_core.record.initial_weights import InitialWeights, find_weights, put_weights, read_weights
+
+
+def model(width: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+
+
+class Tied(nn.Module):
+    """Two layers that share one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return weights_digest(one.state_dict()) == weights_digest(other.state_dict())
+
+
+@pytest.mark.parametrize("form", ["safetensors", "plain", "model", "state_dict", "nested", "wrapped in DDP"])
+def test_state_dicts_are_read_in_every_usual_form(tmp_path: Path, form: str) -> None:
+    trained, fresh = model(), model()
+    state = trained.state_dict()
+    file = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
+    if form == "safetensors":
+        save_file(state, file)
+    else:
+        named = {f"module.{name}": value for name, value in state.items()}
+        forms = {
+            "plain": state,
+            "model": {"model": state, "step": 3},
+            "state_dict": {"state_dict": state},
+            "nested": {"model": {"state_dict": state}},
+            "wrapped in DDP": named,
+        }
+        torch.save(forms[form], file)
+    found = find_weights(str(file))
+    assert (found.given, found.file) == (str(file), str(file.resolve()))
+    assert not same(trained, fresh)
+    put_weights(fresh, found)
+    assert same(trained, fresh)
+    if form != "wrapped in DDP":
+        assert found.sha256 == weights_digest(state)
+
+
+def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
+    trained, fresh = Tied(), Tied()
+    save_model(trained, str(tmp_path / "tied.safetensors"))
+    assert len(read_weights(tmp_path / "tied.safetensors")) == 3
+    put_weights(fresh, find_weights(str(tmp_path / "tied.safetensors")))
+    assert same(trained, fresh)
+    assert fresh.first.weight is fresh.second.weight
+
+
+def test_another_precision_is_converted(tmp_path: Path) -> None:
+    half, fresh = model().half(), model()
+    save_file(half.state_dict(), tmp_path / "half.safetensors")
+    put_weights(fresh, find_weights(str(tmp_path / "half.safetensors")))
+    assert same(half.float(), fresh)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    state = model(5).state_dict()
+    state["extra"] = torch.zeros(1)
+    del state["1.running_mean"]
+    save_file(state, tmp_path / "other.safetensors")
+    with pytest.raises(
+        UserError, match=r"another model: missing in it: 1\.running_mean; unexpected in it: extra;"
+    ) as no:
+        put_weights(model(), find_weights(str(tmp_path / "other.safetensors")))
+    assert "0.weight is torch.float32 [5, 2] there, torch.float32 [3, 2] here" in str(no.value)
+
+
+def test_weights_that_have_changed_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file(model().state_dict(), file)
+    found = find_weights(str(file))
+    save_file(model().state_dict(), file)
+    with pytest.raises(UserError, match="has changed since the run began"):
+        put_weights(model(), found)
+
+
+@pytest.mark.parametrize("content", ["nothing", "text", "a list", "code", "a model"])
+def test_what_holds_no_weights_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "weights.pt"
+    if content == "text":
+        file.write_text("hello")
+    elif content != "nothing":
+        torch.save({"a list": [1, 2], "code": {"a": Path.unlink}, "a model": model()}[content], file)
+    expected = {"nothing": "cannot be read", "a list": "no state dict"}.get(content, "holds no weights")
+    with pytest.raises(UserError, match=expected) as refused:
+        find_weights(str(file))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_record_gives_them_back() -> None:
+    weights = InitialWeights("run", "/run/model.safetensors", "0")
+    assert InitialWeights(**weights.to_json()) == weights

@@ -1,0 +1,206 @@
+"""run.json from the start to the end of a run: by rank 0 alone, only while it is the latest, and over all attempts."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Superseded
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
+from ddp_core.data.data_digest import DataDigest
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import Stopped
+from ddp_core.distributed.world import World
+from ddp_core.experiment.file import LoadedExperiment
+from ddp_core.experiment.request import Request
+from ddp_core.experiment.source import Source
+from ddp_core.record import run_record as record_module
+from ddp_core.record.changes import Origin
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.result import gather_ends
+from ddp_core.record.run_record import RunRecord
+from ddp_core.trainers import Trainer
+from tests.core.trainers.test_trainers import CPU, experiment, finished
+
+ORIGIN = Origin(Source("mine.py", {"mine.py": b"x = 1\n"}, {}), DataDigest("0" * 64, "content, given by the builder"))
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.setattr(record_module, "describe_environment", dict)  # asks git, which takes its time
+    return RunDirectory.create(tmp_path, experiment(), Layout())
+
+
+def begun(directory: RunDirectory, world: World | None = None, start: bool = True) -> RunRecord:
+    request = Request(LoadedExperiment(experiment(), {}, Path("mine.py"), "", ""), Layout(), Options())
+    record = RunRecord(request, Collectives(world or World(), CPU), directory, ORIGIN, steps_per_epoch=4)
+    if start:
+        record.start()
+    return record
+
+
+def end(record: RunRecord, error: Exception) -> None:
+    with record.outcome():
+        raise error
+
+
+ENDS: dict[str, tuple[Exception, tuple[str, int]]] = {
+    "stopped": (Stopped("SIGTERM", 3), ("stopped", ExitCode.STOPPED)),
+    "a mistake": (UserError("loss is nan", ExitCode.NUMERICS), ("failed", ExitCode.NUMERICS)),
+    "a fault": (ZeroDivisionError("here"), ("failed", ExitCode.INTERNAL)),
+    "a lost peer": (torch.distributed.DistBackendError("closed"), ("failed", ExitCode.PEERS_LOST)),
+}
+
+
+def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) -> None:
+    with pytest.raises(UserError, match=f"No space left on device in {directory.path}; free some") as caught:
+        end(begun(directory), OSError(errno.ENOSPC, "No space left on device"))
+    assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+def files_of(directory: RunDirectory) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_how_a_run_ended_is_written_by_rank_0_alone(directory: RunDirectory, what: str) -> None:
+    error, expected = ENDS[what]
+    first = begun(directory)
+    before = (directory.path / "run.json").read_bytes()
+    other = begun(directory, World(rank=1, world_size=2), start=False)
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        end(other, error)
+    assert (directory.path / "run.json").read_bytes() == before
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        end(first, error)
+    record = directory.read()
+    assert (record["status"], record["exit_code"]) == expected
+    assert record["message"]
+    assert record["finished_at"]
+    traces = {path.name: path.read_text() for path in directory.path.glob("error-*")}
+    assert traces.keys() == ({"error-rank-0.txt", "error-rank-1.txt"} if what == "a fault" else set())
+    assert all("ZeroDivisionError: here" in trace for trace in traces.values())
+
+
+def test_on_a_full_disk_the_user_is_told_of_the_failure_itself(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begun(directory)
+
+    def fail(**_: Any) -> None:
+        raise UserError("disk full", ExitCode.RESOURCES)
+
+    monkeypatch.setattr(directory, "update", fail)
+    with pytest.raises(UserError, match="loss is nan"):
+        end(record, UserError("loss is nan", ExitCode.NUMERICS))
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_superseded_rank_0_leaves_the_record_to_its_successor(directory: RunDirectory, what: str) -> None:
+    late = begun(directory)
+    begun(directory)
+    before = (directory.path / "run.json").read_bytes()
+    with pytest.raises(Superseded):
+        end(late, ENDS[what][0])
+    assert (directory.path / "run.json").read_bytes() == before
+
+
+def test_a_superseded_rank_0_leaves_the_result_to_its_successor(directory: RunDirectory) -> None:
+    trainer = finished(experiment(max_steps=1))
+    late = begun(directory)
+    begun(directory)
+    before = files_of(directory)
+    with pytest.raises(Superseded):
+        late.finish(trainer, {})
+    begun(directory, World(rank=1, world_size=2), start=False).finish(trainer, {})
+    assert files_of(directory) == before, "nor does another rank write it"
+
+
+def test_a_change_of_the_fingerprint_is_remembered_in_all_later_attempts(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = [], record_module.fingerprint(CPU)
+    for threads in (1, 1, 2, 2, 1):
+        monkeypatch.setattr(record_module, "fingerprint", lambda *_, threads=threads, **__: real | {"threads": threads})
+        notes = begun(directory).notes
+        seen.append((directory.read()["fingerprint_changed"], ["threads" in note for note in notes]))
+    assert seen == [(False, []), (False, []), (True, [True]), (True, []), (True, [True])]
+
+
+def test_a_new_attempt_goes_on_with_the_record_of_those_before(directory: RunDirectory) -> None:
+    begun(directory)
+    directory.update(
+        started_at="2026-01-01T00:00:00Z", status="failed", exit_code=6, message="lost", result={"steps": 3}
+    )
+    second = begun(directory)
+    record = directory.read()
+    assert second.attempt == 1
+    assert len(record["attempts"]) == 2
+    assert record["started_at"] == "2026-01-01T00:00:00Z"
+    assert record["result"] == {"steps": 3}
+    assert [record[name] for name in ("status", "exit_code", "message", "finished_at")] == ["running", None, None, None]
+
+
+def test_the_end_is_kept_told_and_dated(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = finished(experiment(max_steps=1, ema_decay=0.9))
+    record = begun(directory)
+    record.started = 0.0
+    record.start()
+    record.finish(trainer, {})
+    average = trainer.state.average
+    assert average is not None
+    assert directory.read()["attempts"][-1]["started_at"] == "1970-01-01T00:00:00Z"
+    for name, module in (("model", trainer.model), ("model_ema", average.module)):
+        assert weights_digest(load_file(directory.path / f"{name}.safetensors")) == weights_digest(module.state_dict())
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told[-2:]] == ["done:", "weights"]
+    assert "train loss" in told[-2]
+
+
+class TwoRanks(Collectives):
+    """Rank 0 of two; the other reports the same but for one change."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__(World(), CPU)
+        self._change = change
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._change(value)]
+
+
+def _other_weights(part: Any) -> Any:
+    (_, average), *rest = part
+    return (("another", average), *rest)
+
+
+def _other_average(part: Any) -> Any:
+    (weights, _), *rest = part
+    return ((weights, "another"), *rest)
+
+
+def _ends(trainer: Trainer) -> Any:
+    usage = {"machine": "here", "machine_cores_busy": 0.0, "own_cores_busy": 0.0, "peak_memory_bytes": 0}
+    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0}
+    return gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [_other_weights, _other_average])
+def test_ranks_that_ended_with_other_weights_are_named(change: Callable[[Any], Any]) -> None:
+    trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(change))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] ended with other weights"):
+        _ends(trainer)
+
+
+def test_ranks_that_ended_with_the_same_weights_are_believed() -> None:
+    trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(lambda part: part))
+    ends = _ends(trainer)
+    assert len(ends.weights) == len(ends.average) == 64

@@ -1,0 +1,59 @@
+"""What is left of a run that came to its end: the line of figures, the weights' files, the slowest rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import nn
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.record.result import gather_ends, save_weights, summary
+from tests.core.trainers.test_trainers import CPU, experiment, finished
+
+
+def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
+    result = {
+        "train_loss": 0.25,
+        "test_accuracy": 0.5,
+        "ema_test_loss": 1.5,
+        "seconds": 9.0,
+        "values": {"weight": [2.0], "many": [3.0, 4.0]},
+        "samples_per_second": 1234.4,
+    }
+    line = summary(result)
+    assert [part.split()[0] for part in line.split(", ")] == ["train", "test", "ema", "weight", "1234"], line
+    assert line.endswith("weight 2.0000, 1234 samples/s")
+    assert summary({"samples_per_second": None}) == ""
+
+
+def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    save_weights(model.state_dict(), tmp_path / "model.safetensors")
+    assert weights_digest(load_file(tmp_path / "model.safetensors")) == weights_digest(model.state_dict())
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/no/folder") as caught:
+        save_weights(model.state_dict(), tmp_path / "no" / "folder")
+    assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+class Three(Collectives):
+    """Rank 0 of three; rank 2 is ten times as slow as the others."""
+
+    def gather(self, value: Any) -> list[Any]:
+        digests, _, usage = value
+        speeds = [{"mean_seconds": seconds, "p95_seconds": 2 * seconds} for seconds in (0.01, 0.01, 0.1)]
+        return [(digests, (rank, 0, speed), usage) for rank, speed in enumerate(speeds)]
+
+
+def test_the_slowest_rank_is_named_at_the_end() -> None:
+    trainer = finished(experiment(max_steps=1), collectives=Three(World(), CPU))
+    usage = {"machine": "here", "machine_cores_busy": 0.0, "own_cores_busy": 0.0, "peak_memory_bytes": 0}
+    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0}
+    ends = gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
+    assert ends.slowest is not None
+    assert ends.slowest.startswith("slowest: rank 2 (node 0), p95 200 ms per step")

@@ -1,0 +1,151 @@
+"""The run's directory: made, found, read while it is written, and never taken from a process that works in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
+from ddp_core.experiment.file import LoadedExperiment
+from ddp_core.experiment.request import Request
+from ddp_core.record.continuing import find_resumable
+from ddp_core.record.directory import FORMAT, RunDirectory, find_launch, find_runs
+from ddp_core.record.lock import RunLock
+
+EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=8)
+
+
+def make(output: Path, started_at: str = "2026-01-01T00:00:00Z", **fields: Any) -> RunDirectory:
+    directory = RunDirectory.create(output, EXPERIMENT, Layout())
+    record = {"format": FORMAT, "status": "running", "experiment_sha256": EXPERIMENT.digest(), "started_at": started_at}
+    directory.write(record | fields)
+    return directory
+
+
+def request(output: Path) -> Request:
+    loaded = LoadedExperiment(EXPERIMENT, {}, Path("mine.py"), "", "")
+    return Request(loaded, Layout(), Options(output=str(output)), "auto")
+
+
+def test_a_directory_is_named_by_experiment_layout_time_and_an_id(tmp_path: Path) -> None:
+    one, other = (RunDirectory.create(tmp_path, EXPERIMENT, Layout(kind="ddp", nproc_per_node=2)) for _ in range(2))
+    assert one.path != other.path
+    assert one.path.parent == tmp_path / "mine"
+    assert one.path.name.startswith("ddp-1x2-cpu-20")
+    assert one.checkpoints.is_dir()
+    assert {one.metrics.name, one.log.name} == {"metrics.jsonl", "log.txt"}
+
+
+def test_an_output_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="--output DIR") as raised:
+        RunDirectory.create(tmp_path / "file" / "outputs", EXPERIMENT, Layout())
+    assert raised.value.exit_code == ExitCode.RESOURCES
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "ddp-run/99"}', '{"format": null}'])
+def test_what_is_no_run_is_said(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match=str(tmp_path)) as raised:
+        RunDirectory(tmp_path).read()
+    assert raised.value.exit_code == 2
+    assert list(find_runs(tmp_path)) == []
+
+
+def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
+    directory = make(tmp_path, launch_id="a")
+    directory.update(status="completed", exit_code=0)
+    assert directory.read() | {"started_at": None} == {
+        "format": FORMAT,
+        "status": "completed",
+        "exit_code": 0,
+        "launch_id": "a",
+        "experiment_sha256": EXPERIMENT.digest(),
+        "started_at": None,
+    }
+    assert [path.name for path in directory.path.glob(".run*")] == []
+    (directory.path / "plain").touch()
+    assert (directory.path / "run.json").stat().st_mode == (directory.path / "plain").stat().st_mode
+
+
+def test_a_reader_sees_whole_records_only(tmp_path: Path) -> None:
+    directory, stop, seen = make(tmp_path, text="x" * 200_000), threading.Event(), set()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(json.loads((directory.path / "run.json").read_text()).get("number", -1))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(100):
+            directory.update(number=number)
+    finally:
+        stop.set()
+        reader.join()
+    assert len(seen) > 1
+
+
+def test_a_record_that_cannot_be_replaced_is_said(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    (directory.path / "run.json").unlink()
+    directory.checkpoints.rmdir()
+    directory.path.rmdir()
+    with pytest.raises(UserError, match=r"cannot write .*run\.json") as raised:
+        directory.write({})
+    assert raised.value.exit_code == ExitCode.RESOURCES
+
+
+def test_runs_are_found_oldest_first_at_any_depth(tmp_path: Path) -> None:
+    late, early = make(tmp_path, "2026-02-01T00:00:00Z"), make(tmp_path, "2026-01-01T00:00:00Z")
+    (tmp_path / "mine" / "broken").mkdir()
+    (tmp_path / "mine" / "broken" / "run.json").write_text("{")
+    assert [run.path for run, _ in find_runs(tmp_path)] == [early.path, late.path]
+    assert [run.path for run, _ in find_runs(late.path)] == [late.path]
+    assert list(find_runs(tmp_path / "nothing")) == []
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "stopped"])
+def test_the_newest_unfinished_run_is_resumed(tmp_path: Path, status: str) -> None:
+    make(tmp_path, "2026-01-01T00:00:00Z", status=status)
+    newest = make(tmp_path, "2026-01-02T00:00:00Z", status=status)
+    make(tmp_path, "2026-01-03T00:00:00Z", status="completed")
+    make(tmp_path, "2026-01-04T00:00:00Z", experiment_sha256="of another")
+    found = find_resumable(request(tmp_path), 64)
+    assert found is not None
+    assert found.path == newest.path
+
+
+def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
+    directory = make(tmp_path)
+    with RunLock(directory.path):
+        assert directory.is_live
+        assert find_resumable(request(tmp_path), 64) is None
+    assert not directory.is_live
+    assert find_resumable(request(tmp_path), 64) is not None
+
+
+def test_a_later_round_finds_its_launch(tmp_path: Path) -> None:
+    make(tmp_path, launch_id="other")
+    mine = make(tmp_path, launch_id="mine")
+    found = find_launch(tmp_path, EXPERIMENT, "mine")
+    assert found is not None
+    assert found.path == mine.path
+    assert find_launch(tmp_path, EXPERIMENT, "nobody's") is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        RunDirectory.create(tmp_path, EXPERIMENT, Layout())
