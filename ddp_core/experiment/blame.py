@@ -18,11 +18,11 @@ _PACKAGE = Path(__file__).parents[1]
 # metrics, callbacks, scripted faults.
 _CALLS_EXPERIMENT = (
     "data",
-    "faults.py",
+    "experiment/building.py",
+    "experiment/file.py",
     "model",
+    "observe/faults.py",
     "observe/step.py",
-    "run/building.py",
-    "run/experiment_file.py",
     "trainers/callbacks.py",
     "trainers/evaluation.py",
     "trainers/named_sums.py",

@@ -33,7 +33,7 @@ _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
 _COLLECTIVES = (
     _OURS / "distributed",
     _OURS / "reduction",
-    _OURS / "torch_internals.py",
+    _OURS / "base" / "torch_internals.py",
     _TORCH / "distributed",
     _TORCH / "nn" / "parallel" / "distributed.py",
     _TORCH / "autograd" / "graph.py",

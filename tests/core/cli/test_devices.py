@@ -47,15 +47,12 @@ def test_too_few_gpus_are_left_alone_and_it_is_said(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("by_ddp_train", [False, True])
 def test_a_launcher_outside_may_show_each_rank_one_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by_ddp_train: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = World(1, 4, 1, 4, store_host="here", store_port=1).to_environment()
-    for name, value in (place | ({"DDP_REPORT_DIR": "/tmp"} if by_ddp_train else {})).items():
+    for name, value in World(1, 4, 1, 4, store_host="here", store_port=1).to_environment().items():
         monkeypatch.setenv(name, value)
-    # The workers of `ddp train` see what `ddp train` has seen, and decide as it has.
-    assert layout_on(monkeypatch, 1, layout="ddp").device == ("cpu" if by_ddp_train else "cuda")
+    assert layout_on(monkeypatch, 1, layout="ddp").device == "cuda"
     assert capsys.readouterr().err == ""
     check_gpus(Layout(kind="ddp", device="cuda", nproc_per_node=4), "exact", "auto", World.from_environment())
 

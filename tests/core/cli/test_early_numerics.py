@@ -15,7 +15,6 @@ import pytest
 from ddp_core.cli import early_numerics
 from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
 from ddp_core.config.options import Asked
-from ddp_core.distributed.world import World
 from ddp_core.numerics import limits
 from ddp_core.numerics.limits import LIMITS, portable_refused_by
 from tests.support.commands import ROOT, ddp, trained, without_limits
@@ -99,10 +98,10 @@ def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPa
     for name in LIMITS:
         monkeypatch.delenv(name)
     started = EarlyNumerics([], is_own_process=False)
-    started.expect(Asked(experiment="toy_mlp", numerics="portable"), World())
+    started.expect(Asked(experiment="toy_mlp", numerics="portable"))
     assert not LIMITS.keys() & os.environ.keys()
-    assert not started.holds("portable")
-    assert started.holds("native")
+    assert not started.can_hold("portable")
+    assert started.can_hold("native")
 
 
 def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:

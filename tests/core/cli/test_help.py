@@ -30,7 +30,7 @@ COMMANDS = (
     "rendezvous",
     "completion",
 )
-OFFERED = ("chaos", "claims", "project", "report")
+OFFERED = ("chaos", "claims", "probe", "project", "report")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 

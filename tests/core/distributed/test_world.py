@@ -99,7 +99,7 @@ def test_a_single_process_needs_no_store() -> None:
 
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """Two modules read the variables; the others are those in which a launcher hands a variable to its workers."""
-    handed_on = {("launch/elastic.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
+    handed_on = {("launch/node.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
     named = {
         (name, node.value)
         for name, tree in sources()
@@ -112,15 +112,15 @@ def test_nothing_else_knows_the_launchers_variables() -> None:
 def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
+        "base/threads.py": "sets the number of threads, which workers inherit",
         "cli/commands.py": "keeps libraries quiet, before they are imported",
         "cli/entry.py": "hears that a shell asks for completions",
-        "commands/probe.py": "gives the process that it starts the limits of portable numerics",
-        "determinism/fingerprint.py": "notes what decides which kernels a library picks",
-        "determinism/kernels.py": "asks cuBLAS for deterministic kernels",
+        "base/fingerprint.py": "notes what decides which kernels a library picks",
+        "base/deterministic_kernels.py": "asks cuBLAS for deterministic kernels",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
         "distributed/world.py": "reads the launcher's variables",
-        "launch/elastic.py": "tells torchrun's agent and its workers",
-        "launch/launch.py": "sets the number of threads; tells the workers of mp.spawn",
+        "launch/node.py": "tells torchrun's agent and its workers",
+        "launch/launch.py": "tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/rendezvous.py": "tells the resolver not to wait for long",
         "launch/starting.py": "hands the launcher's environment on to a worker",
@@ -128,8 +128,8 @@ def test_few_modules_touch_the_environment() -> None:
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
-        "run/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
-        "run/environment.py": "notes libraries' settings and what the image was built from",
+        "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
+        "record/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {
         name

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
-from ddp_core.experiment.file import INSTALLED, load_experiment
+from ddp_core.experiment.file import INSTALLED, Served, load_experiment
 from ddp_core.experiment.source import Source, changed_files, collect, diff, read_source, serve_modules, shortened
 from tests.support.own_project import BESIDE, write_project
 from tests.support.processes import ask
@@ -104,7 +104,7 @@ def _serve(folder: Path) -> tuple[str, str, list[Path]]:
         for name in ("one", "two"):
             (folder / place / f"served_{name}.py").write_text(f"WORD = {word!r}\n")
     sys.path.insert(0, str(folder / "now"))
-    serve_modules(folder / "kept", {"modules": {"served_one": "served_one.py"}})
+    serve_modules(Served(str(folder / "kept"), {"served_one": "served_one.py"}))
     one, two = (importlib.import_module(f"served_{name}").WORD for name in ("one", "two"))
     return one, two, list((folder / "kept").rglob("*.pyc"))
 
@@ -137,7 +137,7 @@ def test_a_record_cannot_name_files_outside(tmp_path: Path, place: str) -> None:
     with pytest.raises(UserError, match="outside of the run's directory"):
         read_source(tmp_path, recorded | {"unreadable": []})
     with pytest.raises(UserError, match="outside of the run's directory"):
-        serve_modules(tmp_path, recorded)
+        serve_modules(Served(str(tmp_path), recorded["modules"]))
 
 
 def test_a_record_cannot_name_another_folder_or_an_experiment_without_a_digest(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ddp_core.base.errors import UserError
-from ddp_core.cli import main
 from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
 from ddp_core.numerics.limits import portable_refused_by
 from ddp_lab.probe import command as probe
+from ddp_lab.probe import main
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.operations import all_operations
 from ddp_lab.probe.published import Published, Steps, published

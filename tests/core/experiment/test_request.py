@@ -1,0 +1,76 @@
+"""A request as data: what a worker begins with is what the launcher has made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.cli.prepare import prepare
+from ddp_core.config.options import Asked
+from ddp_core.experiment.request import Request
+
+TEXT = '''"""Does it travel?"""
+from ddp_core.config.experiment import Component, Experiment, Optimizer
+def twice(rate: float = 0.5) -> float:
+    return 2 * rate
+experiment = Experiment(
+    name="mine", model=Component(name="two_layer"), data=Component(name="toy_data", options={"size": 32}),
+    loss="mean_squared_error", optimizer=Optimizer(lr=0.01), global_batch_size=16, micro_batch=4
+)
+'''
+
+
+def asked(folder: Path, **more: object) -> Request:
+    (folder / "mine.py").write_text(TEXT)
+    words = Asked(experiment=str(folder / "mine.py"), settings=("epochs=3",), layout="ddp", device="cpu", **more)
+    return prepare(words, "ddp train mine.py")
+
+
+def test_a_request_is_the_same_after_its_way(tmp_path: Path) -> None:
+    request = asked(
+        tmp_path,
+        nproc_per_node=3,
+        nnodes="1:2",
+        checkpoint_every=5,
+        faults=("kill@3:1",),
+        rdzv_id="x",
+        rdzv_endpoint="here:1",
+    )
+    # What the file says by now is of no account: the launcher's text is run.
+    (tmp_path / "mine.py").write_text("raise ValueError")
+    there = Request.from_json(request.to_json())
+    for name in ("layout", "options", "resume", "command", "asked"):
+        assert getattr(there, name) == getattr(request, name), name
+    assert there.asked is not None
+    assert request.asked is not None
+    assert there.asked.to_words() == request.asked.to_words()
+    assert there.loaded.experiment == request.loaded.experiment
+    assert there.loaded.experiment.epochs == 3
+    assert there.loaded.experiment.digest() == request.loaded.experiment.digest()
+    assert there.loaded.namespace["twice"]() == 1.0
+    assert (there.loaded.path, there.loaded.source, there.loaded.question) == (
+        request.loaded.path,
+        TEXT,
+        "Does it travel?",
+    )
+
+
+def test_a_request_that_was_changed_on_its_way_is_refused(tmp_path: Path) -> None:
+    told = json.loads(asked(tmp_path).to_json())
+    told["source"] += "open('/tmp/x')"
+    with pytest.raises(UserError, match="was changed on its way"):
+        Request.from_json(json.dumps(told))
+
+
+def test_a_request_takes_the_number_of_nodes_that_have_come(tmp_path: Path) -> None:
+    several = asked(tmp_path, nproc_per_node=1, nnodes="1:4", rdzv_endpoint="here:1", rdzv_id="x")
+    assert several.layout.nnodes == 4
+    assert several.for_nodes(3).layout.nnodes == 3
+    two = asked(tmp_path, nproc_per_node=1, nnodes="2", rdzv_endpoint="here:1", rdzv_id="x")
+    assert two.for_nodes(2) == two
+    with pytest.raises(UserError, match="asked for 2 nodes, but the launcher started 1") as caught:
+        two.for_nodes(1)
+    assert caught.value.exit_code == ExitCode.PEERS_LOST
