@@ -70,6 +70,9 @@ ENV HOME=/tmp \
     DDP_OUTPUT=/outputs \
     DDP_DATA=/data
 # Last, because they change with every commit and must not cost a layer.
+# `make` hands them in. A bare `docker compose build` cannot, and the image then says that its commit is unknown: .git
+# stays out of the build, because in a worktree or an unpacked archive it names no commit, and it never says whether
+# files were changed since.
 ARG VERSION=unknown
 ARG GIT_COMMIT=unknown
 ARG GIT_DIRTY=unknown
