@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import docker
 import pytest
 
 from tests.docker.conftest import Project
@@ -47,17 +48,27 @@ def test_mistake_is_one_line_and_exit_2(project: Project) -> None:
 
 
 @pytest.mark.skipif(not NO_GPU, reason="this machine has an NVIDIA driver")
-def test_gpu_service_without_gpus_names_the_way_out(project: Project) -> None:
-    done = project.up("ddp-4gpu")
+@pytest.mark.parametrize("identity", ["detected", "known"])
+def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(project: Project, identity: str) -> None:
+    """In what Compose itself prints, because it does not show what the other services print."""
+    done = project.up("ddp-4gpu", DDP_IDENTITY=identity)
     assert done.returncode != 0
-    assert "else-use-compose.cpu.yaml" in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert "No NVIDIA GPU here." in line
+    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in line
     assert "could not select device driver" not in done.stderr
-    logs = project.compose("--profile", "gpu", "logs", "nvidia-gpu.else-use-compose.cpu.yaml")
-    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in logs.stdout
+    assert project.records() == []
 
 
-@pytest.mark.timeout(1300)
-def test_fast_tests_pass_inside_the_image(project: Project) -> None:
-    assert project.compose("build", "--quiet", "test", timeout=300).returncode == 0
-    done = project.compose("run", "--rm", "test", timeout=900)
+def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engine: docker.DockerClient) -> None:
+    """The whole suite runs in the image that Compose builds alone: test_readme_commands.py."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    project.variables |= {"GIT_COMMIT": commit, "GIT_DIRTY": "false", "IMAGE_TAG": "commit"}
+    built = project.compose("build", "--quiet", "test", timeout=300)
+    assert built.returncode == 0, built.stderr
+    shown = project.compose("run", "--rm", "test", "ddp", "--version")
+    assert f" (commit {commit[:12]}), torch " in shown.stdout, shown.stdout + shown.stderr
+    tests = ("tests/core/cli/test_help.py", "tests/core/record/test_environment.py")
+    done = project.compose("run", "--rm", "test", "pytest", *tests, "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    engine.images.remove("ddp-core-test:commit")

@@ -119,6 +119,26 @@ def test_override_changes_the_device_of_every_gpu_service_and_nothing_else() -> 
     assert len(re.findall(r"!reset null", text)) == 3 * len(gpu_services)
 
 
+def test_what_a_machine_without_a_gpu_says_is_the_name_of_the_same_command_in_the_image() -> None:
+    """The engine starts the command, and finds it, only where the kernel has one of two directories."""
+    guard = SERVICES["nvidia-gpu"]
+    (sentence,) = guard["command"]
+    assert "docker compose -f compose.yaml -f compose.cpu.yaml up" in sentence
+    assert "/" not in sentence, "a name with a slash is not looked up in PATH"
+    assert len(sentence) <= 255, "no file has a longer name"
+    assert (guard["entrypoint"], guard["init"]) == ([], False)
+
+    text = (ROOT / "Dockerfile").read_text()
+    assert f'name="{sentence}"' in text
+    links = dict(re.findall(r'ln -s (\S+) "(/opt/nvidia-gpu/\w+)/\$name"', text))
+    assert guard["environment"]["PATH"].split(":") == list(links.values())
+    assert {os.path.normpath(target) for target in links} == {"/bin/true"}
+    assert [target.partition("/..")[0] for target in links] == [
+        "/proc/driver/nvidia/gpus",
+        "/sys/devices/virtual/misc/dxg",
+    ]
+
+
 def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
     needs = {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}
     assert read("compose.gpu.yaml")["services"] == {"node": {"environment": {"DEVICE": "cuda"}} | needs}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.record.environment import describe_code
+from ddp_core.record.environment import describe_code, version_line
 
 COMMIT = "0123456789abcdef"
 
@@ -54,3 +54,20 @@ def test_an_image_says_what_it_was_built_from(
         monkeypatch.setenv("DDP_GIT_DIRTY", said)
     code = describe_code()
     assert (code["commit"], code["dirty"]) == (COMMIT, dirty)
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "shown"),
+    [
+        (COMMIT, "true", "(commit 0123456789ab, changed since)"),
+        (COMMIT, "false", "(commit 0123456789ab)"),
+        ("unknown", "unknown", "(commit unknown)"),
+    ],
+    ids=["changed", "clean", "built without make"],
+)
+def test_the_version_of_an_image_says_its_commit_or_that_it_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, commit: str, dirty: str, shown: str
+) -> None:
+    monkeypatch.setenv("DDP_GIT_COMMIT", commit)
+    monkeypatch.setenv("DDP_GIT_DIRTY", dirty)
+    assert f" {shown}, torch " in version_line()
