@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import docker
 import pytest
 
 from tests.docker.conftest import Project
@@ -59,8 +60,15 @@ def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(project: 
     assert project.records() == []
 
 
-@pytest.mark.timeout(1300)
-def test_fast_tests_pass_inside_the_image(project: Project) -> None:
-    assert project.compose("build", "--quiet", "test", timeout=300).returncode == 0
-    done = project.compose("run", "--rm", "test", timeout=900)
+def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engine: docker.DockerClient) -> None:
+    """The whole suite runs in the image that Compose builds alone: test_readme_commands.py."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    project.variables |= {"GIT_COMMIT": commit, "GIT_DIRTY": "false", "IMAGE_TAG": "commit"}
+    built = project.compose("build", "--quiet", "test", timeout=300)
+    assert built.returncode == 0, built.stderr
+    shown = project.compose("run", "--rm", "test", "ddp", "--version")
+    assert f" (commit {commit[:12]}), torch " in shown.stdout, shown.stdout + shown.stderr
+    tests = ("tests/core/cli/test_help.py", "tests/core/run/test_environment.py")
+    done = project.compose("run", "--rm", "test", "pytest", *tests, "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    engine.images.remove("ddp-core-test:commit")
