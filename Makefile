@@ -16,6 +16,9 @@ SLOW ?=
 OPTIONS ?=
 # `make portable-digests CONFIRM=1`
 CONFIRM ?=
+# `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
+FILE ?=
+ALL ?=
 # `make setup TORCH=cpu` or TORCH=cuda; without it, CUDA's where there is an NVIDIA driver, else the CPU's.
 TORCH ?=
 
@@ -30,7 +33,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants record-tests which-tests soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,8 +74,8 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
 	touch $@
 
-test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas]'
+test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas, recording), installed into .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas,recording]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
@@ -81,6 +84,13 @@ soak: setup ## Run the distributed and fault tests again and again while every c
 mutants: setup ## Change the core code on purpose: does a test notice? Hours; SAMPLE=40 SEED=1 ONLY="reduction.tree sampler"
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'
 	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
+which-tests: setup ## The tests that execute a file's code, as a command: FILE=ddp_core/reduction/tree.py ALL=1
+	@$(BIN)/python -m tools.which_tests $(if $(ALL),--all) $(FILE)
+
+record-tests: setup ## Record for which-tests what the fast tests execute, in tests/executed.json; about four minutes
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[recording]'
+	$(BIN)/python -m tools.record_tests
 
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker

@@ -1,15 +1,11 @@
-"""Checkpoints without faults: what is written, kept, found and loaded, at once and in the background."""
+"""Checkpoints without faults: what is written, kept, found and loaded."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import io
 import json
-import os
 import re
-import sys
-import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -35,26 +31,23 @@ from ddp_core.checkpoint import (
     sweep,
     verify,
 )
-from ddp_core.checkpoint.saving import WRITER_NICENESS
-from ddp_core.checkpoint.state import Snapshots, Tree
 from tests.core.checkpoint.children import state_of
-from tests.support.processes import HANG
 
 DOCS = Path(__file__).parents[3] / "docs"
 REFERENCE, HOW_TO = DOCS / "reference" / "checkpoints.md", DOCS / "how-to" / "checkpoints-in-your-own-script.md"
 
 
-def _same(left: Any, right: Any) -> bool:
+def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return bool(type(left) is type(right) and left == right)
 
 
-def _trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(4))
     model(torch.randn(2, 3, 8, 8))
@@ -70,7 +63,7 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_schedul
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_real_training_state_comes_back_as_it_was(tmp_path: Path, asynchronous: bool) -> None:
-    model, optimizer, schedule = _trained()
+    model, optimizer, schedule = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
     with Checkpointer(tmp_path, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=7, epoch=1, metadata={"experiment": "abc", "layout": [2, 1]}, metric=0.5)
@@ -81,9 +74,9 @@ def test_a_real_training_state_comes_back_as_it_was(tmp_path: Path, asynchronous
     assert checkpoint.metadata == {"experiment": "abc", "layout": [2, 1]}
     assert checkpoint.shapes == describe(state)
     loaded = load(checkpoint, expect=describe(state), expect_metadata={"experiment": "abc"})
-    assert _same(loaded, state)
+    assert same(loaded, state)
     assert loaded["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]
-    again = _trained()
+    again = trained()
     again[0].load_state_dict(loaded["model"])
     again[1].load_state_dict(loaded["optimizer"])
     again[2].load_state_dict(loaded["schedule"])
@@ -146,7 +139,7 @@ def test_tied_tensors_stay_tied_and_views_take_only_their_own_bytes(tmp_path: Pa
         checkpoint = find_checkpoints(directory)[0]
         assert checkpoint.bytes < 60_000
         loaded = load(checkpoint)
-        assert _same(loaded, state)
+        assert same(loaded, state)
         assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
 
 
@@ -207,66 +200,6 @@ _trees = st.dictionaries(
 )
 
 
-def test_what_only_an_update_changes_is_copied_while_training_goes_on(tmp_path: Path) -> None:
-    model, optimizer, _ = _trained()
-    lines: list[str] = []
-    with Checkpointer(tmp_path, asynchronous=True, keep_last=9, on_event=lines.append) as checkpointer:
-        expected = []
-        for step in range(1, 9):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            expected.append(copy.deepcopy(state))
-            checkpointer.save(state, step=step, epoch=0, changing=model.buffers())
-            optimizer.zero_grad()
-            model(torch.randn(2, 3, 8, 8)).square().sum().backward()
-            checkpointer.before_update()
-            optimizer.step()
-            checkpointer.before_update()
-    found = [load(checkpoint) for checkpoint in sorted(find_checkpoints(tmp_path), key=lambda each: each.step)]
-    assert len(found) == 8
-    assert all(_same(left, right) for left, right in zip(found, expected, strict=True))
-    assert all("stood still" in line for line in lines)
-
-
-def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
-    tensors = [torch.full((1000,), float(number)) for number in range(20)]
-    snapshots, wrong = Snapshots(), []
-    for _ in range(20):
-        state = snapshots.begin(Tree(tensors), tensors[:1])
-        assert torch.equal(state[0], tensors[0])
-        assert not snapshots.arrived
-
-        def copy_and_look(state: list[torch.Tensor] = state) -> None:
-            snapshots.carry_on()
-            wrong.extend(number for number in range(20) if not torch.equal(state[number], tensors[number]))
-
-        threads = [threading.Thread(target=copy_and_look) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        copy_and_look()
-        for thread in threads:
-            thread.join()
-        assert snapshots.arrived
-        for number, tensor in enumerate(tensors):
-            tensor.add_(number + 1)
-    assert wrong == []
-
-
-def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
-    snapshots = Snapshots()
-    state = snapshots.begin(Tree([torch.ones(4)]), [])
-    (pair,) = snapshots._left
-    snapshots._left.clear()  # as if a slow thread had taken the pair
-    waiting = threading.Thread(target=snapshots.carry_on)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    snapshots._left.append(pair)
-    snapshots.carry_on()
-    waiting.join(HANG)
-    assert not waiting.is_alive()
-    assert torch.equal(state[0], torch.ones(4))
-
-
 @settings(max_examples=25, deadline=None)
 @given(state=_trees, asynchronous=st.booleans())
 def test_any_tree_of_tensors_and_plain_values_comes_back(
@@ -279,7 +212,7 @@ def test_any_tree_of_tensors_and_plain_values_comes_back(
     directory = tmp_path_factory.mktemp("tree")
     with Checkpointer(directory, asynchronous=asynchronous) as checkpointer:
         checkpointer.save(state, step=0, epoch=0)
-    assert _same(load(find_checkpoints(directory)[0]), state)
+    assert same(load(find_checkpoints(directory)[0]), state)
 
 
 def _steps(directory: Path) -> list[int]:
@@ -332,123 +265,6 @@ def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
     for path in (chosen.path, chosen.manifest):
         assert read_checkpoint(path, sha256=chosen.sha256) == chosen
     verify(chosen)
-
-
-class _Gate:
-    """Holds a save at one point until the gate is opened."""
-
-    def __init__(self, point: str) -> None:
-        self.point, self.reached, self.open = point, threading.Event(), threading.Event()
-
-    def __call__(self, point: str) -> None:
-        if point == self.point:
-            self.reached.set()
-            assert self.open.wait(HANG)
-
-
-def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path) -> None:
-    gate = _Gate("data opened")
-    weight = torch.ones(1000)
-    inner = [1, 2]
-    checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
-    checkpointer.save({"weight": weight, "inner": inner}, step=1, epoch=0)
-    assert gate.reached.wait(HANG)
-    weight.zero_()
-    inner.append(3)
-    checkpointer.check()
-    assert find_checkpoints(tmp_path) == []
-    gate.open.set()
-    checkpointer.close()
-    loaded = load(find_checkpoints(tmp_path)[0])
-    assert loaded["inner"] == [1, 2]
-    assert torch.equal(loaded["weight"], torch.ones(1000))
-
-
-def test_the_next_save_waits_for_the_one_before_and_reuses_its_buffers(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, asynchronous=True, keep_last=9)
-    checkpointer.prepare(state_of(0))
-    buffers = [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers]
-    for step in range(1, 6):
-        checkpointer.save(state_of(step), step=step, epoch=0)
-        assert [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers] == buffers
-    checkpointer.save(state_of(6, floats=7), step=6, epoch=0)
-    checkpointer.close()
-    for checkpoint in find_checkpoints(tmp_path):
-        expected = state_of(checkpoint.step, floats=7 if checkpoint.step == 6 else 30_000)
-        assert _same(load(checkpoint), expected)
-
-
-@pytest.mark.parametrize("how", ["check", "save", "wait", "close"])
-def test_an_error_in_the_background_surfaces_once(tmp_path: Path, how: str) -> None:
-    def fail(point: str) -> None:
-        if point == "data written":
-            raise RuntimeError("the writer broke")
-
-    checkpointer = Checkpointer(tmp_path, asynchronous=True, at=fail)
-    checkpointer.save(state_of(1), step=1, epoch=0)
-    assert checkpointer._pending is not None
-    assert isinstance(checkpointer._pending.exception(20), RuntimeError)
-    actions = {
-        "check": checkpointer.check,
-        "save": lambda: checkpointer.save(state_of(2), step=2, epoch=0),
-        "wait": checkpointer.wait,
-        "close": checkpointer.close,
-    }
-    with pytest.raises(RuntimeError, match="the writer broke"):
-        actions[how]()
-    checkpointer.check()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_error_of_the_training_is_not_hidden_by_that_of_the_writer(tmp_path: Path) -> None:
-    def fail(point: str) -> None:
-        raise RuntimeError("the writer broke")
-
-    lines: list[str] = []
-
-    def train() -> None:
-        with Checkpointer(tmp_path, asynchronous=True, at=fail, on_event=lines.append) as checkpointer:
-            checkpointer.save(state_of(1), step=1, epoch=0)
-            raise KeyError("training")
-
-    with pytest.raises(KeyError, match="training"):
-        train()
-    assert lines == ["warning: the last checkpoint failed too: the writer broke"]
-
-
-def test_sweeping_spares_a_live_writer(tmp_path: Path) -> None:
-    (tmp_path / "notes.tmp").write_text("mine")
-    (tmp_path / ".step-000000009.pt.0123456789ab.tmp").write_text("of a dead writer")
-    for point in ("data written", "data renamed"):
-        gate = _Gate(point)
-        checkpointer = Checkpointer(tmp_path, asynchronous=True, at=gate)
-        checkpointer.save(state_of(1), step=1, epoch=0)
-        assert gate.reached.wait(HANG)
-        swept = sweep(tmp_path)
-        gate.open.set()
-        checkpointer.close()
-        assert [path.name for path in swept] in ([".step-000000009.pt.0123456789ab.tmp"], [])
-        assert newest_valid(tmp_path) is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest.json",
-        "notes.tmp",
-        "step-000000001-2.pt",
-        "step-000000001.json",
-    ]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own")
-def test_a_save_is_written_by_a_thread_that_lets_training_go_first(tmp_path: Path) -> None:
-    seen = set()
-
-    def look(point: str) -> None:
-        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        seen.add((threading.current_thread().name.rpartition("_")[0], niceness))
-
-    with Checkpointer(tmp_path, asynchronous=True, at=look) as checkpointer:
-        checkpointer.save(state_of(1), step=1, epoch=0)
-    assert seen == {("checkpoint-writer", WRITER_NICENESS)}
-    assert os.getpriority(os.PRIO_PROCESS, 0) < WRITER_NICENESS
 
 
 def test_tensors_are_loaded_to_where_they_are_wanted(tmp_path: Path) -> None:

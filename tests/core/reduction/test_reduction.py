@@ -1,15 +1,14 @@
-"""The canonical tree, batch statistics and ExactReduction in one process."""
+"""Batch statistics and ExactReduction in one process."""
 
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -17,215 +16,17 @@ from ddp_core.reduction import (
     BatchStatistics,
     ExactReduction,
     GradientTree,
-    Span,
-    canonical_subtrees,
-    fold,
     fold_replicas,
     foreign_buffers,
     foreign_buffers_changed,
     share,
     take_gradients,
 )
-from ddp_core.reduction.buckets import _fold_into_bucket
 from ddp_core.reduction.communication import CommunicationThreads
-from ddp_core.reduction.contiguous import _flatten
 from ddp_core.reduction.exchange import LINE_BYTES
-from ddp_core.reduction.flat import fill_, views_of
+from ddp_core.reduction.flat import views_of
 from ddp_core.reduction.one_level import cut
-from ddp_core.reduction.plan import Plan, plan_for
-
-quick = settings(deadline=None, max_examples=60)
-
-
-def by_definition(leaves: list[Tensor]) -> Tensor:
-    """The sum by definition of the tree: its left part has the largest power of two below the number of leaves."""
-    if len(leaves) == 1:
-        return leaves[0]
-    half = 1 << ((len(leaves) - 1).bit_length() - 1)
-    return by_definition(leaves[:half]) + by_definition(leaves[half:])
-
-
-def random_leaves(micro_batches: int, elements: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    scales = 10.0 ** torch.randint(-4, 5, (micro_batches, 1), generator=generator)
-    return list(torch.randn(micro_batches, elements, generator=generator) * scales)
-
-
-def trees_of(leaves: list[Tensor], world_size: int) -> list[GradientTree]:
-    trees = []
-    for rank in range(world_size):
-        own = share(len(leaves), rank, world_size)
-        tree = GradientTree(len(leaves), own.start, own.stop)
-        for index in own:
-            tree.push([leaves[index].clone()])
-            assert len(tree.subtrees) <= 2 * math.log2(len(own)) + 1
-        trees.append(tree)
-    return trees
-
-
-@quick
-@given(st.integers(1, 70), st.data())
-def test_shares_are_contiguous_and_cover_all_micro_batches(micro_batches: int, data: st.DataObject) -> None:
-    world_size = data.draw(st.integers(1, micro_batches))
-    shares = [share(micro_batches, rank, world_size) for rank in range(world_size)]
-    assert [index for own in shares for index in own] == list(range(micro_batches))
-    assert {len(own) for own in shares} <= {micro_batches // world_size, micro_batches // world_size + 1}
-
-
-def test_more_ranks_than_micro_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="idle"):
-        share(3, 0, 4)
-    with pytest.raises(ValueError, match="does not exist"):
-        share(3, 3, 3)
-
-
-@quick
-@given(st.integers(1, 70), st.data())
-def test_any_cut_of_the_leaves_gives_the_bits_of_the_definition(micro_batches: int, data: st.DataObject) -> None:
-    world_size = data.draw(st.integers(1, micro_batches))
-    leaves = random_leaves(micro_batches, data.draw(st.sampled_from([1, 3, 17, 64])), data.draw(st.integers(0, 999)))
-    (total,) = fold_replicas(trees_of(leaves, world_size))
-    assert torch.equal(total, by_definition(leaves))
-
-    # Higham 1993: |error| <= depth * u / (1 - depth * u) * sum |x|, with u half an ulp of float32.
-    depth, unit = math.ceil(math.log2(micro_batches)), 2.0**-24
-    exactly = torch.stack(leaves).double()
-    bound = depth * unit / (1 - depth * unit) * exactly.abs().sum(0)
-    assert ((total.double() - exactly.sum(0)).abs() <= bound + 1e-300).all()
-
-
-@quick
-@given(st.integers(1, 200), st.data())
-def test_a_range_is_cut_into_few_whole_nodes(micro_batches: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, micro_batches))
-    stop = data.draw(st.integers(first, micro_batches))
-    spans = canonical_subtrees(first, stop, micro_batches)
-    assert [leaf for span in spans for leaf in range(*span)] == list(range(first, stop))
-    assert len(spans) <= 2 * math.log2(max(2, stop - first))
-    tree = GradientTree(micro_batches, first, stop)
-    for leaf in range(first, stop):
-        tree.push([torch.tensor([float(leaf)])])
-    assert [subtree.span for subtree in tree.subtrees] == spans
-    assert [subtree.tensors[0] for subtree in tree.subtrees] == [torch.tensor([float(sum(range(*s)))]) for s in spans]
-
-
-def test_an_aligned_share_keeps_log2_sums_at_most() -> None:
-    tree, alive = GradientTree(16, 8, 16), []
-    for _ in range(8):
-        tree.push([torch.ones(1)])
-        alive.append(len(tree.subtrees))
-    assert alive == [1, 1, 2, 1, 2, 2, 3, 1]
-
-
-def test_the_plan_of_an_aligned_step_sends_one_subtree_a_rank() -> None:
-    assert plan_for(8, 4).spans == [[Span(0, 2)], [Span(2, 4)], [Span(4, 6)], [Span(6, 8)]]
-    assert plan_for(8, 3).spans == [[Span(0, 2)], [Span(2, 4), Span(4, 5)], [Span(5, 6), Span(6, 8)]]
-    assert plan_for(2, 3).spans == [[], [Span(0, 1)], [Span(1, 2)]]
-
-
-@quick
-@given(st.integers(1, 24), st.data())
-def test_subtrees_are_added_in_the_order_of_the_tree_not_in_that_of_their_arrival(
-    micro_batches: int, data: st.DataObject
-) -> None:
-    leaves = random_leaves(micro_batches, 5, data.draw(st.integers(0, 999)))
-    trees = trees_of(leaves, data.draw(st.integers(1, micro_batches)))
-    members = [[(each.span, each.tensors[0].clone()) for each in tree.subtrees] for tree in trees]
-    (root,) = fold(data.draw(st.permutations([each for tree in trees for each in tree.subtrees])), micro_batches)
-    assert torch.equal(root.tensors[0], by_definition(leaves))
-
-    # The members of a sum may also come in any order: on several nodes, ranks are dealt as the launcher likes.
-    members = data.draw(st.permutations(members))
-    plan = Plan(micro_batches, [[span for span, _ in member] for member in members])
-    arrivals = [Late(tensor).arrival for member in members for _, tensor in member]
-    out = torch.full((5,), torch.nan)
-    plan.add_(arrivals, out)
-    assert plan.rest == [Span(0, micro_batches)]
-    assert torch.equal(out, by_definition(leaves))
-
-
-class Late:
-    """A tensor whose numbers are there only after `wait`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.numbers, self.arrival = tensor, (torch.full_like(tensor, torch.nan), self)
-
-    def wait(self) -> None:
-        self.arrival[0].copy_(self.numbers)
-
-
-def test_a_left_fold_has_other_bits() -> None:
-    leaves = random_leaves(8, 1000, 0)
-    folded = leaves[0].clone()
-    for leaf in leaves[1:]:
-        folded += leaf
-    assert not torch.equal(folded, by_definition(leaves))
-
-
-@quick
-@given(st.lists(st.sampled_from([None, -0.0, 0.0, 1e-8, 1.0, -1.0]), min_size=1, max_size=12), st.data())
-def test_a_missing_gradient_adds_nothing_wherever_it_is(values: list[float | None], data: st.DataObject) -> None:
-    def leaves() -> list[list[Tensor | None]]:
-        return [[None if value is None else torch.tensor([value])] for value in values]
-
-    def total(world_size: int) -> Tensor | None:
-        trees = []
-        for rank in range(world_size):
-            own = share(len(values), rank, world_size)
-            trees.append(GradientTree(len(values), own.start, own.stop))
-            for index in own:
-                trees[-1].push(leaves()[index])
-        return fold_replicas(trees)[0]
-
-    one, several = total(1), total(data.draw(st.integers(1, len(values))))
-    written_out = by_definition([torch.tensor([-0.0 if value is None else value]) for value in values])
-    if all(value is None for value in values):
-        assert one is None
-        assert several is None
-    else:
-        assert one is not None
-        assert several is not None
-        assert one.view(torch.int32) == several.view(torch.int32) == written_out.view(torch.int32)
-
-
-def test_a_missing_gradient_is_written_as_the_zero_that_adds_nothing() -> None:
-    minus = torch.tensor([-0.0])
-    view = torch.ones(1)
-    fill_([view], [None])
-    assert same_bits(view, minus)
-    assert same_bits(_flatten([None], [view]), minus)
-    # Two parameters, of which only the first has a gradient in the last micro-batch, and only the second before it.
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-    tree = GradientTree(2)
-    tree.push([None, minus.clone()])
-    parameters[0].grad = minus.clone()
-    (bucket,) = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
-    assert same_bits(bucket, torch.tensor([-0.0, -0.0]))
-    tree = GradientTree(3, 1)
-    tree.push([None, minus.clone()])
-    earlier, last = _fold_into_bucket(torch.tensor([-0.0, 0.0]), parameters, [0, 1], tree)
-    assert same_bits(earlier, torch.tensor([-0.0, -0.0]))
-    assert same_bits(last, torch.tensor([-0.0, -0.0]))
-
-
-def same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
-
-
-def test_the_tree_refuses_what_does_not_fit() -> None:
-    tree = GradientTree(2)
-    tree.push([torch.ones(1)])
-    with pytest.raises(ValueError, match="whole tree"):
-        fold_replicas([tree])
-    with pytest.raises(ValueError, match="twice"):
-        fold([*tree.subtrees, *tree.subtrees], 2)
-    tree.push([torch.ones(1)])
-    with pytest.raises(ValueError, match="already"):
-        tree.push([torch.ones(1)])
-    with pytest.raises(ValueError, match="not a range"):
-        GradientTree(4, 2, 5)
-    with pytest.raises(ValueError, match="not a range"):
-        canonical_subtrees(0, 3, 2)
+from tests.core.reduction.test_tree import by_definition
 
 
 class Net(nn.Module):

@@ -1,17 +1,13 @@
-"""The trainers in one process, without files: steps compared with the textbook, and the decisions during a run."""
+"""The trainers in one process, without files: their steps compared with the textbook and with each other."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,26 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
-from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
+from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.data.splits import InMemory, Splits
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.stop import Stopped, StopRequest
+from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.model.averaging import WeightAverage
-from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
+from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.metrics import Console, MetricsWriter
-from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.observe.step import StepObserver
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Job, Trainer, build_trainer, data_parallel
-from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.passes import InPrecision, Passes
-from ddp_core.trainers.train_state import TrainState
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 12, 5
@@ -321,314 +313,3 @@ def test_the_scaler_backs_off_when_a_gradient_overflows(layout: Layout) -> None:
         trainer.train()
         assert trainer.state.scaler.get_scale() < before
         assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
-
-
-@pytest.mark.parametrize("count", [1, 3, 5, 10, 101])
-def test_evaluation_counts_every_sample_once(count: int) -> None:
-    test, model = samples(count, seed=3), mlp()
-
-    def forward(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert not model.training
-        assert not torch.is_grad_enabled()
-        outputs = model(inputs)
-        return outputs, targets, cross_entropy(outputs, targets)
-
-    def result(**settings: Any) -> dict[str, float]:
-        collectives = Collectives(World(), CPU)
-        return evaluate(model, forward, class_hits, test, Evaluation(**settings), collectives)
-
-    found = result(samples_per_batch=4)
-    assert model.training
-    outputs = model(test.inputs)
-    expected = functional.cross_entropy(outputs.double(), test.targets).item()
-    assert found["test_loss"] == pytest.approx(expected, rel=1e-5)
-    assert found["test_accuracy"] == (outputs.argmax(1) == test.targets).sum().item() / count
-    assert result(samples_per_batch=4, where="rank0") == found
-
-
-@pytest.mark.parametrize(
-    ("settings", "forwards"),
-    [({"samples_per_batch": 2}, 2), ({"samples_per_batch": 9}, 1), ({"samples_per_batch": 2, "where": "rank0"}, 5)],
-    ids=["some ranks have fewer", "some ranks have none", "rank 0 has all"],
-)
-def test_ranks_that_keep_pace_run_as_many_batches_and_count_each_once(settings: dict[str, Any], forwards: int) -> None:
-    test, model = samples(9, seed=3), mlp()
-    calls: list[int] = []
-    tables: list[Tensor] = []
-
-    class Apart(Collectives):
-        """Ranks of which each runs after the other, and sees its own part of a sum alone."""
-
-        def sum_(self, tensor: Tensor) -> Tensor:
-            tables.append(tensor.clone())
-            return tensor
-
-    def forward(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        calls[-1] += 1
-        outputs = model(inputs)
-        return outputs, targets, cross_entropy(outputs, targets)
-
-    for world_size in (1, 3):
-        for rank in range(world_size):
-            calls.append(0)
-            apart = Apart(World(rank=rank, world_size=world_size), CPU)
-            evaluate(model, forward, class_hits, test, Evaluation(**settings), apart, keep_pace=True)
-    assert calls[1:] == [forwards] * 3
-    assert torch.equal(tables[0], torch.stack(tables[1:]).sum(0))
-
-
-def test_an_epoch_ends_with_an_evaluation_and_a_mean_over_its_samples() -> None:
-    trainer = finished(experiment(epochs=2), test=samples(30, seed=9))
-    assert trainer.state.evaluation.keys() == {"test_loss", "test_accuracy"}
-    assert trainer.state.best >= trainer.state.evaluation["test_accuracy"] > 0
-    frozen = finished(experiment(epochs=1, optimizer={"lr": 1e-30}), train=samples(64))
-    data = samples(64)
-    expected = functional.cross_entropy(frozen.model(data.inputs), data.targets).item()
-    assert frozen.state.last_epoch_loss == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_run_may_end_inside_an_epoch() -> None:
-    trainer = finished(experiment(epochs=5, max_steps=6), test=samples(30, seed=9))
-    assert trainer.state.step == trainer.total_steps == 6
-    assert trainer.state.evaluation
-    expected = finished(experiment(epochs=1), test=samples(30, seed=9))
-    assert trainer.steps_per_epoch == expected.steps_per_epoch == 4
-
-
-@pytest.mark.parametrize("length", [{"epochs": 3}, {"epochs": 5, "max_steps": 6}], ids=["epochs", "max_steps"])
-def test_what_a_run_ends_with_is_evaluated_whenever_that_is(length: dict[str, int]) -> None:
-    """By `every_epochs` no epoch of these runs is due."""
-    evaluation = Evaluation(every_epochs=4)
-    trainer = finished(experiment(evaluation=evaluation, **length), test=samples(30, seed=9))
-    assert trainer.state.evaluation == trainer.evaluate()
-
-
-def test_a_request_to_stop_is_met_at_the_next_step() -> None:
-    stop = StopRequest()
-    with trainer_of(experiment(), stop=stop) as trainer:
-        update = trainer.update_weights
-
-        def ask_in_step_two(batch: Any) -> None:
-            if batch.step == 1:
-                stop.reason = "SIGTERM"
-            update(batch)
-
-        trainer.update_weights = ask_in_step_two  # type: ignore[method-assign]
-        with pytest.raises(Stopped) as raised:
-            trainer.train()
-    assert raised.value.step == 3
-    assert raised.value.exit_code == ExitCode.STOPPED
-    assert "SIGTERM" in str(raised.value)
-
-
-def test_a_time_limit_is_a_request_to_stop() -> None:
-    with (
-        trainer_of(experiment(), stop=StopRequest(max_seconds=0)) as trainer,
-        pytest.raises(Stopped, match="time limit"),
-    ):
-        trainer.train()
-
-
-def test_a_state_taken_in_the_middle_goes_on_to_the_same_bits() -> None:
-    record = experiment(
-        reduction="exact",
-        epochs=3,
-        precision="fp16",
-        **RECIPES["adamw"],
-        schedule={"name": "cosine", "warmup_steps": 2},
-    )
-    expected = finished(record, batch_norm_and_dropout)
-    for taken_at in (1, 4, 7):
-        saved: dict[str, Any] = {}
-        with trainer_of(record, batch_norm_and_dropout, faults=(f"raise@{taken_at}",)) as trainer:
-            with pytest.raises(RuntimeError, match="scripted"):
-                trainer.train()
-            saved = {
-                name: torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, part)
-                for name, part in trainer.state.state_dict().items()
-            }
-        with trainer_of(record, lambda: batch_norm_and_dropout(), Layout(kind="dp", nproc_per_node=3)) as trainer:
-            trainer.state.load_state_dict(saved)
-            trainer.train()
-        assert digests(trainer) == digests(expected)
-        assert trainer.state.last_epoch_loss == expected.state.last_epoch_loss
-
-
-def _lived_in() -> TrainState:
-    """A state of which every entry is another than in a fresh one."""
-    state = _unlived_in()
-    assert state.scaler is not None
-    assert state.schedule is not None
-    assert state.average is not None
-    for _ in range(2):
-        loss = state.model(samples(4).inputs).square().sum()
-        state.scaler.scale(loss).backward()
-        state.scaler.step(state.optimizer)
-        state.scaler.update(3.0)
-        state.schedule.step()
-        state.average.update_parameters(state.model)
-    for number, each in enumerate(dataclasses.fields(state), 1):
-        if each.name in POSITION:
-            kept = {"loss": float(number)} if each.name == "evaluation" else number
-            setattr(state, each.name, kept)
-    return state
-
-
-def _unlived_in() -> TrainState:
-    torch.manual_seed(0)
-    model = batch_norm_and_dropout()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu"), schedule, WeightAverage(model, 0.9))
-
-
-PARTS = ("model", "optimizer", "scaler", "schedule", "average")
-NOT_SAVED = ("learning_rate", "sharded", "fully_sharded")
-POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED)]
-
-
-def _entries(state: TrainState) -> dict[str, Any]:
-    """Every field of the state by its name, in plain values; of a part what its `state_dict` gives, entry by entry."""
-    found: dict[str, Any] = {name: getattr(state, name) for name in POSITION}
-    for part in PARTS:
-        for path, value in torch.utils._pytree.tree_flatten_with_path(getattr(state, part).state_dict())[0]:
-            name = part + torch.utils._pytree.keystr(path)
-            found[name] = value.tolist() if isinstance(value, Tensor) else value
-    return found
-
-
-def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
-    """A new field of TrainState is one more entry here, unless NOT_SAVED names it."""
-    fresh, lived = _unlived_in(), _lived_in()
-    expected, before = _entries(lived), _entries(fresh)
-    unchanged = [
-        name
-        for name in (*POSITION, *PARTS)
-        if all(before.get(entry) == value for entry, value in expected.items() if entry.startswith(name))
-    ]
-    assert unchanged == [], "nothing would be seen of their loss"
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(lived.state_dict(), step=lived.step, epoch=0)
-    fresh.load_state_dict(load(find_checkpoints(tmp_path)[0]))
-    assert _entries(fresh) == expected
-
-
-def test_the_state_holds_tensors_and_plain_types_only() -> None:
-    model = batch_norm_and_dropout()
-    state = TrainState(
-        model, build_optimizer(experiment(**RECIPES["adamw"]).optimizer, model), torch.amp.GradScaler("cpu")
-    ).state_dict()
-
-    def check(value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                assert isinstance(key, str | int)
-                check(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                check(inner)
-        else:
-            assert value is None or isinstance(value, bool | int | float | str | Tensor), type(value)
-
-    check(state)
-
-
-def test_every_rank_sees_its_own_share_of_every_step() -> None:
-    record = experiment(last_batch="keep", epochs=2)
-    for count in (1, 2, 3, 4):
-        with trainer_of(record, layout=Layout(kind="dp", nproc_per_node=count), train=samples(70)) as trainer:
-            batches = trainer.batches
-            assert batches.steps_per_epoch == 5
-            for epoch in range(2):
-                steps = range(epoch * 5, epoch * 5 + 5)
-                ids = [np.concatenate([batches.ids(step, part) for part in batches.mine(step)]) for step in steps]
-                assert sorted(np.concatenate(ids).tolist()) == list(range(70))
-                assert [len(step) for step in ids] == [16, 16, 16, 16, 6]
-                owners = [[batches.owner(step, part.index) for part in batches.mine(step)] for step in steps]
-                assert all(step == sorted(step) for step in owners)
-
-
-def test_a_loss_of_another_shape_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="as many numbers"):
-        mean_squared_error(torch.zeros(4, 3), torch.zeros(4))
-
-
-class Recorder(StepObserver):
-    """Keeps the arguments of each call, and the weights at that moment."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-        self.weights: list[str] = []
-        self.ids: list[list[int]] = []
-        self.reports: list[StepReport] = []
-        self.trainer: Trainer | None = None
-
-    def before_step(self, batch: StepBatch) -> None:
-        self.ids.append(np.concatenate(batch.ids).tolist())
-        self._note("before_step", batch.step)
-
-    def before_wait(self) -> None:
-        self._note("before_wait", self.seen[-1][1])
-
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        self.reports += reports
-        self._note("gradients_done", batch.step)
-
-    def skipped(self, batch: StepBatch) -> None:
-        self._note("skipped", batch.step)
-
-    def after_step(self, batch: StepBatch) -> None:
-        assert self.trainer is not None
-        assert self.trainer.state.step == batch.step + 1
-        self._note("after_step", batch.step)
-
-    def _note(self, moment: str, step: int) -> None:
-        assert self.trainer is not None
-        self.seen.append((moment, step))
-        self.weights.append(weights_digest(self.trainer.model.state_dict()))
-
-
-MOMENTS = ["before_step", "before_wait", "gradients_done", "after_step"]
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
-def test_observers_see_the_moments_of_every_step_in_order(layout: Layout) -> None:
-    recorder = Recorder()
-    with trainer_of(experiment(), layout=layout, observers=(recorder,)) as recorder.trainer:
-        recorder.trainer.train()
-    assert recorder.seen == [(moment, step) for step in range(4) for moment in MOMENTS]
-    assert recorder.ids == [GlobalOrder(64, 0).ids(0, step * 16, step * 16 + 16).tolist() for step in range(4)]
-    assert [(report.step, report.samples, len(report.losses)) for report in recorder.reports] == [
-        (step, 16, 4) for step in range(4)
-    ]
-    changes = [before != after for before, after in pairwise(recorder.weights)]
-    assert changes == [moment == "gradients_done" for moment, _ in recorder.seen][:-1]
-
-
-def test_observers_hear_of_a_skipped_step() -> None:
-    data, recorder = samples(64), Recorder()
-    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
-    with trainer_of(experiment(), train=data, on_nan="skip", observers=(recorder,)) as recorder.trainer:
-        recorder.trainer.train()
-    assert [moment for moment, step in recorder.seen if step == 2] == [*MOMENTS[:3], "skipped", "after_step"]
-    assert ("skipped", 1) not in recorder.seen
-    assert [report.is_finite for report in recorder.reports] == [True, True, False, True]
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(kind="dp", nproc_per_node=2)], ids=lambda layout: layout.kind)
-@pytest.mark.parametrize("reduction", ["plain", "exact"])
-def test_a_skipped_step_changes_neither_weights_nor_buffers(layout: Layout, reduction: str) -> None:
-    """The forward of the bad batch has made NaN of the batch-norm statistics."""
-    data, recorder = samples(64), Recorder()
-    data.inputs[GlobalOrder(64, 0).ids(0, 32, 48)[13]] = math.nan
-    record, details = experiment(reduction=reduction), {"train": data, "on_nan": "skip", "observers": (recorder,)}
-    with trainer_of(record, batch_norm_and_dropout, layout, **details) as recorder.trainer:
-        recorder.trainer.train()
-    before, after = (recorder.weights[recorder.seen.index((moment, 2))] for moment in ("before_step", "after_step"))
-    assert after == before
-    assert all(value.isfinite().all() for value in recorder.trainer.model.state_dict().values())
-
-
-def test_a_job_stays_as_it_was_given() -> None:
-    with trainer_of(experiment()) as trainer, pytest.raises(dataclasses.FrozenInstanceError):
-        trainer.job.observers = ()  # type: ignore[misc]
