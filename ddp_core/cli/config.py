@@ -146,7 +146,7 @@ def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _written(path: Path, name: str, value: Any) -> str:
-    from ddp_core.config.settings import setting_text
+    from ddp_core.config.records import setting_text
 
     try:
         return setting_text(value)

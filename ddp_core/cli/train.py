@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from ddp_core.base.errors import UserError
-from ddp_core.cli.early import require_free
-from ddp_core.cli.early_numerics import EarlyNumerics
+from ddp_core.cli.early import EarlyNumerics, require_free
 from ddp_core.cli.following import follow_launcher
 from ddp_core.config.options import Asked
 from ddp_core.distributed.stop import signal_named, stops_at_once

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.base.errors import UserError, nearest_name
-from ddp_core.config.records import Frozen, MemoryFormat, Numerics, Reduction, explain
-from ddp_core.config.settings import typed_like
+from ddp_core.config.records import Frozen, MemoryFormat, Numerics, Reduction, explain, typed_like
 
 
 class Component(Frozen):

@@ -14,8 +14,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.config.experiment import Optimizer, Schedule
 from ddp_core.experiment.building import build
 from ddp_core.experiment.file import LoadedExperiment, resolve
-from ddp_core.model.optimizers import build_optimizer, require_trains
-from ddp_core.model.schedules import require_schedules
+from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 

@@ -31,8 +31,7 @@ from ddp_core.launch.decision import (
     may_make_room,
     patience,
 )
-from ddp_core.launch.nursery import Nursery
-from ddp_core.launch.starting import started_by
+from ddp_core.launch.nursery import Nursery, started_by
 
 _REPORT_SECONDS = 1.0
 # torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).

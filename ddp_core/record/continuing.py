@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.experiment import Experiment
-from ddp_core.config.records import dotted
-from ddp_core.config.settings import setting_text
+from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, runs_of
 from ddp_core.record.initial_weights import InitialWeights, find_weights

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.streams import make_patient
 from ddp_core.base.threads import use_chosen_threads
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error
 from ddp_core.distributed.world import World
@@ -23,6 +24,7 @@ def main(words: Sequence[str]) -> int:
     `words`: the path of a file with the request (`Request.to_json`).
     """
     (file,) = words
+    make_patient()
     use_chosen_threads()
     try:
         world = World.from_environment()

@@ -6,8 +6,8 @@ parameters, too, of any module that torch's `fully_shard` can wrap. What goes in
 no trainer and no file.
 """
 
+from .blocks import refuse_unsuitable
 from .elementwise import require_elementwise
 from .optimizer import ShardedOptimizer
-from .refusals import refuse_unsuitable
 
 __all__ = ["ShardedOptimizer", "refuse_unsuitable", "require_elementwise"]

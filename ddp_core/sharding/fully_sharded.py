@@ -23,10 +23,9 @@ from ddp_core.reduction.agreement import require_agreement, require_equal_weight
 from ddp_core.reduction.communication import Channel, own_group
 from ddp_core.reduction.flat import Gradients
 
-from .blocks import FEWEST_ELEMENTS, blocks_of
+from .blocks import FEWEST_ELEMENTS, blocks_of, refusal, refuse_unsuitable
 from .elementwise import require_elementwise
 from .plain_rounds import PlainRounds
-from .refusals import refusal, refuse_unsuitable
 from .rounds import Rounds
 from .rows import Rows
 

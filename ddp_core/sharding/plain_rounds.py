@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ddp_core.base.torch_internals import foreach_mul_, sent_together
 from ddp_core.reduction.norm import clip_gradients_
 
-from .refusals import refusing_bypasses
+from .blocks import refusing_bypasses
 from .rows import Rows
 
 

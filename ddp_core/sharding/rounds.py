@@ -24,8 +24,8 @@ from ddp_core.reduction.flat import Gradients, scale_gradients_
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 
+from .blocks import refusing_bypasses
 from .load import Load, Unread
-from .refusals import refusing_bypasses
 from .row_norm import norm_of_rows
 from .rows import Rows
 

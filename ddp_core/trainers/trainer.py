@@ -21,7 +21,7 @@ from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
-from ddp_core.trainers.bad_losses import BufferCopies, first_bad, name_bad_loss
+from ddp_core.trainers.bad_losses import BufferCopies, LossGate, first_bad, name_bad_loss, steps_between_reading
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.checkpoints import Saving
@@ -29,7 +29,6 @@ from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.loss_gate import LossGate, steps_between_reading
 from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.signals import StepSignals
 from ddp_core.trainers.train_state import TrainState

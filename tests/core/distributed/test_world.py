@@ -128,7 +128,7 @@ def test_few_modules_touch_the_environment() -> None:
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
-        "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
+        "cli/early.py": "sets those limits before torch is loaded, or starts the process anew",
         "record/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {
