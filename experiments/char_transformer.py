@@ -8,7 +8,7 @@ thread. `--set model.width=512 --set model.depth=8 --set optimizer.lr=0.001` has
 and optimizer state are most of the memory.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core import Component, Experiment, Optimizer, Schedule
 
 experiment = Experiment(
     name="char_transformer",

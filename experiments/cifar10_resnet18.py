@@ -6,7 +6,7 @@ test accuracy of 0.9547. Needs the data once: `ddp data fetch cifar10`. Meant fo
 trial for a CPU.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core import Component, Experiment, Optimizer, Schedule
 
 experiment = Experiment(
     name="cifar10_resnet18",

@@ -6,7 +6,8 @@ two steps. Plain reduction, one micro-batch per rank, because only the buffer ma
 the loss stays near ln 2 = 0.69. 48 samples per step divide among 1, 2, 3, 4, 6 and 8 ranks.
 """
 
-from ddp_core.config.experiment import Component, DdpOptions, Experiment, Optimizer
+from ddp_core import Component, Experiment, Optimizer
+from ddp_core.config.experiment import DdpOptions
 
 experiment = Experiment(
     name="counter_buffer",

@@ -6,7 +6,7 @@ reduction gives the same bits on all of them. Expect a test accuracy of 0.985 or
 to 5), within about six seconds of training for one process with one thread.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core import Component, Experiment, Optimizer, Schedule
 
 experiment = Experiment(
     name="digits",

@@ -5,7 +5,7 @@ flips, AdamW and a cosine schedule. Needs the data once: `ddp data fetch fashion
 published at about 0.93 test accuracy. Takes minutes per epoch on one CPU core; `--set max_steps=50` is a short trial.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core import Component, Experiment, Optimizer, Schedule
 
 experiment = Experiment(
     name="fashion_mnist",

@@ -6,7 +6,7 @@ and b within 0.02 and a loss at the noise floor of 0.01 (at most 0.0115), with t
 too small to gain anything from more processes.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer
+from ddp_core import Component, Experiment, Optimizer
 
 experiment = Experiment(
     name="linear_regression",

@@ -6,7 +6,7 @@ smaller form in about ten seconds: `--set data.image_size=64 --set data.samples=
 global_batch_size=16 --set max_steps=8`
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer
+from ddp_core import Component, Experiment, Optimizer
 
 experiment = Experiment(
     name="resnet18_synthetic",

@@ -5,7 +5,7 @@ and exact reduction to the last bit: this is the experiment to compare layouts w
 four ranks. Inputs and targets are unrelated noise; the loss falls a little and means nothing. Done in a moment.
 """
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer
+from ddp_core import Component, Experiment, Optimizer
 
 experiment = Experiment(
     name="toy_mlp",

@@ -2,10 +2,13 @@
 
 One module for each package, which imports that package and nothing of the others; none of them is installed with this
 project. What all three loops have in common stands in `dealing` (which samples a rank gets) and in `micro_steps`
-(what happens around each forward and backward). A module that is not about such a loop does not belong here.
+(what happens around each forward and backward). A module that is not about such a loop does not belong here. What
+others may use is in the `__all__` of the modules.
 """
 
 from __future__ import annotations
+
+__all__: list[str] = []
 
 
 def missing(adapter: str, package: str) -> ModuleNotFoundError:

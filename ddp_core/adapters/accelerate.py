@@ -22,6 +22,8 @@ try:
 except ModuleNotFoundError as error:
     raise missing("accelerate", "accelerate") from error
 
+__all__ = ["ExactAccelerator"]
+
 _EXACT = {"split_batches": False, "dispatch_batches": None, "even_batches": False, "use_seedable_sampler": True}
 """How batches must be dealt: whole ones in turn, none twice, in an order that every rank computes by itself."""
 

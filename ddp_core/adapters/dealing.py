@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from ddp_core.base.errors import UserError
 from ddp_core.sampler import BLOCK, GlobalOrder
 
+__all__ = ["DealtBatches", "WholeSteps", "accumulation_steps", "deal"]
+
 
 def accumulation_steps(micro_batches: int, world_size: int) -> int:
     """The micro-batches of each rank in a step. Raises UserError where the ranks' numbers would differ."""

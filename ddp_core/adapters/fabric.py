@@ -26,6 +26,9 @@ except ModuleNotFoundError as error:
     raise missing("fabric", "lightning") from error
 
 
+__all__ = ["ExactFabricStrategy"]
+
+
 class ExactFabricStrategy(DDPStrategy):  # type: ignore[misc]
     """`Fabric(strategy=ExactFabricStrategy(micro_batches=12), …)`: 12 micro-batches make a step, on any ranks.
 

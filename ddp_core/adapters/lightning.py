@@ -26,6 +26,9 @@ except ModuleNotFoundError as error:
     raise missing("lightning", "lightning") from error
 
 
+__all__ = ["ExactStrategy"]
+
+
 class ExactStrategy(DDPStrategy):  # type: ignore[misc]
     """`Trainer(strategy=ExactStrategy(micro_batches=12), …)`: 12 batches of the loader make a step, on any ranks.
 

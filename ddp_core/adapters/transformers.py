@@ -22,6 +22,9 @@ except ModuleNotFoundError as error:
     raise missing("transformers", "transformers") from error
 
 
+__all__ = ["ExactTrainer"]
+
+
 class ExactTrainer(Trainer):  # type: ignore[misc]
     """`ExactTrainer(model=…, args=…, train_dataset=…, micro_batches=12)`: 12 micro-batches make a step, on any ranks.
 

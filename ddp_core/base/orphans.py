@@ -7,11 +7,11 @@ import signal
 import sys
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies.
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel kill this process when its parent dies, or send it another signal.
 
     A parent that died before this call goes unnoticed: look at os.getppid() afterwards where that matters.
     """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)

@@ -5,9 +5,8 @@ manifest commits all of them.
 docs/reference/checkpoints.md has the format and the order of the writes; docs/explanation/checkpoints.md says why.
 """
 
-from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.manifest import FORMAT, Checkpoint, is_part
+from ddp_core.checkpoint.manifest import Checkpoint, is_part
 from ddp_core.checkpoint.parts import CutTensor
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.reading import (
@@ -24,9 +23,6 @@ from ddp_core.checkpoint.saving import Checkpointer
 from ddp_core.checkpoint.state import describe
 
 __all__ = [
-    "FORMAT",
-    "POINTS",
-    "POINTS_OF_PARTS",
     "Checkpoint",
     "Checkpointer",
     "CutTensor",

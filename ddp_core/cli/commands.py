@@ -111,7 +111,9 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     """
     _quiet()
     from ddp_core.cli.train import train
+    from ddp_core.record.caller import stop_with_caller
 
+    stop_with_caller()
     asked, config = asked_in(context), config_of(context)
     # What a file says is written out, so that the run's record needs the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]

@@ -1,24 +1,192 @@
-"""Start `ddp train` in a process of its own, for the commands that train."""
+"""Start `ddp train` in a process of its own: for a user's Python (`ddp_core.train`), and for commands that train."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, Self
 
-from ddp_core.base.errors import UserError
+from pydantic import ValidationError
+
+from ddp_core.base.errors import ExitCode, UserError, nearest_name
+from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
+from ddp_core.config.records import explain, setting_text
+from ddp_core.config.written import command_line, is_repeated
+from ddp_core.record.caller import caller_variables
+from ddp_core.record.reading import Run
 
 
-def train(asked: Asked) -> None:
+def train(
+    name_or_path: str | os.PathLike[str],
+    *,
+    layout: LayoutKind | None = None,
+    settings: Mapping[str, Any] | Iterable[str] = (),
+    **options: Any,
+) -> Run:
+    """Train an experiment as `ddp train` does, and return the finished run.
+
+    `name_or_path`: a name that `ddp list` shows, or the path of an experiment file. `layout`: "single" (the default),
+    "dp" or "ddp". `settings`: values of the experiment to change, by name, such as `{"epochs": 3, "optimizer.lr":
+    0.05}`, or as a sequence of "name=value". `options`: every other option of `ddp train`, its words joined by `_`:
+    `nproc_per_node=2` is `--nproc-per-node 2`; a path may be a Path. `asynchronous_save=False` is `--synchronous-save`,
+    and `faults` is `--fault`. `timeout` and `max_seconds` are in seconds.
+
+    Training happens in a new process, so that it does not matter what this one has loaded or computed before; what that
+    process prints is written to `sys.stdout` as it comes. Ctrl-C, or a notebook's interrupt, asks it to save and stop,
+    waits for that, and raises KeyboardInterrupt; a second one ends it at once. When this process dies, training is
+    saved and stopped.
+
+    Raises UserError for a wrong option or setting, with the nearest name; and where training does not come to its end,
+    with the last line that it printed and its exit code as `exit_code`: 75 where it was saved and stopped on request,
+    after `max_seconds` for example.
+    """
+    words = ["train", *_asked(name_or_path, layout, settings, options).to_words()]
+    with TemporaryDirectory(prefix="ddp-") as folder:
+        run_file = Path(folder) / "run"
+        code, last = _follow(words, caller_variables(run_file))
+        directory = run_file.read_text() if run_file.exists() else None
+    if code != 0:
+        raise _failed(words, code, last.removeprefix("ddp: ").removeprefix("error: "))
+    if directory is None:
+        raise UserError(f"`ddp {' '.join(words)}` ended well, but this machine had no part in it: look at the others")
+    return Run(directory)
+
+
+def _asked(
+    name_or_path: str | os.PathLike[str],
+    layout: LayoutKind | None,
+    settings: Mapping[str, Any] | Iterable[str],
+    options: Mapping[str, Any],
+) -> Asked:
+    """The request that the arguments of `train` mean. Raises UserError."""
+    fields = {name: field for name, field in Asked.model_fields.items() if not command_line(field).hidden}
+    for name in options:
+        if name == "experiment" or name not in fields:
+            raise UserError(f"train has no option {name}; {nearest_name(name, fields.keys() - {'experiment'})}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, os.PathLike):
+            given[name] = os.fspath(value)
+        elif isinstance(value, str) and is_repeated(fields[name]):
+            given[name] = (value,)
+    if layout is not None:
+        given["layout"] = layout
+    if written := _written(settings):
+        given["settings"] = written
+    try:
+        return Asked(experiment=os.fspath(name_or_path), **given)
+    except ValidationError as error:
+        raise UserError(f"train: {explain(error)}") from None
+
+
+def _written(settings: Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
+    """The settings as words after `--set`. Raises UserError for a value that JSON does not have."""
+    if isinstance(settings, str):
+        return (settings,)
+    if not isinstance(settings, Mapping):
+        return tuple(settings)
+    try:
+        return tuple(f"{name}={setting_text(value)}" for name, value in settings.items())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"train: settings: {error}; numbers, texts, lists, True, False and None can be set") from None
+
+
+def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
+    """Run a `ddp` command and print what it prints; its exit code, and the last line that was not empty.
+
+    Raises KeyboardInterrupt once it has ended, where it was interrupted.
+    """
+    last = ""
+    with (
+        _Interrupts() as interrupts,
+        subprocess.Popen(
+            [sys.executable, "-m", "ddp_core", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            # In one stream, so that lines come in the order in which they were written.
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
+            # A terminal, or a notebook's server, sends an interrupt to the whole group of processes. The command would
+            # hear it twice, which means that it shall not save.
+            process_group=0,
+        ) as process,
+    ):
+        interrupts.pass_on_to(process)
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            last = line.strip() or last
+        code = process.wait()
+    if interrupts.came:
+        raise KeyboardInterrupt
+    return code, last
+
+
+class _Interrupts:
+    """Within `with`, Ctrl-C raises no KeyboardInterrupt: it is kept, and passed on once there is a process for it."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._waiting: list[int] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._before: Any = None
+        # Python delivers signals to its main thread alone, and lets no other thread handle them.
+        self._is_main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> Self:
+        if self._is_main:
+            self._before = signal.signal(signal.SIGINT, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_main:
+            # None stands for a handler that was not set from Python, and that Python cannot set again.
+            signal.signal(signal.SIGINT, signal.default_int_handler if self._before is None else self._before)
+
+    def pass_on_to(self, process: subprocess.Popen[str]) -> None:
+        """From now on, pass on to `process`, also what came before."""
+        self._process = process
+        self._pass_on()
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        self.came = True
+        self._waiting.append(number)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        # A signal may interrupt this function anywhere; each is sent once all the same.
+        while self._process is not None and self._waiting:
+            self._process.send_signal(self._waiting.pop())
+
+
+def train_silently(asked: Asked) -> None:
     """Run `ddp train` to its end. Raises UserError where it fails and no fault was asked for."""
     words = ["train", *asked.to_words()]
     code, errors = run_ddp(words)
     if code != 0 and not asked.faults:
         lines = errors.strip().splitlines()
-        raise UserError(f"`ddp {' '.join(words)}` ended with {code}: {lines[-1] if lines else 'no message'}", code)
+        raise _failed(words, code, lines[-1] if lines else "")
 
 
 def run_ddp(words: list[str]) -> tuple[int, str]:
     """The exit code of a `ddp` command, and what it wrote to standard error."""
     done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
+
+
+def _failed(words: list[str], code: int, last: str) -> UserError:
+    """The error of a command that has failed; `code` is minus the signal's number where one has killed it."""
+    known = ExitCode(code) if code in set(ExitCode) else ExitCode.INTERNAL
+    how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with {code}"
+    return UserError(f"`ddp {' '.join(words)}` {how}: {last or 'no message'}", known)

@@ -11,7 +11,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import differences
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.training import train
+from ddp_core.cli.training import train_silently
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.data.data_digest import changed_at
@@ -173,7 +173,7 @@ def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirecto
         changes: dict[str, Any] = {"output": scratch, "settings": settings}
         if number:
             changes["resume"] = "auto"
-        train(asked.model_copy(update=changes))
+        train_silently(asked.model_copy(update=changes))
     again, _ = next(find_runs(Path(scratch)))
     return again
 

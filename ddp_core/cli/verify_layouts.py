@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.shard_modes import shards_refused_by, whole_parameters_needed_by
-from ddp_core.cli.training import train
+from ddp_core.cli.training import train_silently
 from ddp_core.cli.verify import DIFFERENT
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import SHARD_MODES, DeviceType, ShardMode
@@ -90,7 +90,7 @@ def _compare(
             output, started = Path(scratch) / str(number), time.monotonic()
             common = {"experiment": name, "settings": tuple(settings), "data_dir": data_dir, "output": str(output)}
             for attempt in attempts:
-                train(Asked.model_validate(common | {"device": device, "reduction": "exact"} | attempt))
+                train_silently(Asked.model_validate(common | {"device": device, "reduction": "exact"} | attempt))
             _, record = next(find_runs(output))
             digests.add(record["weights_sha256"])
             states.add((record["optimizer_sha256"], record["ema_sha256"]))

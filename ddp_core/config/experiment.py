@@ -60,7 +60,10 @@ class Schedule(Frozen):
     """
 
     name: Literal["constant", "step", "cosine"] = "constant"
+    """constant: the base rate. step: the base rate times `gamma` after every `step_epochs` epochs. cosine: half a wave
+    from the base rate to `final_factor` times it, at the last step."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps in which the rate rises to the base rate in a straight line."""
     step_epochs: int = Field(30, gt=0)
     gamma: float = Field(0.1, gt=0)
     final_factor: float = Field(0.0, ge=0)
@@ -137,27 +140,36 @@ class Experiment(Frozen):
     """
 
     name: Annotated[str, AfterValidator(_check_name)]
+    """Also the name of the folder of its runs."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Of all random numbers: initial weights, the order of the samples, dropout, augmentation."""
     model: Component = Component(name="model")
     data: Component = Component(name="data")
     loss: str = "cross_entropy"
+    """The name of a function of outputs and targets that sums over the samples of a micro-batch."""
     optimizer: Annotated[Optimizer | Component, _own_or(Optimizer)] = Optimizer()
     schedule: Annotated[Schedule | Component, _own_or(Schedule)] = Schedule()
     global_batch_size: int = Field(gt=0)
     micro_batch: int | None = Field(None, gt=0)
     epochs: int = Field(1, gt=0)
     max_steps: int | None = Field(None, gt=0)
+    """The run ends after so many steps, even within an epoch."""
     last_batch: Literal["drop", "keep"] = "drop"
+    """What is done with the samples at the end of an epoch that fill no whole global batch: left out, or trained as a
+    smaller step."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """tf32: all numbers are float32, but on a GPU that can (compute capability 8.0 or higher) matrix products and
     convolutions round their factors to 10 bits of mantissa. Elsewhere it is fp32."""
     memory_format: MemoryFormat = "contiguous"
     """channels_last: weights and inputs of images lie in memory with their channels innermost."""
     clip_norm: float | None = Field(None, gt=0)
+    """Gradients with a larger Euclidean norm, over all parameters, are scaled down to it."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
     weights."""
     reduction: Reduction = "exact"
+    """exact: gradients are added in one fixed order, so that every layout ends with the same bits. plain: as torch does
+    it, the fastest."""
     numerics: Numerics = "native"
     """portable: on the CPU, the same bits on every x86-64 machine with AVX2. Where that cannot be had, it is native."""
     sync_batch_norm: bool = False

@@ -38,6 +38,8 @@ class NodeRange(NamedTuple):
 
 
 def _split(value: object) -> object:
+    if isinstance(value, int):
+        return (value, value)
     if not isinstance(value, str):
         return value
     low, colon, high = value.partition(":")

@@ -91,7 +91,10 @@ def _require_indexed(dataset: Any, what: str) -> None:
 
 
 class InMemory(Staged):
-    """Samples as two tensors, inputs [N, …] and targets [N, …]; sample `id` of `size` samples is row `id % N`.
+    """Samples as two tensors, inputs [N, …] and targets [N, …], of any dtypes; sample `id` is row `id % N`.
+
+    `size`: how many samples there are, N where it is None; with more, rows are used again. Raises ValueError where
+    there are not as many targets as inputs.
 
     `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
     there, pass `collate_fn=lambda batch: batch`.

@@ -21,6 +21,8 @@ from ddp_core.distributed.addresses import address_served, gloo_towards, store_a
 from ddp_core.distributed.backends import agreed_backend
 from ddp_core.distributed.world import World
 
+__all__ = ["Collectives", "local_device", "process_group"]
+
 _HEARING_SECONDS = 1.0
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""

@@ -25,6 +25,8 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 
+__all__ = ["World", "free_port", "node_here"]
+
 
 @dataclass(frozen=True)
 class World:

@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.abc import MetaPathFinder
@@ -188,8 +189,31 @@ def _inside(place: str) -> str:
 
 def serve_modules(served: Served) -> None:
     """From now on, import these modules from their copies, whatever else lies on the path. Raises UserError."""
-    places = {name: Path(served.folder) / _inside(place) for name, place in served.modules.items()}
-    sys.meta_path.insert(0, _KeptModules(places))
+    sys.meta_path.insert(0, _finder(served))
+
+
+@contextmanager
+def kept_modules(served: Served) -> Iterator[None]:
+    """Within the block, import these modules from their copies, even where others are loaded. Raises UserError.
+
+    Afterwards this process knows the modules, and the places to look for others, that it knew before. So runs with
+    unlike code can be loaded one after the other.
+    """
+    finder, path = _finder(served), list(sys.path)
+    before = {name: sys.modules.pop(name) for name in served.modules if name in sys.modules}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        sys.path[:] = path
+        for name in served.modules:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _finder(served: Served) -> _KeptModules:
+    return _KeptModules({name: Path(served.folder) / _inside(place) for name, place in served.modules.items()})
 
 
 class _KeptModules(MetaPathFinder):

@@ -99,9 +99,18 @@ def put_weights(model: nn.Module, weights: InitialWeights) -> None:
             "restore it, or start anew with --resume never",
             ExitCode.NO_CHECKPOINT,
         )
+    fill(model, found, f"--init-from {weights.given}")
+
+
+def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
+    """Load a state dict into the model, also that of a wrapped model, or one without the second names of tied weights.
+
+    Raises UserError, which `whose` begins, where the names or shapes are those of another model.
+    """
     own = model.state_dict()
     if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
         found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
+    found = dict(found)
     # Of tied weights, safetensors keeps one under one of its names.
     for name, tensor in own.items():
         twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))
@@ -111,5 +120,5 @@ def put_weights(model: nn.Module, weights: InitialWeights) -> None:
     there = {name: [str(own.get(name, value).dtype), list(value.shape)] for name, value in found.items()}
     here = {name: [str(value.dtype), list(value.shape)] for name, value in own.items()}
     if (other := difference(there, here)) is not None:
-        raise UserError(f"--init-from {weights.given}: these weights are of another model: {other}")
+        raise UserError(f"{whose}: these weights are of another model: {other}")
     model.load_state_dict(found)

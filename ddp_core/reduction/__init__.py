@@ -9,7 +9,7 @@ sums of that part alone (`sharded_contiguous`, `sharded_strided`). Clipping uses
 `ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 
-from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
+from .batch_statistics import BatchStatistics
 from .exact import ExactReduction
 from .flat import take_gradients
 from .norm import clip_gradients_, gradient_norm
@@ -30,8 +30,6 @@ __all__ = [
     "clip_gradients_",
     "fold",
     "fold_replicas",
-    "foreign_buffers",
-    "foreign_buffers_changed",
     "gradient_norm",
     "share",
     "take_gradients",

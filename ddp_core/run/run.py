@@ -29,6 +29,7 @@ from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
+from ddp_core.record.caller import tell_caller
 from ddp_core.record.changes import Origin
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
@@ -62,6 +63,8 @@ def run(request: Request, world: World) -> RunDirectory:
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
         directory = choose_directory(request, source, len(parts.splits.train), collectives)
+        if world.local_rank == 0:
+            tell_caller(directory.path)
         origin = Origin(source, data, choose_weights(request, directory, collectives))
         record = stack.enter_context(_open_record(request, parts, origin, directory, collectives, console))
         metrics = stack.enter_context(_metrics(record, console))

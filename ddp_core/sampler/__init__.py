@@ -6,11 +6,10 @@
 
 from .elastic import ElasticSampler
 from .micro_batches import MicroBatches, Step
-from .order import BLOCK, ORDER_FORMAT, GlobalOrder, Ids, Permutation
+from .order import BLOCK, GlobalOrder, Ids, Permutation
 
 __all__ = [
     "BLOCK",
-    "ORDER_FORMAT",
     "ElasticSampler",
     "GlobalOrder",
     "Ids",

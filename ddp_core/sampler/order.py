@@ -43,10 +43,11 @@ from numpy.typing import NDArray
 from ddp_core.base import splitmix
 
 Ids: TypeAlias = NDArray[np.int64]
+"""Ids of samples: an int64 array of one dimension."""
 _Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
-# Positions per pass: the four arrays of a pass, 64 KiB each below 2**32 samples, stay in a core's second-level cache.
 BLOCK = 1 << 14
+"""Positions that are computed at a time: 16384, whose four arrays of 64 KiB stay in a core's second-level cache."""
 # If the order is ever changed, a saved position means other samples: raise this number then.
 ORDER_FORMAT = 1
 

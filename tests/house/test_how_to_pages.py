@@ -12,5 +12,6 @@ from tests.support.commands import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_reader_who_shards_the_optimizer_sees_what_the_page_shows(installed: Path, tmp_path: Path) -> None:
-    follow((ROOT / "docs" / "how-to" / "shard-the-optimizer.md").read_text(), installed, tmp_path)
+@pytest.mark.parametrize("name", ["shard-the-optimizer", "train-from-python"])
+def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
+    follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)

@@ -152,12 +152,22 @@ def test_only_the_host_side_of_the_cluster_knows_docker() -> None:
 
 
 def test_experiments_know_no_hardware() -> None:
-    allowed = {"ddp_core.config.experiment", "ddp_core.data.splits", "ddp_core.data.augment", "ddp_core.base.errors"}
+    allowed = {
+        "ddp_core",
+        "ddp_core.config.experiment",
+        "ddp_core.data.splits",
+        "ddp_core.data.augment",
+        "ddp_core.base.errors",
+    }
+    words = {"Callback", "Component", "Experiment", "InMemory", "Optimizer", "Schedule", "Splits"}
     files = sorted((ROOT / "experiments").glob("*.py"))
     assert files
     for file in files:
         known = {name for name in imports(file) if name.startswith("ddp_core")}
         assert known <= allowed, f"{file.name} imports {known - allowed}"
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in nodes if node.module == "ddp_core" for alias in node.names}
+        assert names <= words, f"{file.name} imports {names - words}"
 
 
 def test_reports_read_run_directories_never_live_objects() -> None:

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_core.checkpoint import Checkpointer, load, newest_valid
-from ddp_core.reduction import ExactReduction
-from ddp_core.sampler import ElasticSampler, MicroBatches
+from ddp_core import Checkpointer, ElasticSampler, ExactReduction, MicroBatches, load
+from ddp_core.checkpoint import newest_valid
 
 EPOCHS = 3
 CHECKPOINTS = Path("checkpoints")

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_core.checkpoint import (
-    FORMAT,
-    POINTS,
     Checkpointer,
     best_checkpoint,
     describe,
@@ -31,6 +29,8 @@ from ddp_core.checkpoint import (
     sweep,
     verify,
 )
+from ddp_core.checkpoint.data_file import POINTS
+from ddp_core.checkpoint.manifest import FORMAT
 from tests.core.checkpoint.children import state_of
 
 DOCS = Path(__file__).parents[3] / "docs"

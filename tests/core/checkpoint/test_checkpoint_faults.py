@@ -24,7 +24,6 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
-    POINTS,
     Checkpoint,
     Checkpointer,
     Fence,
@@ -36,6 +35,7 @@ from ddp_core.checkpoint import (
     read_checkpoint,
     sweep,
 )
+from ddp_core.checkpoint.data_file import POINTS
 from ddp_core.checkpoint.manifest import encode
 from tests.core.checkpoint.children import (
     killed_at,

@@ -17,8 +17,6 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
-    POINTS,
-    POINTS_OF_PARTS,
     Checkpoint,
     Checkpointer,
     CutTensor,
@@ -32,6 +30,7 @@ from ddp_core.checkpoint import (
     sweep,
     verify,
 )
+from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
 from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.initial_weights import read_weights

@@ -17,11 +17,10 @@ from ddp_core.reduction import (
     ExactReduction,
     GradientTree,
     fold_replicas,
-    foreign_buffers,
-    foreign_buffers_changed,
     share,
     take_gradients,
 )
+from ddp_core.reduction.batch_statistics import foreign_buffers, foreign_buffers_changed
 from ddp_core.reduction.communication import CommunicationThreads
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import views_of

@@ -1,0 +1,88 @@
+"""`import ddp_core` gives the names that a user learns, each loaded only when it is asked for."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import ddp_core
+from tests.house.test_imports import ROOT, python
+from tools.api_reference import FRONT, PAGE, exported, page
+
+SOURCE = Path(ddp_core.__file__).read_text()
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a new interpreter has loaded after the statement."""
+    return set(python("-c", f"import sys; {statement}; print(*sys.modules)")[0].split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    found = loaded_by("import ddp_core")
+    assert {name for name in found if name.startswith("ddp_core")} == {"ddp_core"}
+    assert not found & {"torch", "numpy", "pydantic"}
+
+
+def test_words_of_experiments_and_train_load_no_torch() -> None:
+    found = loaded_by("from ddp_core import Callback, Component, Experiment, Optimizer, Run, Schedule, train")
+    assert not found & {"torch", "numpy"}
+
+
+def test_the_sampler_loads_no_trainer() -> None:
+    found = loaded_by("from ddp_core import ElasticSampler")
+    assert "ddp_core.sampler" in found
+    rooms = {name for name in found if name.startswith("ddp_core.") and name.count(".") == 1}
+    assert rooms <= {"ddp_core.sampler", "ddp_core.base"}
+    assert not found & {"sklearn", "matplotlib", "tensorboard", "torchvision", "pydantic"}
+
+
+def test_every_name_is_there_and_is_what_type_checkers_are_told() -> None:
+    (checked,) = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.If)]
+    told = {
+        alias.name: node.module for node in checked.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert told == ddp_core._PLACES
+    assert ddp_core.__all__ == sorted([*told, "__version__"], key=lambda name: (not name[0].isupper(), name))
+    assert dir(ddp_core) == sorted(ddp_core.__all__)
+    for name in told:
+        assert getattr(ddp_core, name).__name__ == name
+    assert ddp_core.__version__ == metadata.version("ddp-core")
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("Expriment", "Experiment"), ("Sampler", "ElasticSampler"), ("fit", "")])
+def test_a_wrong_name_gets_the_nearest(wrong: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"did you mean {meant}" if meant else "known: Callback, "):
+        getattr(ddp_core, wrong)
+
+
+def test_a_tool_that_asks_for_private_names_is_told_plainly() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
+        ddp_core.__wrapped__  # noqa: B018
+
+
+def test_pages_and_experiments_import_what_is_public_from_where_it_is_learned() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "tutorials").rglob("*.py")]
+    found = 0
+    for file in [*pages, *(ROOT / "experiments").glob("*.py")]:
+        for module, words in re.findall(
+            r"^[+ ]?from (ddp_core[\w.]*) import ([\w, ]+)$", file.read_text(), re.MULTILINE
+        ):
+            names = {word.strip() for word in words.split(",")}
+            found += len(names)
+            if module == "ddp_core":
+                assert names <= {*ddp_core.__all__}, file
+            elif file.name != "api.md":
+                assert not names & {*ddp_core.__all__}, f"{file}: from ddp_core import {names & {*ddp_core.__all__}}"
+                with contextlib.suppress(LookupError):
+                    assert names <= {*exported(module)}, f"{file} imports a private name of {module}"
+    assert found > 50
+
+
+def test_the_page_of_the_api_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tools.api_reference`"
+    assert sorted([*FRONT, "__version__"]) == sorted(ddp_core.__all__)
