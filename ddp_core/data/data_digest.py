@@ -18,6 +18,7 @@ from typing import Any
 from ddp_core.base.digests import tree_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.user_code import user_code
 from ddp_core.data.splits import Dataset, Splits
 from ddp_core.sampler import Permutation
 
@@ -61,7 +62,7 @@ def digest_items(splits: Splits) -> DataDigest:
     parts: dict[str, str] = {}
     sizes = []
     # Reading items must not change what is drawn in training.
-    with generators_kept():
+    with generators_kept(), user_code("your data set"):
         for split, dataset in (("training", splits.train), ("held-out", splits.test)):
             if dataset is None:
                 continue

@@ -23,6 +23,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.orphans import die_with_parent
 from ddp_core.base.seeds import sample_uniforms
 from ddp_core.base.torch_internals import end_loader_workers
+from ddp_core.base.user_code import user_code
 from ddp_core.data.augment import Augmentation
 from ddp_core.data.collating import Batch, Collate, aligned, collated, stack
 from ddp_core.data.prefetching import brought_ahead
@@ -92,21 +93,23 @@ class Loader:
 
     def gather(self, epoch: int, ids: Ids) -> Gathered:
         """The host's part of a micro-batch: inputs, targets, and the random numbers that the device's part needs."""
-        inputs, targets = self._stored(ids, self._pins)
-        if self.augmentation is None:
-            return inputs, targets, None
-        uniforms = sample_uniforms(self.seed, epoch, ids, self.augmentation.draws)
-        if self._device_has_part:
-            return inputs, targets, torch.from_numpy(uniforms)
-        return self.augmentation.apply(self._finish_inputs(inputs), uniforms), targets, None
+        with user_code("your data set"):
+            inputs, targets = self._stored(ids, self._pins)
+            if self.augmentation is None:
+                return inputs, targets, None
+            uniforms = sample_uniforms(self.seed, epoch, ids, self.augmentation.draws)
+            if self._device_has_part:
+                return inputs, targets, torch.from_numpy(uniforms)
+            return self.augmentation.apply(self._finish_inputs(inputs), uniforms), targets, None
 
     def finish(self, gathered: Gathered) -> Batch:
         """The device's part: the micro-batch that `gather` began, on whichever device its tensors are now."""
         inputs, targets, uniforms = gathered
-        if self._device_has_part:
-            inputs = self._finish_inputs(inputs)
-        if self.augmentation is not None and uniforms is not None:
-            inputs = self.augmentation.apply(inputs, uniforms)
+        with user_code("your data set"):
+            if self._device_has_part:
+                inputs = self._finish_inputs(inputs)
+            if self.augmentation is not None and uniforms is not None:
+                inputs = self.augmentation.apply(inputs, uniforms)
         return inputs, targets
 
     def stream(self, wanted: Iterable[StepIds]) -> Generator[Sequence[Batch], None, None]:
@@ -156,7 +159,12 @@ class Loader:
             )
         )
         try:
-            for step in ahead:
+            while True:
+                # What a data set raises in a worker is raised here.
+                with user_code("your data set"):
+                    step = next(ahead, None)
+                if step is None:
+                    break
                 if isinstance(step, UserError):
                     raise step
                 yield step

@@ -10,25 +10,10 @@ import torch
 from torch.distributed import DistError
 
 from ddp_core.base.errors import ExitCode, UserError, internal, is_full, no_room
+from ddp_core.base.user_code import users
 from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.experiment.file import MODULE_PREFIX
 
-_PACKAGE = Path(__file__).parents[1]
-# Our files that call the experiment's code, or hold code of ours in its place: models, data sets, losses, optimizers,
-# metrics, callbacks, scripted faults.
-_CALLS_EXPERIMENT = (
-    "data",
-    "experiment/building.py",
-    "experiment/file.py",
-    "model",
-    "observe/faults.py",
-    "observe/step.py",
-    "trainers/callbacks.py",
-    "trainers/evaluation.py",
-    "trainers/named_sums.py",
-    "trainers/passes.py",
-    "trainers/updating.py",
-)
 # Threads and libraries raise RuntimeErrors that quote the first error, where memory ran out.
 _OUT_OF_MEMORY = re.compile(
     r"(?:DefaultCPUAllocator|CUDA out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED)[^\n]*"
@@ -60,24 +45,18 @@ def shortage(error: BaseException, speaker: str, directory: Path) -> UserError |
 
 
 def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
-    """The exit code and the line for any other exception: 2 where the experiment raised it, 70 where we did."""
-    if is_experiments(error):
+    """The exit code and the line for any other exception: 2 where the user's code raised it, 70 where ours did."""
+    if users(error) or _is_refusal(error):
         place = _place_in_experiment(error)
         return ExitCode.BAD_INPUT, f"{place}{type(error).__name__}: {error}"
     return ExitCode.INTERNAL, internal(error)
 
 
-def is_experiments(error: BaseException) -> bool:
-    """Whether the experiment's code raised the exception: the last file of ours in the traceback tells.
-
-    A reduction's ValueError or RuntimeError counts as the experiment's: it says what cannot be reduced in its model.
-    """
-    places = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [place.relative_to(_PACKAGE) for place in places if place.is_relative_to(_PACKAGE)]
-    if not ours:
-        return False
-    refused = ours[-1].is_relative_to("reduction") and isinstance(error, ValueError | RuntimeError)
-    return refused or any(ours[-1].is_relative_to(place) for place in _CALLS_EXPERIMENT)
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a reduction says what cannot be reduced in the user's model: its ValueErrors and RuntimeErrors do."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return isinstance(error, ValueError | RuntimeError) and module.startswith("ddp_core.reduction.")
 
 
 def _place_in_experiment(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,19 +11,21 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Optimizer, Schedule
 from ddp_core.experiment.building import build
 from ddp_core.experiment.file import LoadedExperiment, resolve
 from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
-from ddp_core.observe.step import StepObserver
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 
 
 def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Optimizer:
     """The experiment's optimizer, built-in or its own, over the model's parameters. Raises UserError."""
     settings = loaded.experiment.optimizer
     if isinstance(settings, Optimizer):
-        return build_optimizer(settings, model, loaded.experiment.global_batch_size)
+        with user_code("your model"):
+            return build_optimizer(settings, model, loaded.experiment.global_batch_size)
     function = resolve(loaded, "optimizer", settings.name)
     optimizer = build(function, settings.options, {"model": model})
     require_trains(optimizer, model, _called("optimizer", settings.name))
@@ -84,4 +86,33 @@ def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObs
         if isinstance(each, Callback) and each.ranks not in ("first", "all"):
             raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
     callbacks = [each for each in found if isinstance(each, Callback)]
-    return callbacks, [each for each in found if not isinstance(each, Callback)]
+    return callbacks, [_UsersObserver(each) for each in found if not isinstance(each, Callback)]
+
+
+class _UsersObserver(StepObserver):
+    """A step observer of the user's."""
+
+    _boundary = user_code("your step observer")
+
+    def __init__(self, observer: StepObserver) -> None:
+        self._observer = observer
+
+    def before_step(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.before_step(batch)
+
+    def before_wait(self) -> None:
+        with self._boundary:
+            self._observer.before_wait()
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        with self._boundary:
+            self._observer.gradients_done(batch, reports)
+
+    def skipped(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.skipped(batch)
+
+    def after_step(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.after_step(batch)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
@@ -150,7 +151,8 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Modu
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    return lay_out(model.to(device), experiment.memory_format)
+    with user_code("your model"):
+        return lay_out(model.to(device), experiment.memory_format)
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.observe.step import StepBatch, StepObserver
 
 KINDS = ("kill", "pause", "raise", "nan", "slow", "exit", "pace")
@@ -63,7 +64,9 @@ class FaultScript(StepObserver):
         step = batch.step + 1
         for fault in self._due(step, ("kill", "pause", "raise", "slow", "exit")):
             if self._first_time(fault):
-                self._strike(fault)
+                # An exception made on purpose stands for one of the user's.
+                with user_code("a scripted fault"):
+                    self._strike(fault)
         if self._slow:
             time.sleep(_SLOW_SECONDS)
         if any(fault.kind == "pace" and fault.step <= step for fault in self._faults):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.torch_internals import keep_static_graph_from_reducing
+from ddp_core.base.user_code import our_code
 
 from .communication import Channel, Job
 from .flat import fill_, views_of
@@ -35,6 +36,7 @@ class BucketHook:
         """Make it the hook of `ddp`, once and for all."""
         ddp.register_comm_hook(self, _hook)
 
+    @our_code
     def reduce(self, buffer: Tensor, parameters: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
         """Fold the bucket's gradients with this rank's earlier micro-batches and sum over ranks, in the background."""
         tree = self.tree

@@ -7,6 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from ddp_core.base.user_code import our_code
+
 from .early_additions import twice
 from .shards import Shards
 
@@ -50,6 +52,7 @@ class Departures:
         for hook in self._hooks:
             hook.remove()
 
+    @our_code
     def _made(self, number: int, position: int, parameter: Tensor) -> None:
         if not self._watching:
             return

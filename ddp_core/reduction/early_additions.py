@@ -7,6 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from ddp_core.base.user_code import our_code
+
 from .tree import GradientTree, Subtree
 
 
@@ -40,6 +42,7 @@ class EarlyAdditions:
         for hook in self._hooks:
             hook.remove()
 
+    @our_code
     def _made(self, position: int, parameter: Tensor) -> None:
         gradient = parameter.grad
         if not self._waiting or gradient is None or gradient.is_sparse:

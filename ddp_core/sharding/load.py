@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_core.base.torch_internals import sent_together
+from ddp_core.base.user_code import our_code
 from ddp_core.reduction.exchange import WholeExchange
 from ddp_core.reduction.flat import record_use
 from ddp_core.reduction.round_sum import RoundSum
@@ -98,6 +99,7 @@ class Load:
         for row, part in zip(self.rows, parts, strict=True):
             yield part[: row.stop - row.start]
 
+    @our_code
     def _mark(self, position: int, whole: Tensor) -> None:
         if not self._is_open:
             raise RuntimeError("backward outside of ExactReduction.micro_batch: run each backward in one of its own")
@@ -160,6 +162,7 @@ class _Handover:
             return torch.empty(elements, dtype=dtype, device=device)
         return self._unread.memory(elements, dtype, device)
 
+    @our_code
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         """Hand over `input_tensor`."""
         self._take(input_tensor)

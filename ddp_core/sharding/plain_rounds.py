@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ddp_core.base.torch_internals import foreach_mul_, sent_together
+from ddp_core.base.user_code import our_code
 from ddp_core.reduction.norm import clip_gradients_
 
 from .blocks import refusing_bypasses
@@ -102,5 +103,6 @@ class PlainRounds:
     def close(self) -> None:
         """Do nothing: this holds nothing that has to be released."""
 
+    @our_code
     def _mark(self, position: int, _: Tensor) -> None:
         self._present.add(position)

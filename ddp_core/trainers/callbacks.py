@@ -1,12 +1,10 @@
-"""Calls the user's callbacks at their moments.
-
-Only this file calls them. So an exception from below this file is the experiment's own (ddp_core/experiment/blame.py).
-"""
+"""Calls the user's callbacks at their moments; only this file calls them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_core.base.user_code import user_code
 from ddp_core.observe.callback import Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.job import Job
@@ -30,20 +28,23 @@ class CallbackCalls(StepObserver):
 
     def after_step(self, batch: StepBatch) -> None:
         moment = self._moment(batch.epoch, self._loss)
-        for callback in self._callbacks:
-            callback.on_step(moment)
+        with user_code("your callback"):
+            for callback in self._callbacks:
+                callback.on_step(moment)
 
     def epoch_done(self, epoch: int) -> None:
         """Call every `on_epoch`."""
         moment = self._moment(epoch, self._state.last_epoch_loss)
-        for callback in self._callbacks:
-            callback.on_epoch(moment)
+        with user_code("your callback"):
+            for callback in self._callbacks:
+                callback.on_epoch(moment)
 
     def end(self, epoch: int) -> None:
         """Call every `on_end`."""
         moment = self._moment(epoch, self._state.last_epoch_loss)
-        for callback in self._callbacks:
-            callback.on_end(moment)
+        with user_code("your callback"):
+            for callback in self._callbacks:
+                callback.on_end(moment)
 
     def _moment(self, epoch: int, loss: float | None) -> Moment:
         state = self._state

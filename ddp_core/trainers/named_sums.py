@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.distributed.process_group import Collectives
 
 NamedMetrics = Callable[..., Any]
@@ -37,7 +38,9 @@ class NamedSums:
 
     def add(self, batch: int, outputs: Any, targets: Any) -> None:
         """Take in one batch. Raises UserError where the function returns something else than it should."""
-        found = {name: _parts(name, value) for name, value in _checked(self._metrics(outputs, targets)).items()}
+        with user_code("your metrics"):
+            values = self._metrics(outputs, targets)
+        found = {name: _parts(name, value) for name, value in _checked(values).items()}
         kinds: _Kinds = {
             name: tuple((part.is_floating_point(), tuple(part.shape)) for part in parts)
             for name, parts in found.items()

@@ -1,7 +1,6 @@
 """Forward and backward passes of the experiment's model, in the experiment's precision.
 
-Only this file calls the model and its loss. So an exception from below this file is the experiment's own
-(ddp_core/experiment/blame.py).
+Only this file calls the model and its loss.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.trees import Tree, map_tensors
 from ddp_core.model.losses import Loss
@@ -50,11 +50,12 @@ class Passes:
             inputs, targets = map_tensors(self._to_device, (inputs, targets))
         if self._memory_format != "contiguous":
             inputs = map_tensors(partial(laid_out, memory_format=self._memory_format), inputs)
-        with self.autocast():
+        with user_code("your model"), self.autocast():
             outputs = call(module, inputs)
         if self._precision is not None:
             outputs = map_tensors(_to_float32, outputs)
-        return outputs, targets, self._loss(outputs, targets)
+        with user_code("your loss"):
+            return outputs, targets, self._loss(outputs, targets)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The experiment's precision for the forwards inside, of this thread alone."""
@@ -68,7 +69,8 @@ class Passes:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
-        loss.backward(weight)
+        with user_code("your model's backward"):
+            loss.backward(weight)
 
     def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
         """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.

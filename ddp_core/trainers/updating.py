@@ -1,7 +1,6 @@
 """The update of the weights: learning rate, clipping, the optimizer's step, the schedule's, and the weights' average.
 
-Only this file calls the optimizer and the schedule. So an exception from below this file is the experiment's own
-(ddp_core/experiment/blame.py).
+Only this file calls the optimizer and the schedule.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
 from ddp_core.trainers.train_state import TrainState
 
@@ -53,12 +53,14 @@ class WeightUpdate:
             state.scaler.unscale_(state.optimizer)
         if self._clip_norm is not None:
             self._clip(self._clip_norm)
-        if state.scaler is None:
-            state.optimizer.step()
-        elif not self._step_scaled(state.scaler):
-            return
+        with user_code("your optimizer"):
+            if state.scaler is None:
+                state.optimizer.step()
+            elif not self._step_scaled(state.scaler):
+                return
         if state.schedule is not None:
-            state.schedule.step()
+            with user_code("your schedule"):
+                state.schedule.step()
         if state.average is not None:
             state.average.update_parameters(state.model)
 

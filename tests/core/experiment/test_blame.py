@@ -1,4 +1,4 @@
-"""Whose fault an exception is: the last call from our code decides; a shortage is reported in one line."""
+"""Whose fault an exception is: the boundary that it crosses decides; a shortage is reported in one line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from ddp_core.base.errors import ExitCode
+from ddp_core.base.user_code import our_code, user_code, users
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.experiment import blame
-from ddp_core.experiment.file import load_experiment
+from ddp_core.experiment.file import LoadedExperiment, load_experiment
+from ddp_core.experiment.hooks import callbacks_of
 from ddp_core.model.losses import cross_entropy
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
@@ -97,7 +99,8 @@ def own_observer() -> None:
         def after_step(self, batch: StepBatch) -> None:
             raise OSError("no room here")
 
-    StepObservers([Sees()]).after_step(StepBatch(0, 0, 4, [], [], []))
+    loaded = LoadedExperiment(EXPERIMENT, {"callbacks": [Sees()]}, Path("mine.py"), "", "")
+    StepObservers(callbacks_of(loaded)[1]).after_step(StepBatch(0, 0, 4, [], [], []))
 
 
 def our_own_mistake() -> None:
@@ -144,9 +147,24 @@ def test_what_we_raised_is_a_fault_of_ours() -> None:
     assert line.startswith(f"AttributeError: {error}; this is a fault of ddp itself")
 
 
-def test_the_places_that_call_the_experiment_are_there() -> None:
-    package = Path(blame.__file__).parents[1]
-    assert [place for place in blame._CALLS_EXPERIMENT if not (package / place).exists()] == []
+def hook_of_ours_in_backward() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(our_code(lambda gradient: gradient.no_such_word))
+    passes().backward(weight.sum(), torch.ones(()))
+
+
+def test_our_own_hook_in_the_midst_of_a_users_model_is_ours() -> None:
+    exit_code, line = blame.unforeseen(raised_by(hook_of_ours_in_backward))
+    assert exit_code == ExitCode.INTERNAL
+    assert "no_such_word" in line
+
+
+def test_the_first_boundary_decides() -> None:
+    error = raised_by(backward)
+    assert users(error) == "your model's backward"
+    with pytest.raises(NotImplementedError), user_code("something else"):
+        raise error
+    assert users(error) == "your model's backward"
 
 
 def test_memory_that_torch_cannot_have_is_a_shortage() -> None:
