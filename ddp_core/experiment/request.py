@@ -42,6 +42,11 @@ class Request:
     asked: Asked | None = None
     """What the user asked for, in the user's own words; None where no command line did."""
 
+    @property
+    def source_sha256(self) -> str:
+        """SHA-256 of the text of the experiment's file."""
+        return _sha256(self.loaded.source)
+
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
         loaded = self.loaded
@@ -50,7 +55,7 @@ class Request:
                 "experiment": loaded.experiment.to_json(),
                 "file": str(loaded.path),
                 "source": loaded.source,
-                "source_sha256": _sha256(loaded.source),
+                "source_sha256": self.source_sha256,
                 "question": loaded.question,
                 "served": loaded.served,
                 "layout": self.layout.model_dump(mode="json"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import cast
@@ -12,24 +11,16 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from ddp_core.base.errors import UserError
 from ddp_core.experiment.request import Request
-from ddp_core.record.environment import describe_code
+from ddp_core.record.environment import facts_of
 
 _OF_ONE_NODE = {"data_dir", "faults", "log_to", "output", "profile", "workers"}
 """Options that may differ between nodes: folders, what only rank 0 does, and faults made on purpose."""
 
 
-def facts_of(request: Request) -> dict[str, str]:
+def facts_of_nodes(request: Request) -> dict[str, str]:
     """What all nodes of a launch must have in common, by the name that an error message gives it."""
-    code, loaded = describe_code(), request.loaded
-    return {
-        "experiment": loaded.experiment.digest(),
-        "experiment file": hashlib.sha256(loaded.source.encode()).hexdigest(),
-        "code version": f"{code['version']} {code['commit']}",
-        "layout": request.layout.label,
-        "reduction": request.options.reduction,
-        "numerics": request.options.numerics,
-        **{f"--{name.replace('_', '-')}": str(value) for name, value in request.options if name not in _OF_ONE_NODE},
-    }
+    options = {f"--{name.replace('_', '-')}": str(value) for name, value in request.options if name not in _OF_ONE_NODE}
+    return {**facts_of(request), "experiment file": request.source_sha256, **options}
 
 
 def require_same_request(nodes: WorkerGroup, facts: Mapping[str, str]) -> None:

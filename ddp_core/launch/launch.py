@@ -30,7 +30,7 @@ from ddp_core.distributed.stop import (
 )
 from ddp_core.distributed.world import World, free_port
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agreement import facts_of
+from ddp_core.launch.agreement import facts_of_nodes
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.record.directory import find_launch
 
@@ -87,7 +87,7 @@ def _run_elastic(request: Request, meeting: Meeting, arguments: Sequence[str], e
         request.options.stop_signal,
         meeting.is_host,
         entry.__module__.rpartition(".")[0],
-        facts_of(request),
+        facts_of_nodes(request),
     )
     try:
         with _nursery(request, entry) as nursery:

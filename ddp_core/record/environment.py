@@ -9,7 +9,10 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp_core.experiment.request import Request
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow", "scikit-learn", "pydantic", "safetensors")
 
@@ -23,6 +26,18 @@ def portable_cpu(record: Mapping[str, Any]) -> str | None:
         return None
     cpu: str | None = (record.get("environment") or {}).get("cpu")
     return cpu
+
+
+def facts_of(request: Request) -> dict[str, str]:
+    """What all ranks and nodes of a launch must have in common, by the name that an error message gives it."""
+    code = describe_code()
+    return {
+        "experiment": request.loaded.experiment.digest(),
+        "code version": f"{code['version']} {code['commit']}",
+        "layout": request.layout.label,
+        "reduction": request.options.reduction,
+        "numerics": request.options.numerics,
+    }
 
 
 def describe_environment() -> dict[str, Any]:

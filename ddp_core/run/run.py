@@ -33,7 +33,7 @@ from ddp_core.record.caller import tell_caller
 from ddp_core.record.changes import Origin
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import describe_code
+from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import RunRecord
@@ -146,15 +146,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 def _build_the_same(request: Request, collectives: Collectives) -> Parts:
     """All parts. Raises UserError on every rank where the ranks' version of ddp_core or request differ."""
     check_promise(request)
-    code = describe_code()
-    facts = {
-        "experiment": request.loaded.experiment.digest(),
-        "code version": f"{code['version']} {code['commit']}",
-        "layout": request.layout.label,
-        "reduction": request.options.reduction,
-        "numerics": request.options.numerics,
-    }
-    collectives.require_same(**facts)
+    collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
     if parts.named_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from ddp_core.base.errors import UserError
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
-from ddp_core.launch.agreement import facts_of, require_same_request
+from ddp_core.launch.agreement import facts_of_nodes, require_same_request
 from tests.support.processes import HANG
 
 
@@ -33,7 +33,9 @@ def compared(*facts: dict[str, str]) -> list[str | None]:
 
 
 def facts(*words: str, **more: Any) -> dict[str, str]:
-    return facts_of(prepare(Asked(experiment="toy_mlp", layout="ddp", device="cpu", settings=words, **more), "ddp"))
+    return facts_of_nodes(
+        prepare(Asked(experiment="toy_mlp", layout="ddp", device="cpu", settings=words, **more), "ddp")
+    )
 
 
 def test_equal_requests_pass_also_where_folders_differ() -> None:
