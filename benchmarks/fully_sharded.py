@@ -29,11 +29,9 @@ from benchmarks.reduction import on_ranks
 from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
 from benchmarks.turns import rotated
 from ddp_core.model.builders import MODELS
-from ddp_core.reduction import ExactReduction
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sharding.blocks import blocks_of
-from ddp_core.sharding.fully_sharded import FullySharded
-from ddp_core.sharding.plain_rounds import PlainRounds
+from ddp_core.sharding.rows import OwnsRows
 
 WAYS = ("FSDP2, plain", "parameters, plain", "parameters, exact")
 TARGET = 1.10
@@ -83,14 +81,10 @@ class Contender:
             return
         self.optimizer = torch.optim.AdamW(self.net.parameters(), fused=True)
         exact = way.endswith("exact")
-        sharded = FullySharded(self.net, self.optimizer, self.micro_batches, process_group=group, exact=exact)
-        self.reduction: ExactReduction | PlainRounds
-        if isinstance(sharded.rounds, PlainRounds):
-            self.reduction = sharded.rounds
-        else:
-            self.reduction = ExactReduction(self.net, self.micro_batches, process_group=group, shares=sharded.rounds)
+        owned = OwnsRows(self.net, self.optimizer, self.micro_batches, process_group=group, exact=exact)
+        self.reduction = owned.reduction
         self.step = self._own_step
-        self.close += [self.reduction.close, sharded.close]
+        self.close += [self.reduction.close, owned.close]
 
     def _backward(self) -> None:
         self.net(self.inputs).sum().backward()

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.record import record
 from benchmarks.reduction import on_ranks, wrapped
-from ddp_core.reduction import ExactReduction, Shards
+from ddp_core.reduction import ExactReduction
 from ddp_core.run.freed_memory import keep_freed_memory
-from ddp_core.sharding import ShardedOptimizer
+from ddp_core.sharding import OwnsPieces
 
 LAYERS, WIDTH, ROWS = 25, 1000, 16
 WARM_UP = 2
@@ -65,9 +65,9 @@ class Contender:
             exact = ExactReduction(wrapped(self.net), self.own * world_size)
         else:
             shares: Literal["contiguous", "strided"] = "strided" if way.endswith("gradients") else "contiguous"
-            shards = Shards.of(self.net, world_size)
-            exact = ExactReduction(self.net, self.own * world_size, process_group=group, shares=shares, shards=shards)
-            self.close.append(ShardedOptimizer(self.optimizer, exact).close)
+            owned = OwnsPieces(self.net, self.optimizer, self.own * world_size, process_group=group, shares=shares)
+            exact = owned.reduction
+            self.close.append(owned.close)
         self.close.append(exact.close)
         return exact
 

@@ -126,10 +126,11 @@ def _of_ranks(replica: Replica, experiment: Experiment) -> dict[str, dict[str, i
     """The peak of a rank by the number of ranks and by what of it is sharded; nothing for a plain reduction."""
     from ddp_core.config.layout import SHARD_MODES
     from ddp_core.run.memory import way_of
+    from ddp_core.sharding import Sharding
 
     return {
         str(ranks): {
-            mode: replica.estimate(way_of(experiment, ranks, mode), bucketed=mode == "none").peak
+            mode: replica.estimate(way_of(experiment, ranks, Sharding(mode)), bucketed=mode == "none").peak
             for mode in ("none", *SHARD_MODES)
         }
         for ranks in _RANKS

@@ -17,7 +17,7 @@ from ddp_core.experiment.request import Parts, Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.memory import replica_of, samples_at_once, way_of
-from ddp_core.sharding import refuse_unsuitable, require_elementwise
+from ddp_core.sharding import Sharding
 
 _FILES = ("run.json", "metrics.jsonl", "log.txt", "source/", "heartbeats/", "checkpoints/", "model.safetensors")
 
@@ -26,10 +26,7 @@ def dry_run(request: Request) -> int:
     """Print what would run; returns 0. Raises UserError where the run would, before or while it builds its parts."""
     check_request(request, only_look=True)
     parts = build_parts(request.loaded, Path(request.options.data_dir))
-    if request.layout.shard != "none":
-        require_elementwise(parts.optimizer)
-    if request.layout.shard == "parameters":
-        refuse_unsuitable(parts.model)
+    Sharding.of(request.layout).check_parts(parts.model, parts.optimizer)
     if World.from_environment().is_first:
         lines = {
             "experiment": _experiment(request),
@@ -86,14 +83,15 @@ def _model(experiment: Experiment, parts: Parts) -> str:
 
 def _memory(request: Request, parts: Parts) -> str:
     experiment, layout = request.loaded.experiment, request.layout
-    samples, of_rank = samples_at_once(experiment), layout.shard != "none"
+    samples, sharding = samples_at_once(experiment), Sharding.of(layout)
     replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)
-    estimate = replica.estimate(way_of(experiment, layout.shares, layout.shard))
-    has_buckets = layout.kind == "ddp" and layout.shard == "none"
+    estimate = replica.estimate(way_of(experiment, layout.shares, sharding))
+    has_buckets = layout.kind == "ddp" and not sharding.is_any
     buckets = f", and {in_units(estimate.gradients)} of gradient buckets" if has_buckets else ""
+    holder = "rank" if sharding.is_any else "replica"
     return (
-        f"{in_units(estimate.peak)} for each {'rank' if of_rank else 'replica'}, in float32 with micro-batches of "
-        f"{samples} samples (estimated){buckets}"
+        f"{in_units(estimate.peak)} for each {holder}, in float32 with micro-batches of {samples} samples "
+        f"(estimated){buckets}"
     )
 
 

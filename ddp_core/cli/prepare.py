@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.devices import check_gpus, choose_layout, say
-from ddp_core.cli.shard_modes import check_shards
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
@@ -29,6 +28,7 @@ from ddp_core.observe.loggers.choosing import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
 
@@ -49,7 +49,12 @@ def prepare(asked: Asked, command: str, computes_with: Callable[[Numerics], bool
     world = World.from_environment()
     _check_nodes(asked, world)
     layout = choose_layout(asked, world)
-    check_shards(asked, loaded.experiment, layout)
+    Sharding.of(layout).check(
+        loaded.experiment,
+        is_plain=(asked.reduction or loaded.experiment.reduction) == "plain",
+        inexact_because=promise_broken_by(loaded.experiment),
+        cuda_graph=asked.cuda_graph,
+    )
     reduction = asked.reduction or _default_reduction(loaded.experiment, world)
     numerics, why_native = _numerics(asked, loaded.experiment, layout, computes_with)
     options = Options(

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.cli.shard_modes import shards_refused_by, whole_parameters_needed_by
 from ddp_core.cli.training import train_silently
 from ddp_core.cli.verify import DIFFERENT
 from ddp_core.config.experiment import Experiment
@@ -20,7 +19,8 @@ from ddp_core.config.layout import SHARD_MODES, DeviceType, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.experiment.request import build_parts, promise_broken_by
 from ddp_core.record.directory import find_runs
-from ddp_core.sharding import require_elementwise
+from ddp_core.sharding import Sharding
+from ddp_core.sharding.elementwise import require_elementwise
 
 _COUNTS = {"dp": (2, 3, 4), "ddp": (2, 3, 4, 5, 8)}
 _SHARDED_COUNTS = (2, 3)
@@ -63,11 +63,11 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
 
 def _modes_for(experiment: Experiment, optimizer: Optimizer) -> Sequence[ShardMode]:
     """The shard modes that can be had; where none can, says why."""
-    reason = shards_refused_by(experiment)
+    reason = Sharding("optimizer").refused_by(experiment)
     try:
         if reason is None:
             require_elementwise(optimizer)
-            needed = whole_parameters_needed_by(experiment)
+            needed = Sharding("parameters").whole_parameters_needed_by(experiment)
             if needed is not None:
                 print(f"left out, --shard parameters: {needed}", flush=True)
             return [mode for mode in SHARD_MODES if mode != "parameters" or needed is None]

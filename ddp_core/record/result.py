@@ -44,7 +44,7 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
     average = None if state.average is None else weights_digest(state.average.module.state_dict())
-    weights, whole = state.weights(), state.optimizer_state()
+    weights, whole = state.ownership.whole_weights(), state.ownership.whole_state()
     # Where parameters are sharded, rank 0 has put the whole together, and the other ranks have nothing to compare.
     digests = (None if weights is None else weights_digest(weights), average)
     parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))

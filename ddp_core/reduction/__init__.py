@@ -4,8 +4,7 @@ Sums of floating-point numbers depend on the order of the additions. Here that o
 micro-batches of a step (`tree`), whichever ranks compute them. Ranks that compute neighbouring micro-batches exchange
 partial sums (`contiguous`, `ordered_sum`), within nodes first, then across (`levels`). Ranks that take them in turns
 exchange after each (`strided`, `round_sum`). Both do so in the background (`communication`). Batch-norm statistics are
-exchanged in the same way (`batch_statistics`). Where each rank updates a part of the parameters (`shards`), it gets the
-sums of that part alone (`sharded_contiguous`, `sharded_strided`). Clipping uses a norm of the same kind (`norm`).
+exchanged in the same way (`batch_statistics`). Clipping uses a norm of the same kind (`norm`).
 `ExactReduction` (`exact`) puts all of it together for a training loop.
 """
 
@@ -14,7 +13,6 @@ from .exact import ExactReduction
 from .flat import take_gradients
 from .norm import clip_gradients_, gradient_norm
 from .ordered_sum import OrderedSum
-from .shards import Piece, Shards
 from .tree import GradientTree, Span, Subtree, canonical_subtrees, fold, fold_replicas, share
 
 __all__ = [
@@ -22,8 +20,6 @@ __all__ = [
     "ExactReduction",
     "GradientTree",
     "OrderedSum",
-    "Piece",
-    "Shards",
     "Span",
     "Subtree",
     "canonical_subtrees",

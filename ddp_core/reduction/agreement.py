@@ -14,7 +14,6 @@ from torch import nn
 from ddp_core.base.digests import weights_digest
 
 from .flat import Gradients
-from .shards import Shards
 
 T = TypeVar("T")
 
@@ -25,7 +24,6 @@ def require_agreement(
     shares: str,
     gradients: Gradients,
     node: str | int,
-    shards: Shards | None = None,
 ) -> list[list[int]]:
     """Compare with the other ranks of `group` what the bits of a sum depend on; return its ranks, node by node.
 
@@ -38,7 +36,6 @@ def require_agreement(
         "threads": torch.get_num_threads(),
         "micro_batches": micro_batches,
         "shares": shares,
-        "shards": "none" if shards is None else f"{len(shards.groups)} flat tensors",
         "parameters": len(gradients.parameters),
     }
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,7 @@ from .buckets import refuse_inexact
 from .communication import Channel
 from .contiguous import ContiguousShares
 from .flat import Gradients
-from .norm import block_sums_of_pieces, clip_gradients_, gradient_norm, norm_of
-from .sharded import gather_, require_fit
-from .sharded_contiguous import PHASES, ShardedContiguousShares
-from .sharded_strided import ShardedStridedShares
-from .shards import Shards
+from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
 from .tree import share
 
@@ -45,25 +41,26 @@ class Shares(Protocol):
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
 
     def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set `statistics` to the sum over all micro-batches, and every `.grad` to theirs times `scale`.
-
-        With shards, only pieces of this rank have a `.grad`.
-        """
+        """Set `statistics` to the sum over all micro-batches, and every `.grad` to theirs times `scale`."""
 
     def close(self) -> None:
         """Leave DDP or the parameters as they were."""
 
 
 class OwnShares(Shares, Protocol):
-    """Shares with gradients and a channel of their own, made by whoever keeps the parameters in another way."""
+    """Shares where each rank owns a part of the parameters, and `finish` gives it the sums of this part alone.
 
-    @property
-    def gradients(self) -> Gradients:
-        """What `finish` sets."""
+    Made beside the reduction, by what cuts the parameters (`ddp_core.sharding`).
+    """
 
-    @property
-    def channel(self) -> Channel:
-        """What carries them; `ExactReduction.close` closes it."""
+    gradients: Gradients
+    """What each backward makes."""
+    reduced: Sequence[nn.Parameter]
+    """What `finish` gives a `.grad`."""
+    channel: Channel
+    """What carries gradients to other ranks; `ExactReduction.close` closes it."""
+    weights_to_compare: dist.ProcessGroup | None
+    """The ranks that compare their weights in the first step; None where that is done already."""
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as `gradient_norm` has it; a collective."""
@@ -93,11 +90,8 @@ class ExactReduction:
     as exact`) ends the threads and their process group; call it before the DDP module is dropped, and drop that
     (`gc.collect()`) before `destroy_process_group()`.
 
-    With `shards` (of the module's trainable parameters, for as many ranks as the group has; no DDP then) each rank gets
-    the gradients of its own pieces alone: `finish` sets `piece.tensor.grad` of every `shards.pieces(rank)` to the sum
-    and every `p.grad` to None. Exchanges run beside the last backward with contiguous shares, beside each with strided
-    shares; these also free each gradient while backward goes on. When the pieces are updated, `gather_parameters`
-    brings them to all ranks; `ShardedOptimizer` of ddp_core.sharding does so.
+    Where each rank owns a part of the parameters, `shares` are those of `ddp_core.sharding`: `finish` then gives a
+    `.grad` to what this rank's optimizer updates, and to nothing else.
 
     In a loop that is not your own: call `begin()` before the first forward of a step, put each backward into
     `micro_batch(exact.remaining[0])`, and call `finish` as soon as `remaining` is empty, before gradients are clipped
@@ -121,7 +115,6 @@ class ExactReduction:
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] | OwnShares = "contiguous",
         node: str | int | None = None,
-        shards: Shards | None = None,
     ) -> None:
         own = None if isinstance(shares, str) else shares
         if own is None and shares not in ("contiguous", "strided"):
@@ -134,43 +127,33 @@ class ExactReduction:
             group = ddp.process_group
         self.micro_batches = micro_batches
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        self._gradients = Gradients(module) if own is None else own.gradients
-        self.process_group, self.rank, self.shards = group, rank, shards
-        # What `finish` gives a gradient.
-        self._reduced: list[nn.Parameter] = self._gradients.parameters
-        if shards is not None:
-            require_fit(shards, ddp, self._gradients, world_size)
-            self._reduced = [piece.tensor for piece in shards.pieces(rank)]
+        share(micro_batches, rank, world_size)
         if rank == 0:
             warn_of_threads()
-        nodes = None
-        if isinstance(shares, str) and group is not None and world_size > 1:
-            here = socket.gethostname() if node is None else node
-            nodes = require_agreement(group, micro_batches, shares, self._gradients, here, shards)
-        share(micro_batches, rank, world_size)
-        # Compared in the first step, when a checkpoint has been loaded.
-        self._to_compare = group if ddp is None and own is None and world_size > 1 else None
         self._statistics = BatchStatistics(module)
         self._foreign: dict[str, Tensor] | None = None
         self._checked = False
         # Of the step at hand: its number of micro-batches, and how many this rank has run.
         self._leaves: int | None = None
         self._run = 0
-
-        self._own, self._shares = own, cast(Shares, own)
+        self._shares: Shares
+        self._own = own
+        # Weights are compared in the first step, when a checkpoint has been loaded.
         if own is not None:
-            self._channel = own.channel
+            self._shares, self._gradients, self._channel = own, own.gradients, own.channel
+            self._reduced, self._to_compare = own.reduced, own.weights_to_compare
             return
+        self._gradients = Gradients(module)
+        self._reduced = self._gradients.parameters
+        nodes = None
+        if group is not None and world_size > 1:
+            here = socket.gethostname() if node is None else node
+            nodes = require_agreement(group, micro_batches, str(shares), self._gradients, here)
+        self._to_compare = group if ddp is None and world_size > 1 else None
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
-        in_levels = shares == "contiguous" and shards is None
-        is_strided = shares == "strided" and world_size > 1
-        phases = PHASES if shards is not None and not is_strided else None
-        self._channel = Channel(group, device, timeout, nodes if in_levels else None, phases)
-        if shards is not None:
-            kind = ShardedStridedShares if is_strided else ShardedContiguousShares
-            self._shares = kind(shards, self._gradients, self._channel)
-        else:
-            self._shares = (StridedShares if is_strided else ContiguousShares)(ddp, self._gradients, self._channel)
+        self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
+        kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares
+        self._shares = kind(ddp, self._gradients, self._channel)
 
     @property
     def share(self) -> range:
@@ -191,7 +174,7 @@ class ExactReduction:
 
         Without it the first `micro_batch` starts a full step. With fewer micro-batches than ranks some have an empty
         share; they call `begin` and `finish` all the same. An unfinished step is thrown away (after an error, only
-        without DDP and shards, and with contiguous shares).
+        without DDP, and with contiguous shares of whole gradients).
         """
         micro_batches = self.micro_batches if micro_batches is None else micro_batches
         if micro_batches < 1:
@@ -245,33 +228,12 @@ class ExactReduction:
         self._leaves, self._run = None, 0
         self._refuse_foreign_buffers()
 
-    def gather_parameters(self) -> None:
-        """Bring all ranks' pieces of the parameters to every rank; a collective, with `shards` only."""
-        assert self.shards is not None
-        self.gather({number: group.flat for number, group in enumerate(self.shards.groups)})
-
-    def gather(self, flats: Mapping[int, Tensor]) -> None:
-        """Bring all ranks' ranges of these flat tensors to every rank; a collective, with `shards` only.
-
-        Each is as large as the flat tensor of the group of `shards` whose number it has, and of any dtype.
-        """
-        assert self.shards is not None
-        gather_(flats, self.shards, self._channel)
-
     def clip_gradients_(self, max_norm: float) -> Tensor:
         """Multiply all gradients by max_norm / norm where that is below 1; returns the norm, the same on any layout.
 
-        A collective with `shards`. Call it between `finish` (and a scaler's `unscale_`) and the update.
+        A collective where each rank owns a part. Call it between `finish` (and a scaler's `unscale_`) and the update.
         """
-        if self._own is not None:
-            norm = self._own.norm()
-        elif self.shards is None:
-            norm = gradient_norm(self._reduced)
-        else:
-            sums = block_sums_of_pieces(self.shards, self.rank)
-            # One rank at most has a number in each place, and zeros change none.
-            self._channel.sum([sums], sums, self.shards.world_size)
-            norm = norm_of(sums)
+        norm = gradient_norm(self._reduced) if self._own is None else self._own.norm()
         clip_gradients_(self._reduced, norm, max_norm)
         return norm
 

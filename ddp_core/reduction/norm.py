@@ -6,8 +6,8 @@
 4. The norm is the square root.
 
 A library's own sum or norm adds in an order that depends on the tensor's shape, so that of pieces would have other bits
-than that of the whole. Here every addition is one of two numbers, and no block is cut (`shards`). Numbers are float64:
-squares of float32 are then exact, and none overflows.
+than that of the whole. Here every addition is one of two numbers. Numbers are float64: squares of float32 are then
+exact, and none overflows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch.nn.functional import pad
 from ddp_core.base.torch_internals import foreach_mul_
 
 from .flat import in_memory_order
-from .shards import BLOCK, Shards
 
+BLOCK = 1024
+"""Elements whose squares are added up in halves."""
 _ROWS = 128
 """Blocks that are squared and folded at once: as float64 they stay in a core's cache."""
 
@@ -33,25 +34,17 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
     `parameters` are all that are trained, in the same sequence on every layout; one without `.grad` counts as zero.
     """
-    begins = _first_blocks(parameters)
-    sums = _zeros(parameters, begins)
+    begins = first_blocks(parameter.numel() for parameter in parameters)
+    sums = torch.zeros(begins[-1], dtype=torch.float64, device=parameters[0].device)
     for begin, parameter in zip(begins, parameters, strict=False):
         if parameter.grad is not None:
             put_block_sums(sums[begin:], in_memory_order(parameter.grad, parameter))
     return norm_of(sums)
 
 
-def block_sums_of_pieces(shards: Shards, rank: int) -> Tensor:
-    """Sums of the squares of each block of all parameters, float64; of the blocks of other ranks' pieces zeros.
-
-    Added up over the ranks, `norm_of` makes them the norm.
-    """
-    begins = _first_blocks(shards.parameters)
-    sums = _zeros(shards.parameters, begins)
-    for piece in shards.pieces(rank):
-        if piece.tensor.grad is not None:
-            put_block_sums(sums[begins[piece.position] + piece.start // BLOCK :], piece.tensor.grad)
-    return sums
+def first_blocks(sizes: Iterable[int]) -> list[int]:
+    """The number of each parameter's first block, given their numbers of elements, and at last that of all blocks."""
+    return [0, *itertools.accumulate(-(-size // BLOCK) for size in sizes)]
 
 
 def norm_of(sums: Tensor) -> Tensor:
@@ -69,15 +62,6 @@ def clip_gradients_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
             gradients.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for dtype, tensors in gradients.items():
         foreach_mul_(tensors, factor.to(torch.promote_types(dtype, torch.float32)))
-
-
-def _first_blocks(parameters: Iterable[Tensor]) -> list[int]:
-    """The number of each parameter's first block, and at last that of all blocks."""
-    return [0, *itertools.accumulate(-(-parameter.numel() // BLOCK) for parameter in parameters)]
-
-
-def _zeros(parameters: Sequence[Tensor], begins: Sequence[int]) -> Tensor:
-    return torch.zeros(begins[-1], dtype=torch.float64, device=parameters[0].device)
 
 
 @torch.no_grad()

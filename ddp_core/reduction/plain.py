@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.shares import share_of
@@ -42,6 +42,10 @@ class PlainReduction:
         """Complete the step: multiply every `.grad` by `scale`. (DDP has summed them by the end of backward.)"""
         if scale != 1.0:
             foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
+
+    def clip_gradients_(self, max_norm: float) -> Tensor:
+        """Multiply all gradients by max_norm / norm where that is below 1; returns the norm."""
+        return nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
     def close(self) -> None:
         """Do nothing: this reduction holds nothing that has to be released."""

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment, Optimizer
-from ddp_core.config.layout import ShardMode
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
@@ -32,10 +31,11 @@ from ddp_core.experiment.hooks import optimizer_of
 from ddp_core.experiment.request import Request, build_model
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
-from ddp_core.reduction.shards import shard_groups
 from ddp_core.run.backward import bytes_of, watch
 from ddp_core.run.rank_memory import MemoryEstimate, Replica, Way
+from ddp_core.sharding import UNSHARDED, Sharding
 from ddp_core.sharding.blocks import blocks_of
+from ddp_core.sharding.shards import shard_groups
 
 BuildOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -136,17 +136,18 @@ def predict(request: Request, loss: Loss, splits: Splits, device: torch.device) 
     if layout.kind == "dp" or experiment.precision not in ("fp32", "tf32"):
         return None
     world_size, reduction = layout.world_size, request.options.reduction
-    way = Way(experiment.micro_batches or world_size, reduction, world_size, layout.shard)
+    sharding = Sharding.of(layout)
+    way = Way(experiment.micro_batches or world_size, reduction, world_size, sharding)
     micro_batch = BatchCut.of(experiment, layout).micro_batch
     replica = replica_of(request.loaded, build_model(request.loaded, device), loss, splits, micro_batch)
-    bucketed = layout.kind == "ddp" and layout.shard == "none"
+    bucketed = layout.kind == "ddp" and not sharding.is_any
     estimate = replica.estimate(way, bucketed)
     return Prediction(estimate.weights, estimate.peak + (LIBRARIES if device.type == "cpu" else 0))
 
 
-def way_of(experiment: Experiment, world_size: int = 1, shard: ShardMode = "none") -> Way:
+def way_of(experiment: Experiment, world_size: int = 1, sharding: Sharding = UNSHARDED) -> Way:
     """How the ranks of a run of this experiment bring the gradients of a step together."""
-    return Way(experiment.micro_batches or world_size, experiment.reduction, world_size, shard)
+    return Way(experiment.micro_batches or world_size, experiment.reduction, world_size, sharding)
 
 
 def samples_at_once(experiment: Experiment) -> int:

@@ -1,8 +1,8 @@
 """The memory of one rank, computed from what one watched micro-batch took on a whole replica.
 
-What ranks share is divided by their number (`shard`). Beside it stand, during backward, the activations, the gradients
-made so far, and sums of the gradients of earlier micro-batches: as many as the tree of additions needs at a time. Where
-ranks keep a part of the gradients only, these leave in groups while backward goes on.
+What is cut among ranks (`Sharding`) is divided by their number. Beside it stand, during backward, the activations, the
+gradients made so far, and sums of the gradients of earlier micro-batches: as many as the tree of additions needs at a
+time. Where each rank keeps a part of the gradients alone, these leave in groups while backward goes on.
 """
 
 from __future__ import annotations
@@ -12,17 +12,11 @@ from functools import partial
 from itertools import pairwise
 
 from ddp_core.base.shares import share_of
-from ddp_core.config.layout import ShardMode
 from ddp_core.config.records import Reduction
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving
+from ddp_core.sharding import UNSHARDED, Sharding
 
-_CUT: dict[str, tuple[ShardMode, ...]] = {
-    "optimizer": ("optimizer", "gradients", "parameters"),
-    "gradients": ("gradients", "parameters"),
-    "parameters": ("parameters",),
-}
-"""The modes in which each rank has a part only of these."""
 _WHILE_SENT = 2
 """A group of gradients that is sent, and the parts of other ranks' groups that arrive meanwhile."""
 
@@ -35,7 +29,7 @@ class Way:
     """Of the whole step."""
     reduction: Reduction = "exact"
     world_size: int = 1
-    shard: ShardMode = "none"
+    sharding: Sharding = UNSHARDED
 
 
 @dataclass(frozen=True)
@@ -114,17 +108,17 @@ class Replica:
 
     def estimate(self, way: Way = Way(), bucketed: bool = False) -> MemoryEstimate:
         """The memory of the rank that needs most. `bucketed`: DistributedDataParallel has gradient buckets."""
-        ranks = way.world_size
-        parts = {mode: ranks if way.shard in _CUT[mode] else 1 for mode in _CUT}
-        weights = self.weights - self.trainable + _part(self.trainable, parts["parameters"])
-        gradients = _part(self.trainable, parts["optimizer"])
+        sharding, ranks = way.sharding, way.world_size
+        of_parameters, of_updates = ranks if sharding.cuts_parameters else 1, ranks if sharding.is_any else 1
+        weights = self.weights - self.trainable + _part(self.trainable, of_parameters)
+        gradients = _part(self.trainable, of_updates)
         in_backward, sums = self._in_backward(way)
         # The next block is gathered while one computes.
-        gathered = self.rest + 2 * self.block if way.shard == "parameters" else 0
+        gathered = self.rest + 2 * self.block if sharding.cuts_parameters else 0
         return MemoryEstimate(
             weights=weights,
             gradients=gradients,
-            optimizer_state=_part(self.optimizer_state, parts["optimizer"]),
+            optimizer_state=_part(self.optimizer_state, of_updates),
             inputs=self.inputs,
             activations=round(self.growth * self.backward.activations),
             in_backward=in_backward + gathered,
@@ -138,13 +132,13 @@ class Replica:
     def _in_backward(self, way: Way) -> tuple[int, int]:
         """The most in any backward of a step, on any rank, and the most that sums of earlier micro-batches take."""
         highest, leaves, ranks = partial(self.backward.highest, self.growth), way.micro_batches, way.world_size
-        if way.reduction == "plain" and way.shard == "none":
+        if way.reduction == "plain" and not way.sharding.is_any:
             # Each gradient is added to that of earlier micro-batches as soon as it is made.
             sums = self.trainable if leaves > ranks else 0
             return (sums + highest(leaving=Leaving()), sums) if sums else (highest(), 0)
-        if way.shard in _CUT["gradients"]:
+        if way.sharding.cuts_gradients:
             # Every backward sends its gradients. A rank adds up its part of all that come, W micro-batches at a time.
-            group = max(self.block, self.rest) if way.shard == "parameters" else self.group
+            group = max(self.block, self.rest) if way.sharding.cuts_parameters else self.group
             held = [len(canonical_subtrees(0, end, leaves)) for end in (*range(0, leaves, ranks), leaves)]
             found = [
                 _part(before * self.trainable, ranks)
@@ -156,7 +150,7 @@ class Replica:
         shares = [share_of(leaves, rank, ranks) for rank in range(ranks)]
         counts = [[len(canonical_subtrees(share.start, index, leaves)) for index in share] for share in shares]
         sums = max(map(max, counts)) * self.trainable
-        if way.shard == "none":
+        if not way.sharding.is_any:
             return highest(max(map(max, counts))), sums
         last = Leaving(self.group, _WHILE_SENT, 1 / ranks)
         backwards: set[tuple[int, Leaving | None, int]] = set()

@@ -121,7 +121,9 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     theirs = start.metadata.get("experiment_sha256")
     state = load(
         start,
-        expect={f"model.{name}": shape for name, shape in describe(trainer.state.described()).items()},
+        expect={
+            f"model.{name}": shape for name, shape in describe(trainer.state.ownership.described_weights()).items()
+        },
         only=["model"],
         expect_metadata={"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()},
     )

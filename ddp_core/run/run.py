@@ -40,6 +40,7 @@ from ddp_core.record.run_record import RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
+from ddp_core.sharding import Sharding
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import try_metrics
 from ddp_core.trainers.loss_check import check_loss
@@ -136,7 +137,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     """Meet the other workers of the launch, on this process's own device."""
     options, layout = request.options, request.layout
     device = local_device(world, layout.device)
-    if layout.shard == "parameters" and device.type == "cpu":
+    if Sharding.of(layout).cuts_parameters and device.type == "cpu":
         return_large_blocks()
     else:
         keep_freed_memory()

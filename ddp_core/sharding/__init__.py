@@ -1,13 +1,12 @@
-"""Training state of which each rank keeps and updates a part; put together and cut where it leaves and enters.
+"""Ranks that keep a part each: of the optimizer's state, also of gradients, also of parameters, in one interface.
 
-`ShardedOptimizer` does so for the state of any optimizer that treats each element by itself (`elementwise`), on top of
-an `ExactReduction` with shards. `FullySharded` (in `fully_sharded`, which takes a second to import) does so for the
-parameters, too, of any module that torch's `fully_shard` can wrap. What goes in here knows modules and optimizers, but
-no trainer and no file.
+A `Sharding` is made once from a layout: it refuses, cuts and foretells memory. What it cuts, an `Ownership` (`OwnsAll`,
+`OwnsPieces`; `OwnsRows` in `rows`) puts together and cuts again where state leaves and enters. What goes in here knows
+modules and optimizers, but no trainer and no file.
 """
 
-from .blocks import refuse_unsuitable
-from .elementwise import require_elementwise
-from .optimizer import ShardedOptimizer
+from .ownership import Ownership, OwnsAll, OwnsPart
+from .pieces import OwnsPieces
+from .sharding import UNSHARDED, Sharding
 
-__all__ = ["ShardedOptimizer", "refuse_unsuitable", "require_elementwise"]
+__all__ = ["UNSHARDED", "Ownership", "OwnsAll", "OwnsPart", "OwnsPieces", "Sharding"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.reduction.shards import BLOCK
+from ddp_core.reduction.norm import BLOCK
 
 _SHAPE = (11, 500)
 """Of the tensor that is tried: two dimensions, several blocks, and no multiple of a vector's length."""

@@ -18,7 +18,7 @@ from ddp_core.base.user_code import our_code
 from ddp_core.reduction.norm import clip_gradients_
 
 from .blocks import refusing_bypasses
-from .rows import Rows
+from .owned import Rows
 
 
 class PlainRounds:

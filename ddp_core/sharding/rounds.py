@@ -1,83 +1,94 @@
-"""Strided shares of a fully sharded model: the gradients of W micro-batches at a time, added up by those who own them.
+"""Strided shares where each rank needs the gradients of its own part alone: no gradient outlives its backward.
 
-Rank r of W computes the micro-batches r, r + W, r + 2W, … In every backward, `fully_shard` lays the gradients of a
-block end to end, cut in W parts, and calls its reduce-scatter. Here that call sends part r to rank r in the background,
-while backward goes on. The W arrivals are neighbouring leaves of the canonical tree, so their owner pushes them onto a
-binary counter: the same additions as on one process, in N/W * (log2(M) + 1) elements at most.
+Rank r of W computes the micro-batches r, r + W, r + 2W, … In every backward each parcel of gradients is sent as soon as
+it is complete, part r of it to rank r, in the background; then its gradients are freed. The W arrivals are neighbouring
+leaves of the canonical tree, so their owner pushes them onto a binary counter (`round_sum`): the same additions as on
+one process, in N/W * (log2(M) + 1) elements at most. A rank sends M / W halves of an all-reduce in a step, where
+contiguous shares send one.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 
 from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.exchange_choice import exchange_on
-from ddp_core.reduction.flat import Gradients, scale_gradients_
+from ddp_core.reduction.exchange import WholeExchange
+from ddp_core.reduction.flat import Gradients, scale_
 from ddp_core.reduction.leaf_sum import LeafSum
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.round_sum import RoundSum
 
-from .blocks import refusing_bypasses
-from .load import Load, Unread
-from .row_norm import norm_of_rows
-from .rows import Rows
-
-_UNDER_WAY = 2
-"""So many flat tensors are on their way at a time: a slow network must not pile up gradients."""
+from .norm import norm_of_owned
+from .owned import Owned
+from .parcels import Parcel, Turns
 
 
 class Rounds:
-    """How an ExactReduction deals micro-batches to ranks and brings their gradients together.
+    """How an ExactReduction deals micro-batches to ranks and brings the gradients of `parcels` together.
 
-    `parts` are the modules of fully_shard, `rows` this rank's rows by the id of their sharded parameter. Every rank
-    must run the same number of passes, since each pass gathers the parameters. So where the last round of a step has
-    fewer micro-batches than ranks, the other ranks run an `idle_pass`.
+    Parcels are sent in their sequence. `owned` has what this rank owns of each parameter, `gradients` those that
+    backward makes. At most `under_way` parcels are on their way at a time, and backward waits for more: a slow network
+    must not pile up gradients. Where a forward or backward exchanges parameters (`in_pass` is entered around each),
+    every rank must run the same number of them (`needs_passes`): where the last round of a step has fewer micro-batches
+    than ranks, the other ranks run an `idle_pass`.
     """
 
     def __init__(
-        self, parts: Sequence[FSDPModule], rows: Mapping[int, Rows], group: dist.ProcessGroup, channel: Channel
+        self,
+        parcels: Sequence[Parcel],
+        owned: Sequence[Owned],
+        gradients: Gradients,
+        exchange: WholeExchange,
+        channel: Channel,
+        under_way: int,
+        needs_passes: bool = False,
+        in_pass: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights_to_compare: dist.ProcessGroup | None = None,
     ) -> None:
-        self.channel = channel
-        self.gradients = _GradientsOfRows(list(rows.values()))
-        self._rank, self._world_size = group.rank(), group.size()
-        # One rank alone sends nothing, and its channel has no group.
-        self._exchange = PointToPoint(group) if channel.group is None else exchange_on(channel.group, channel.device)
-        # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
-        unread = Unread()
-        self._loads = [Load(part, rows, self._exchange, self._send, unread) for part in reversed(parts)]
-        self._others: LeafSum | None = None
+        self.gradients, self.channel = gradients, channel
+        self.weights_to_compare = weights_to_compare
+        self._trained = [each for each in owned if each.is_trained]
+        self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
+        self._parcels, self._exchange, self._under_way_at_most = parcels, exchange, under_way
+        self._needs_passes, self._in_pass = needs_passes, in_pass
+        self._turns = Turns(parcels, self._send)
+        self._sums: list[RoundSum] = []
+        self._notes: LeafSum | None = None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
-        self._leaves = self._rounds = self._sent = 0
+        self._used: list[list[bool]] = []
+        self._leaves = self._rounds = 0
         self._counts = True
-        self._under_way: deque[torch.futures.Future[Tensor]] = deque()
+        self._under_way: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return range(self._rank, micro_batches, self._world_size)
+        return range(self._exchange.rank, micro_batches, self._exchange.world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
-        self._wait()
-        self._leaves, self._rounds, self._others = micro_batches, 0, None
-        for load in self._loads:
-            load.begin(micro_batches)
+        self._wait_for_all_but(0)
+        self._leaves, self._rounds, self._notes = micro_batches, 0, None
+        self._sums = [
+            RoundSum(self._exchange, parcel.cuts[-1].stop, parcel.like, micro_batches, parcel.cuts)
+            for parcel in self._parcels
+        ]
+        for parcel in self._parcels:
+            parcel.discard()
 
     @property
     def idle_passes(self) -> int:
         """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
-        rounds, own = -(-self._leaves // self._world_size), len(self.share(self._leaves))
-        return rounds - max(self._rounds, own)
+        return self._idle_rounds if self._needs_passes else 0
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
-        """Run forward and backward of micro-batch `index` inside."""
+        """Run the backward of micro-batch `index` inside, and the forward inside or, without `needs_passes`, before."""
         with self._one_pass(counts=True):
             yield
 
@@ -89,76 +100,84 @@ class Rounds:
 
     def push(self, statistics: Tensor) -> None:
         """Take the batch-norm statistics of the micro-batch that was run."""
-        used = [float(position in load.present) for load in self._loads for position in range(len(load.rows))]
-        self._push_others([statistics, torch.tensor(used, device=self.channel.device)])
+        used = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
+        self._push_notes([statistics, torch.tensor(used, device=self.channel.device)])
 
     def finish(self, statistics: Tensor, scale: float) -> None:
-        """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs.
+        """Set the `.grad` of what this rank owns to the sum over all micro-batches times `scale`, and `statistics`.
 
         Raises RuntimeError where an idle pass is missing, in which the other ranks wait for this one.
         """
+        self.gradients.refuse_foreign()
         if self.idle_passes:
             raise RuntimeError("this rank has not run the step's idle pass, in which the other ranks wait for it")
+        if self._idle_rounds:
+            with self._one_pass(counts=False):
+                pass
         if self._rounds > len(self.share(self._leaves)):
-            parameters = sum(len(load.rows) for load in self._loads)
-            self._push_others([statistics, torch.empty(parameters, device=self.channel.device)], counts=False)
-        self._wait()
-        assert self._others is not None
-        sums, counts = self._others.totals()
-        statistics.copy_(sums)
+            count = sum(parcel.count for parcel in self._parcels)
+            self._push_notes([statistics, torch.empty(count, device=self.channel.device)], counts=False)
+        totals = [
+            self.channel.submit(in_one_phase(total.own_total), parcel.like)
+            for parcel, total in zip(self._parcels, self._sums, strict=True)
+        ]
+        assert self._notes is not None
+        summed_statistics, counts = self._notes.totals()
+        self._wait_for_all_but(0)
+        statistics.copy_(summed_statistics)
         used = iter(counts.tolist())
-        for load in self._loads:
-            for row, part in zip(load.rows, load.total(), strict=True):
-                row.tensor.grad = row.filled(part) if next(used) else None
-        scale_gradients_(self.gradients.parameters, scale)
+        for parcel, future in zip(self._parcels, totals, strict=True):
+            total = future.wait()
+            scale_([total], scale)
+            parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
+        self._sums, self._notes = [], None
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_rows(self.gradients.rows, self.channel, self._world_size)
+        return norm_of_owned(self._trained, self.channel, self._exchange.world_size)
 
     def close(self) -> None:
-        """Do nothing: who made the channel closes it."""
+        """Take the hooks away."""
+        for parcel in self._parcels:
+            parcel.remove_hooks()
+
+    @property
+    def _idle_rounds(self) -> int:
+        rounds, own = -(-self._leaves // self._exchange.world_size), len(self.share(self._leaves))
+        return rounds - max(self._rounds, own)
 
     @contextlib.contextmanager
     def _one_pass(self, counts: bool) -> Iterator[None]:
-        self._counts, self._sent = counts, 0
-        for load in self._loads:
-            load.open()
+        self._counts, self._used = counts, [[]] * len(self._parcels)
+        self._turns.begin()
+        for parcel in self._parcels:
+            parcel.open()
         try:
-            with refusing_bypasses():
+            with self._in_pass():
                 yield
         finally:
-            for load in self._loads:
-                load.close()
-        for load in self._loads:
-            load.complete()
-        self._send()
+            for parcel in self._parcels:
+                parcel.close()
+        self._turns.send_rest()
         self._rounds += 1
 
-    def _send(self) -> None:
-        """Start to send what is ready, up to the first load that is not."""
-        while self._sent < len(self._loads) and self._loads[self._sent].ready:
-            load = self._loads[self._sent]
-            self._sent += 1
-            while len(self._under_way) >= _UNDER_WAY:
-                self._under_way.popleft().wait()
-            job = in_one_phase(functools.partial(load.push, load.take(self._counts)))
-            self._under_way.append(self.channel.submit(job, load.like))
+    def _send(self, number: int) -> None:
+        """Exchange a parcel's gradients of this round, in the background; none where the pass does not count."""
+        self._wait_for_all_but(self._under_way_at_most - 1)
+        parcel, total, counts = self._parcels[number], self._sums[number], self._counts
+        taken, self._used[number] = parcel.take()
 
-    def _push_others(self, leaf: list[Tensor], counts: bool = True) -> None:
-        if self._others is None:
-            self._others = LeafSum(self._exchange, self.channel, leaf, self._leaves)
-        self._under_way += self._others.push(leaf if counts else None)
+        def push() -> Tensor:
+            total.push(parcel.flattened(taken) if counts else None)
+            return parcel.like
 
-    def _wait(self) -> None:
-        while self._under_way:
+        self._under_way.append(self.channel.submit(in_one_phase(push), parcel.like))
+
+    def _push_notes(self, leaf: list[Tensor], counts: bool = True) -> None:
+        if self._notes is None:
+            self._notes = LeafSum(self._exchange, self.channel, leaf, self._leaves)
+        self._under_way += self._notes.push(leaf if counts else None)
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._under_way) > count:
             self._under_way.popleft().wait()
-
-
-class _GradientsOfRows(Gradients):
-    """The gradients of this rank's rows: they are set at the end of a step only."""
-
-    def __init__(self, rows: Sequence[Rows]) -> None:
-        self.rows = [row for row in rows if row.tensor.requires_grad]
-        self.names = [row.name for row in self.rows]
-        self.parameters = [row.tensor for row in self.rows]

@@ -1,102 +1,199 @@
-"""This rank's rows of a parameter: what its optimizer updates, and how the rows of all ranks make up the whole again.
+"""Ranks that keep a part of each parameter, of its gradient and its optimizer state alone, with the same bits.
 
-torch's `fully_shard` cuts a parameter between rows, that is along its first dimension: rank r of W has the r-th part of
-ceil(rows / W) rows. The last parts may be shorter, or empty.
+torch's `fully_shard` gathers the parameters of a block before its forward and its backward, and frees them after. What
+is its own here: gradients are added up in the canonical tree (`rounds`), the optimizer updates plain tensors in the
+memory of this rank's rows (`owned`), and the state of all ranks goes in and out in the form that it has on one process.
 
-An optimizer's vectorised kernel treats the elements behind a tensor's last full vector apart, and in torch's fused
-kernels these get other bits. So the tensor that the optimizer updates begins and ends where a line of `LINE_BYTES` of
-the whole parameter does. Where rows do not, it is a copy with a few more elements around them, which count for nothing,
-and the rows are copied back after every update.
+Importing this file loads torch's FSDP, which takes a second.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ddp_core.checkpoint import CutTensor
-from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.agreement import require_agreement, require_equal_weights
+from ddp_core.reduction.communication import Channel, own_group
+from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.flat import Gradients
+from ddp_core.reduction.messages import PointToPoint
+
+from .block_parcel import BlockParcel, UnreadMemory
+from .blocks import FEWEST_ELEMENTS, blocks_of, refusal, refuse_unsuitable, refusing_bypasses
+from .owned import Rows
+from .ownership import OwnsPart, whole_on_first
+from .plain_rounds import PlainRounds
+from .rounds import Rounds
+from .updates import OwnUpdates
+
+_UNDER_WAY = 2
+"""So many blocks' gradients may be on their way at a time."""
 
 
-class Rows:
-    """The rows of one parameter that this rank of `group` owns.
+class OwnsRows(OwnsPart):
+    """Cuts the parameters of `module` for the ranks of `process_group`, and lets `optimizer` update this rank's rows.
 
-    `whole` is the parameter before it was cut, `local` the memory of its rows here, one after the other.
+        owned = OwnsRows(model, optimizer, micro_batches=8, process_group=group)
+        for index in owned.reduction.share:                    # an ExactReduction
+            with owned.reduction.micro_batch(index):
+                loss_sum(model(x[index]), y[index]).backward()
+        for _ in range(owned.idle_passes):                     # others gather, so this rank must, too
+            with owned.idle_pass():
+                (0.0 * loss_sum(model(x[0]), y[0])).backward()
+        owned.reduction.finish(scale=1 / samples)
+        optimizer.step()
+
+    The module is called as before. `fewest_elements` is the size from which a part of the model is gathered by itself
+    (`blocks_of`). Every forward gathers, so all ranks must run as many of them, also in an evaluation. Without `exact`
+    the sums are torch's own.
+
+    The same on every rank. Drop the module and this object, and collect garbage, before the process group is destroyed.
+    Raises UserError (2) for a module that fully_shard cannot wrap and for an optimizer that does not treat each element
+    by itself, and ValueError for ranks that do not agree.
     """
 
-    def __init__(self, name: str, whole: nn.Parameter, local: Tensor, group: dist.ProcessGroup) -> None:
-        rank, world_size, elements = group.rank(), group.size(), whole.numel()
-        rows = whole.shape[0]
-        self.name, self.shape, self._strides, self._group = name, whole.shape, whole.stride(), group
-        self.reach = -(-rows // world_size) * (elements // max(rows, 1))
-        """The elements of the first rank's part, the longest."""
-        self.start = min(rank * self.reach, elements)
-        """This rank's part: elements start … stop - 1 of the whole."""
-        self.stop = min(self.start + self.reach, elements)
-        self.local = local
-        line = LINE_BYTES // whole.element_size()
-        begin, end = self.start, self.stop
-        if begin < end:
-            begin, end = begin // line * line, min(-(-end // line) * line, elements)
-        self._inside = slice(self.start - begin, self.stop - begin)
-        self._is_copy = (begin, end) != (self.start, self.stop)
-        memory = local.new_zeros(end - begin) if self._is_copy else local
-        self.tensor = nn.Parameter(memory, requires_grad=whole.requires_grad)
-        """What an optimizer updates, in one dimension; it has a gradient of its own."""
-        self.take()
+    has_whole_weights = False
 
-    def take(self) -> None:
-        """Let the optimizer's tensor have the values of the rows, which were changed elsewhere."""
-        if self._is_copy:
-            self.tensor.detach()[self._inside] = self.local
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: int,
+        *,
+        process_group: dist.ProcessGroup,
+        timeout: timedelta | None = None,
+        exact: bool = True,
+        fewest_elements: int = FEWEST_ELEMENTS,
+    ) -> None:
+        refuse_unsuitable(module)
+        super().__init__(module, optimizer, process_group)
+        if self.group is not None:
+            if exact:
+                require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), 0)
+            require_equal_weights(process_group, module)
+        # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
+        own = own_group(process_group, self.device, timeout)
+        wholes = dict(module.named_parameters(remove_duplicate=False))
+        self._parts = _wrapped(module, own, self.device, fewest_elements)
+        self._rows: dict[str, Rows] = {}
+        """By the parameters' names; a shared parameter has several."""
+        by_parameter: dict[int, Rows] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in by_parameter:
+                local = cast(DTensor, parameter.detach()).to_local().detach().view(-1)
+                by_parameter[id(parameter)] = Rows(name, wholes[name], local, own.rank(), own.size())
+            self._rows[name] = by_parameter[id(parameter)]
+        self._rounds: Rounds | PlainRounds
+        if exact:
+            # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
+            unread, parts = UnreadMemory(), reversed(self._parts)
+            channel = Channel(process_group, self.device, timeout)
+            self._rounds = Rounds(
+                [BlockParcel(part, by_parameter, own.size(), unread) for part in parts],
+                list(by_parameter.values()),
+                _GradientsOfRows(list(by_parameter.values())),
+                # One rank alone sends nothing, and its channel has no group.
+                PointToPoint(process_group) if channel.group is None else exchange_on(channel.group, self.device),
+                channel,
+                _UNDER_WAY,
+                needs_passes=True,
+                in_pass=refusing_bypasses,
+            )
+            self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
+        else:
+            self._rounds = self.reduction = PlainRounds(self._parts, by_parameter, own)
+        self.updates = OwnUpdates(optimizer, {id(wholes[name]): rows for name, rows in self._rows.items()}, self.group)
+        rows = list(by_parameter.values())
 
-    def give(self) -> None:
-        """Let the rows have the values of the optimizer's tensor, which were changed by an update."""
-        if self._is_copy:
-            self.local.copy_(self.tensor.detach()[self._inside])
+        def give(*_: Any) -> None:
+            for each in rows:
+                each.give()
 
-    def filled(self, values: Tensor) -> Tensor:
-        """Values of the rows as a tensor like the optimizer's; the same memory where the rows are not copied."""
-        if not self._is_copy:
-            return values
-        filled = values.new_zeros(self.tensor.numel())
-        filled[self._inside] = values
-        return filled
+        self._hook = optimizer.register_step_post_hook(give)
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """This rank's part of the values of a whole parameter. Raises ValueError for those of another shape."""
-        if whole.shape != self.shape:
-            raise ValueError(f"{self.name} has the shape {list(self.shape)}, not {list(whole.shape)}")
-        return whole.reshape(-1)[self.start : self.stop]
+    @property
+    def idle_passes(self) -> int:
+        return self._rounds.idle_passes
 
-    def of_filled(self, filled: Tensor) -> Tensor:
-        """This rank's part of a tensor like the optimizer's."""
-        return filled[self._inside]
+    def idle_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Run forward and backward of any micro-batch inside, with a loss weight of 0."""
+        return self._rounds.idle_pass()
 
-    def cut_blocks(self, size: int) -> list[int]:
-        """Which blocks of `size` elements of the whole lie on several ranks."""
-        borders = range(self.reach, self.shape.numel(), max(self.reach, 1))
-        return sorted({border // size for border in borders if border % size})
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        return {name: rows.local for name, rows in self._rows.items() if rows.is_trained}
 
-    def cut_tensor(self, values: Tensor) -> CutTensor:
-        """Values of the whole, of which this rank has those of its rows, without those around them."""
-        return CutTensor(values.dtype, tuple(self.shape), self._strides, {self.start: values})
+    def described_weights(self) -> dict[str, Any]:
+        return {
+            name: torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
 
-    def put_together(self, values: Tensor) -> Tensor | None:
-        """All ranks' values of their rows as those of the whole, in host memory, on rank 0; None on the others.
+    def whole_weights(self) -> dict[str, Any] | None:
+        return whole_on_first(self.own_weights(), self.group, self.device)
 
-        A collective.
-        """
-        if not self.reach:
-            return values.new_empty(self.shape).cpu() if self._group.rank() == 0 else None
-        part = values.new_zeros(self.reach)
-        part[: values.numel()] = values
-        parts = [torch.empty_like(part) for _ in range(self._group.size())] if self._group.rank() == 0 else None
-        dist.gather(part, parts, group=self._group, group_dst=0)
-        if parts is None:
-            return None
-        whole = torch.cat(parts)
-        if whole.numel() > self.shape.numel():
-            whole = whole[: self.shape.numel()].clone()
-        return whole.view(self.shape).cpu()
+    def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
+        assert copy is None, "a copy of the module would have whole weights"
+        for part in self._parts:
+            part.reshard()
+        state: dict[str, Any] = self.module.state_dict()
+        cuts: dict[int, CutTensor] = {}
+        for name, rows in self._rows.items():
+            if name in state:
+                cut = cuts.setdefault(id(rows), rows.cut_tensor(rows.local, rows.local.dtype))
+                state[name] = cut
+        return state
+
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        for part in self._parts:
+            part.reshard()
+        if differing := self.module.state_dict().keys() ^ state.keys():
+            raise ValueError(f"{min(differing)} is in the state alone, or in the model alone")
+        for name, rows in self._rows.items():
+            rows.local.copy_(rows.of_whole(state[name]))
+            rows.take()
+        self.module.load_state_dict({name: state[name] for name in state if name not in self._rows}, strict=False)
+
+    def close(self) -> None:
+        """Let go of the optimizer. The module stays sharded."""
+        self._hook.remove()
+
+
+class _GradientsOfRows(Gradients):
+    """The gradients of this rank's rows: they are set at the end of a step only."""
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        trained = [row for row in rows if row.is_trained]
+        self.names = [row.name for row in trained]
+        self.parameters = [row.tensor for row in trained]
+
+
+def _wrapped(
+    module: nn.Module, group: dist.ProcessGroup, device: torch.device, fewest_elements: int
+) -> list[FSDPModule]:
+    """Let fully_shard wrap the blocks of the module, then the module; return all of them, the module last."""
+    mesh = DeviceMesh.from_group(group, device.type)
+    blocks = blocks_of(module, fewest_elements)
+    try:
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        wrapped = cast(list[FSDPModule], [*blocks, module])
+        for part in wrapped:
+            # fully_shard looks at the dtypes here.
+            part.unshard()
+            part.reshard()
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise refusal(str(error).partition("\n")[0]) from error
+    return wrapped

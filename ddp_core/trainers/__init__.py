@@ -1,5 +1,6 @@
 """The training loop, and the trainers that compute a step's gradients: single, dp, and ddp, also sharded."""
 
+from ddp_core.sharding import Sharding
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.trainer import Trainer
 
@@ -10,18 +11,14 @@ def build_trainer(job: Job) -> Trainer:
         from ddp_core.trainers.single import SingleTrainer
 
         return SingleTrainer(job)
-    if job.layout.shard == "parameters":
-        from ddp_core.trainers.fully_sharded import FullyShardedTrainer
-
-        return FullyShardedTrainer(job)
-    if job.layout.shard != "none":
+    if Sharding.of(job.layout).is_any:
         from ddp_core.trainers.sharded import ShardedTrainer
 
         return ShardedTrainer(job)
     if job.layout.kind == "ddp":
-        from ddp_core.trainers.distributed import DistributedTrainer
+        from ddp_core.trainers.distributed import DistributedTrainer, PlainDistributedTrainer
 
-        return DistributedTrainer(job)
+        return (DistributedTrainer if job.options.reduction == "exact" else PlainDistributedTrainer)(job)
     from ddp_core.trainers.data_parallel import CudaDataParallelTrainer, DataParallelTrainer
 
     # nn.DataParallel chooses no order of additions, and on CPU it has no replicas.

@@ -59,9 +59,9 @@ class Saving(StepObserver):
         """
         job, state, before = self._job, self._state, time.perf_counter()
         with self._clock.aside("checkpoint"):
-            bad = first_not_finite(state.trained())
-            if state.fully_sharded is not None:
-                # Each rank has looked at its own rows.
+            bad = first_not_finite(state.ownership.trained)
+            if not state.ownership.has_whole_weights:
+                # Each rank has looked at what it owns.
                 bad = next(filter(None, job.collectives.gather(bad)), None)
             if bad:
                 raise UserError(

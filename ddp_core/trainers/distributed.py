@@ -48,13 +48,14 @@ class DistributedTrainer(Trainer):
             self.reduction = ExactReduction(
                 self.module, self.cut.micro_batches, process_group=dist.group.WORLD, node=node
             )
-        elif self.exact:
-            self.module = self._wrapped()
-            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=node)
         else:
-            self.module = self._wrapped()
-            self.reduction = PlainReduction(self.module, self.cut.micro_batches)
-            self._register_hook(self.module)
+            self.module = self.wrapped()
+            self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=node)
+
+    @property
+    def loss_copies(self) -> int:
+        """By how much the reduction divides its sums, so that the loss is weighted with it."""
+        return 1
 
     def shares(self) -> range:
         """This rank's own share."""
@@ -65,9 +66,7 @@ class DistributedTrainer(Trainer):
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
         self.signals.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
-        # DDP's own all-reduce divides by the number of ranks, and nothing else does.
-        copies = self.job.layout.world_size if isinstance(self.reduction, PlainReduction) else 1
-        weight = self.passes.loss_weight(batch.samples, copies)
+        weight = self.passes.loss_weight(batch.samples, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
@@ -84,16 +83,19 @@ class DistributedTrainer(Trainer):
                 # What backward has not sent yet is sent at the end of the block.
                 self.clock.lap("exposed_communication")
         if not batch.micro_batches:
-            self._join_empty_handed()
+            self.join_empty_handed()
         self.join_last_round(batch)
         self.reduction.finish()
 
     def join_last_round(self, batch: StepBatch) -> None:
         """Take part in what other ranks still do for the step; overridden where all ranks must."""
 
+    def join_empty_handed(self) -> None:
+        """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
+        self.send_signals()
+
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
-        assert not isinstance(self.reduction, PlainReduction)
         self.reduction.clip_gradients_(max_norm)
 
     def settle_buffers(self) -> None:
@@ -116,21 +118,8 @@ class DistributedTrainer(Trainer):
         del self.reduction, self.module
         gc.collect()
 
-    def _join_empty_handed(self) -> None:
-        """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
-        if not isinstance(self.reduction, PlainReduction):
-            self.send_signals()
-            return
-        # DDP's all-reduce runs in a backward only, so this rank runs the backward of one sample with a loss weight of
-        # 0. The forward before it takes part in the broadcast of the buffers; in eval mode it does not change them.
-        self.module.eval()
-        inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
-        loss = self.passes.loss(self.module, inputs, targets)
-        self.send_signals()
-        self.passes.backward(loss, torch.zeros((), device=self.device))
-        self.module.train()
-
-    def _wrapped(self) -> DistributedDataParallel:
+    def wrapped(self) -> DistributedDataParallel:
+        """The model in DistributedDataParallel, with the experiment's settings for it."""
         settings = self.experiment.ddp
         return DistributedDataParallel(
             self.model,
@@ -143,12 +132,35 @@ class DistributedTrainer(Trainer):
             broadcast_buffers=settings.broadcast_buffers and not self.exact,
         )
 
-    def _register_hook(self, module: DistributedDataParallel) -> None:
-        settings = self.experiment.ddp
+
+class PlainDistributedTrainer(DistributedTrainer):
+    """With DistributedDataParallel's own sums, or those of one of torch's communication hooks."""
+
+    def set_up(self) -> None:
+        """Wrap the model in DistributedDataParallel, and register the experiment's hook."""
+        settings, self.module = self.experiment.ddp, self.wrapped()
+        self.reduction = PlainReduction(self.module, self.cut.micro_batches)
         if settings.communication_hook == "fp16":
-            module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif settings.communication_hook == "bf16":
-            module.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            self.module.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif settings.communication_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start_powerSGD_iter=10)
-            module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    @property
+    def loss_copies(self) -> int:
+        """DDP's all-reduce divides by the number of ranks."""
+        return self.job.layout.world_size
+
+    def join_empty_handed(self) -> None:
+        """Run the backward of one sample with a loss weight of 0: DDP's all-reduce runs in a backward only.
+
+        The forward before it takes part in the broadcast of the buffers; in eval mode it does not change them.
+        """
+        self.module.eval()
+        inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
+        loss = self.passes.loss(self.module, inputs, targets)
+        self.send_signals()
+        self.passes.backward(loss, torch.zeros((), device=self.device))
+        self.module.train()

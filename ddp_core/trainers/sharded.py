@@ -1,48 +1,40 @@
-"""One process per device, each of which keeps and updates its own part: no DistributedDataParallel around the model.
+"""One process per device, each of which keeps its own part (`ddp_core.sharding`): no DistributedDataParallel.
 
 Gradients are sent while backward computes, each part of them to the rank that owns it. That rank alone updates this
-part of the parameters, so only it has the optimizer's state for it; then all ranks gather the parameters.
+part of the parameters, so only it has the optimizer's state for it; then all ranks gather the parameters, at once or
+where a forward needs them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ddp_core.reduction import ExactReduction, Shards
-from ddp_core.sharding import ShardedOptimizer, require_elementwise
+from ddp_core.observe.step import StepBatch
+from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.distributed import DistributedTrainer
 
 
 class ShardedTrainer(DistributedTrainer):
-    """Computes this rank's share of every global batch, and updates this rank's pieces of the parameters.
+    """Computes this rank's share of every global batch, and updates this rank's part of the parameters.
 
-    Raises UserError (2) for an optimizer that does not treat each element by itself.
+    Raises UserError (2) for an optimizer that does not treat each element by itself, and for a model whose parameters
+    cannot be cut where they are to be.
     """
 
     def set_up(self) -> None:
-        """Cut the parameters into pieces, and give this rank's to the reduction and to the optimizer."""
-        layout, state = self.job.layout, self.state
-        # Refused before there are threads and a process group that would have to be closed.
-        require_elementwise(state.optimizer)
+        """Cut the state, and let this rank's optimizer update what it owns."""
+        state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
+        assert group is not None
         self.module = self.model
-        self.reduction = ExactReduction(
-            self.model,
-            self.cut.micro_batches,
-            process_group=dist.group.WORLD,
-            shares="strided" if layout.is_strided else "contiguous",
-            node=self.job.collectives.world.node_rank,
-            shards=Shards.of(self.model, layout.world_size),
-        )
-        state.optimizer.register_step_post_hook(self._update_made)
-        state.sharded = ShardedOptimizer(state.optimizer, self.reduction)
-        state.optimizer.register_step_post_hook(self._parameters_gathered)
-        self.use_sharded_scaler()
-
-    def use_sharded_scaler(self) -> None:
-        """With fp16, see an overflow in the gradients of any rank."""
-        state = self.state
+        # Refused before there are threads and a process group that would have to be closed.
+        sharding.check_parts(self.model, state.optimizer)
+        state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
+        self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
+        state.ownership, self.reduction = self.owned, self.owned.reduction
+        state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("exposed_communication"))
         if state.scaler is not None:
             # Loads all of FSDP, which takes a second and is not needed without fp16.
             from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -50,17 +42,32 @@ class ShardedTrainer(DistributedTrainer):
             self.passes.scaler = state.scaler = ShardedGradScaler(self.device.type)
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
 
+    def compute_gradients(self, batch: StepBatch) -> None:
+        """Forward and backward of this rank's micro-batches, in which it also sends gradients."""
+        # DistributedDataParallel does so in the first forward of each step.
+        self.settle_buffers()
+        super().compute_gradients(batch)
+
+    def join_last_round(self, batch: StepBatch) -> None:
+        """Run the passes of other ranks' micro-batches along, where this rank has none: each gathers the parameters.
+
+        Micro-batch 0 is run again for that; it does not count.
+        """
+        for _ in range(self.owned.idle_passes):
+            first = self.cut.share(0, batch.samples)[0]
+            inputs, targets = self.batches.loader.fetch(batch.epoch, self.batches.ids(batch.step, first))
+            self.seed_micro_batch(batch.step, first.index)
+            with self.owned.idle_pass():
+                loss = self.passes.loss(self.module, inputs, targets)
+                weight = self.passes.loss_weight(batch.samples)
+                # Torch's own sums take in every gradient that there is.
+                self.passes.backward(loss, weight if self.exact else torch.zeros_like(weight))
+
     def close(self) -> None:
-        """Let go of the reduction, end its threads, drop what refers to the process group."""
-        if self.state.sharded is not None:
-            self.state.sharded.close()
+        """Let go of the optimizer and the reduction, end its threads, drop what refers to the process group."""
+        self.owned.close()
+        del self.owned
         super().close()
-
-    def _update_made(self, *_: Any) -> None:
-        self.clock.lap("optimizer")
-
-    def _parameters_gathered(self, *_: Any) -> None:
-        self.clock.lap("exposed_communication")
 
 
 def _as_fused_optimizers_read_it(optimizer: Any, *_: Any) -> None:

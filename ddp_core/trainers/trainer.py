@@ -64,8 +64,7 @@ class Trainer(ABC):
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
-        clip = self.clip_gradients if self.exact or job.layout.shard != "none" else None
-        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, clip)
+        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)
         overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
@@ -94,9 +93,12 @@ class Trainer(ABC):
         self.signals.send(self.job.stop.requested)
 
     def clip_gradients(self, max_norm: float) -> None:
-        """Limit the norm of the exact gradient, the same on any layout; overridden where a rank has a part of it."""
+        """Limit the norm of the gradient; overridden where a rank has a part of it."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        clip_gradients_(parameters, gradient_norm(parameters), max_norm)
+        if self.exact:
+            clip_gradients_(parameters, gradient_norm(parameters), max_norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def settle_buffers(self) -> None:  # noqa: B027
         """Make the buffers equal on all ranks; overridden where the reduction does not do so."""
@@ -216,7 +218,7 @@ class Trainer(ABC):
             job.collectives,
             splits.collate,
             job.named_metrics,
-            keep_pace=self.state.fully_sharded is not None,
+            keep_pace=not self.state.ownership.has_whole_weights,
         )
 
     def _fresh_state(self) -> TrainState:
@@ -235,7 +237,7 @@ class Trainer(ABC):
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""
         with self.clock.aside("other"):
-            weights = self.state.weights()
+            weights = self.state.ownership.whole_weights()
             if self.job.collectives.world.is_first and weights is not None:
                 digest = weights_digest(weights)
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)

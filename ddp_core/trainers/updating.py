@@ -6,10 +6,8 @@ Only this file calls the optimizer and the schedule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
-from torch import nn
 
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
@@ -19,7 +17,7 @@ from ddp_core.trainers.train_state import TrainState
 class WeightUpdate:
     """Updates the weights of a state from the gradients in `.grad`.
 
-    `clip` limits their norm to the number that it is given; without it torch's own clipping does.
+    `clip` limits their norm to the number that it is given.
 
     A built-in schedule is applied to each parameter group from the rate that the group was made with. A schedule of the
     experiment's own is moved on after each update, and not where a step was skipped.
@@ -30,10 +28,10 @@ class WeightUpdate:
         experiment: Experiment,
         state: TrainState,
         steps_per_epoch: int,
-        clip: Callable[[float], object] | None = None,
+        clip: Callable[[float], object],
     ) -> None:
         self._state, self._clip_norm = state, experiment.clip_norm
-        self._clip = clip or partial(nn.utils.clip_grad_norm_, list(state.model.parameters()))
+        self._clip = clip
         self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
         self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
         self._has_stepped = False

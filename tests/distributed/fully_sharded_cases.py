@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.reduction import ExactReduction
-from ddp_core.sharding.fully_sharded import FullySharded
+from ddp_core.sharding.rows import OwnsRows
 from tests.distributed.exact_cases import CLASSES, ConvolutionalNet, MixedNet, RandomNet, process_group
 from tests.distributed.put_together import whole_of
 
@@ -183,12 +183,12 @@ class Training:
         self.case, self.step = case, 0
         self.net = case.net()
         self.optimizer = case.optimizer(self.net.parameters())
-        self.sharded: FullySharded | None = None
+        self.sharded: OwnsRows | None = None
         self.reduction: Any
         if world_size:
             group = dist.group.WORLD
             assert group is not None
-            self.sharded = FullySharded(
+            self.sharded = OwnsRows(
                 self.net,
                 self.optimizer,
                 case.micro_batches,
@@ -196,11 +196,7 @@ class Training:
                 exact=exact,
                 fewest_elements=case.fewest_elements,
             )
-            self.reduction = self.sharded.rounds
-            if exact:
-                self.reduction = ExactReduction(
-                    self.net, case.micro_batches, process_group=group, shares=self.sharded.rounds
-                )
+            self.reduction = self.sharded.reduction
         else:
             self.reduction = ExactReduction(self.net, case.micro_batches)
 
@@ -214,8 +210,8 @@ class Training:
             for index in self.reduction.share:
                 with self.reduction.micro_batch(index):
                     self.loss(inputs[index], targets[index], index).backward()
-            for _ in range(self.sharded.rounds.idle_passes if self.sharded is not None else 0):
-                with self.sharded.rounds.idle_pass():
+            for _ in range(self.sharded.idle_passes if self.sharded is not None else 0):
+                with self.sharded.idle_pass():
                     (0.0 * self.loss(inputs[0], targets[0], 0)).backward()
             self.reduction.finish(scale=1 / (SAMPLES * micro_batches))
             if self.step == 1:
@@ -249,8 +245,8 @@ class Training:
             self.net.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         else:
-            self.sharded.load_whole_weights(state["model"])
-            self.sharded.load_whole_state(state["optimizer"])
+            self.sharded.load_weights(state["model"])
+            self.sharded.load_state(state["optimizer"])
 
     def outputs(self, batches: int) -> list[list[float]]:
         """The outputs of an evaluation of so many batches, the same number on all ranks."""

@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ddp_core.reduction import ExactReduction, Shards
+from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.collectives import Collectives
 from ddp_core.reduction.exchange import WholeExchange
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.sharding import ShardedOptimizer
+from ddp_core.sharding import OwnsPieces
 from tests.distributed.exact_cases import CLASSES, SAMPLES, ConvolutionalNet, bytes_of, digest_of, process_group
 from tests.distributed.put_together import whole_of
 
@@ -169,8 +169,8 @@ def carried_by(carrier: str) -> Iterator[None]:
         return CARRIERS[carrier](PointToPoint(group))
 
     with contextlib.ExitStack() as stack:
-        for module in ("sharded", "sharded_contiguous", "sharded_strided"):
-            stack.enter_context(mock.patch(f"ddp_core.reduction.{module}.exchange_on", chosen))
+        for module in ("contiguous", "pieces"):
+            stack.enter_context(mock.patch(f"ddp_core.sharding.{module}.exchange_on", chosen))
         stack.enter_context(mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True))
         yield
 
@@ -190,16 +190,15 @@ class Training:
         if case.channels_last:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = case.optimizer(self.net)
-        self.sharded: ShardedOptimizer | None = None
+        self.sharded: OwnsPieces | None = None
         if self.way is None:
             self.exact = ExactReduction(self.net, case.micro_batches)
         else:
             assert group is not None
-            shards = Shards.of(self.net, group.size())
-            self.exact = ExactReduction(
-                self.net, case.micro_batches, process_group=group, shares=self.way, shards=shards
+            self.sharded = OwnsPieces(
+                self.net, self.optimizer, case.micro_batches, process_group=group, shares=self.way
             )
-            self.sharded = ShardedOptimizer(self.optimizer, self.exact)
+            self.exact = self.sharded.reduction
 
     def run(self, first: int = 0, stop: int | None = None) -> None:
         """Train the steps `first` … `stop` - 1."""
@@ -228,13 +227,13 @@ class Training:
         if self.sharded is None:
             self.optimizer.load_state_dict(state)
         else:
-            self.sharded.load_whole_state(state)
+            self.sharded.load_state(state)
 
     def digest(self) -> tuple[str, str]:
         """SHA-256 of weights and buffers, and of the whole optimizer state (rank 0's)."""
         state = self.state()
         if self.sharded is not None:
-            whole = whole_of({"model": self.sharded.own_weights(self.net), "optimizer": self.sharded.own_state()})
+            whole = whole_of({"model": self.sharded.own_weights(), "optimizer": self.sharded.own_state()})
             assert described(whole["model"]) == described(self.net.state_dict())
             assert state is None or described(whole["optimizer"]) == described(state)
         return digest_of(self.net), described(state)
@@ -363,7 +362,8 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, way: Dealt) -> str:
             if failing and where == "update":
                 training.optimizer.register_step_pre_hook(_fail)
             if failing and where == "gather":
-                exact.gather = _fail  # type: ignore[method-assign]
+                assert training.sharded is not None
+                training.sharded.gather_parameters = _fail  # type: ignore[method-assign]
             training.optimizer.step()
     except RuntimeError as error:
         message = str(error)
@@ -386,10 +386,12 @@ def disagree(rank: int, world_size: int) -> list[str]:
         for odd in (None, 1):
             torch.manual_seed(0)
             net = nn.Linear(4, 4)
-            shards = None if rank == odd else Shards.of(net, world_size)
+            group = dist.group.WORLD
             try:
-                with ExactReduction(net, 4, process_group=dist.group.WORLD, shards=shards):
-                    pass
+                if rank == odd:
+                    ExactReduction(net, 4, process_group=group).close()
+                else:
+                    OwnsPieces(net, torch.optim.SGD(net.parameters()), 4, process_group=group).reduction.close()
             except ValueError as error:
                 messages.append(str(error))
     return messages
@@ -412,8 +414,8 @@ def gradients_alive(rank: int, world_size: int, way: Dealt) -> tuple[int, int]:
             return sum(size for memory, size in made if not memory.expired())
 
         most = 0
-        shards = Shards.of(net, world_size)
-        with ExactReduction(net, 8, process_group=dist.group.WORLD, shares=way, shards=shards) as exact:
+        optimizer = torch.optim.SGD(net.parameters())
+        with OwnsPieces(net, optimizer, 8, process_group=dist.group.WORLD, shares=way).reduction as exact:
             exact.begin()
             for index in exact.share:
                 with exact.micro_batch(index):

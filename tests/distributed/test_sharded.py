@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.reduction import ExactReduction, Shards
-from ddp_core.sharding import ShardedOptimizer
+from ddp_core.sharding import OwnsPieces
 from tests.distributed import sharded_cases as cases
 from tests.support.processes import run_processes
 
@@ -91,7 +90,10 @@ def test_an_error_on_one_rank_ends_every_rank(where: str, way: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_with_and_without_shards_are_refused_everywhere() -> None:
-    expected = "the ranks do not agree, so their sums would not: shards is 1 flat tensors on rank 0, but none on rank 1"
+    expected = (
+        "the ranks do not agree, so their sums would not: shares is contiguous, in 1 flat tensors on rank 0, "
+        "but contiguous on rank 1"
+    )
     assert run_processes(cases.disagree, 2) == [[expected]] * 2
 
 
@@ -105,17 +107,13 @@ def test_strided_shares_let_no_gradient_outlive_its_backward(way: str) -> None:
 
 def test_a_gradient_that_comes_after_its_group_is_sent_is_refused() -> None:
     net = cases.CheckpointedTwice()
-    with ExactReduction(net, 1, shards=Shards.of(net, 1)) as exact:
+    with OwnsPieces(net, torch.optim.SGD(net.parameters()), 1).reduction as exact:
         exact.begin()
         with pytest.raises(RuntimeError, match="use_reentrant=False"), exact.micro_batch(0):
             net(torch.ones(1, 4)).sum().backward()
 
 
-def test_shards_of_something_else_are_refused() -> None:
-    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="are not those of the module"):
-        ExactReduction(net, 1, shards=Shards.of(other, 1))
-    with pytest.raises(ValueError, match="for 2 ranks, but the process group has 1"):
-        ExactReduction(net, 1, shards=Shards.of(net, 2))
-    with pytest.raises(ValueError, match="this reduction has no shards"):
-        ShardedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), ExactReduction(net, 1))
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    net = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to shard"):
+        OwnsPieces(net, torch.optim.SGD(net.parameters(), lr=0.1), 1)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from ddp_core.cli.doctor import _fits, doctor
 from ddp_core.cli.prepare import load_with_settings, prepare
 from ddp_core.config.experiment import Optimizer
+from ddp_core.config.layout import ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.experiment.request import build_splits
 from ddp_core.run.backward import Backward, Leaving, Moment
 from ddp_core.run.memory import Prediction, estimate_memory, predict, watch_replica
-from ddp_core.run.rank_memory import MemoryEstimate, ShardMode, Way
+from ddp_core.run.rank_memory import MemoryEstimate, Way
+from ddp_core.sharding import Sharding
 
 FLOAT = 4
 
@@ -126,7 +128,7 @@ def test_what_a_rank_has_by_hand(
 ) -> None:
     model = nn.Sequential(nn.Linear(10, 20), nn.Sigmoid(), nn.Linear(20, 5))
     replica = watch_replica(model, squares, Optimizer(name="adam"), torch.randn(8, 10), torch.randn(8, 5))
-    found = replica.estimate(Way(8, "exact", ranks, shard))
+    found = replica.estimate(Way(8, "exact", ranks, Sharding(shard)))
     assert (found.weights, found.gradients, found.optimizer_state) == (weights, kept, 2 * kept)
     assert (found.sums, found.gathered, found.in_update) == (sums, gathered, kept)
     assert found.standing == weights + 2 * kept + 8 * (10 + 5) * FLOAT
@@ -146,7 +148,7 @@ def test_of_blocks_two_are_gathered_at_a_time_and_the_rest_is_always() -> None:
     model = nn.Sequential(*(nn.Flatten(), *layers))
     replica = watch_replica(model, squares, Optimizer(), torch.randn(8, 256), torch.randn(8, 5))
     assert (replica.block, replica.rest) == (257 * 512 * FLOAT, 513 * 5 * FLOAT)
-    found = replica.estimate(Way(8, "exact", 4, "parameters"))
+    found = replica.estimate(Way(8, "exact", 4, Sharding("parameters")))
     assert found.gathered == (513 * 5 + 2 * 257 * 512) * FLOAT
 
 

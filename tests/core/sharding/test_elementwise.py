@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.sharding import require_elementwise
-from ddp_core.sharding.elementwise import per_element
+from ddp_core.sharding.elementwise import per_element, require_elementwise
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, **how),

@@ -206,7 +206,7 @@ def _unlived_in() -> TrainState:
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 
 
-NOT_SAVED = ("learning_rate", "sharded", "fully_sharded")
+NOT_SAVED = ("learning_rate", "ownership")
 
 
 POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.reduction import GradientTree, take_gradients
-from ddp_core.reduction.early_additions import EarlyAdditions
+from ddp_core.sharding.early_additions import EarlyAdditions
 
 
 def net() -> nn.Sequential:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.shard_modes import check_shards, shards_refused_by
 from ddp_core.config.experiment import Component, DdpOptions, Experiment
-from ddp_core.config.layout import Layout
-from ddp_core.config.options import Asked
-from ddp_core.config.records import Reduction
+from ddp_core.config.layout import ShardMode
+from ddp_core.experiment.request import promise_broken_by
+from ddp_core.sharding import Sharding
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -19,10 +18,15 @@ def experiment(**fields: Any) -> Experiment:
     return Experiment(**(parts | {"global_batch_size": 16, "micro_batch": 4} | fields))
 
 
+def check(told: Experiment, shard: ShardMode, is_plain: bool = False, cuda_graph: bool = False) -> None:
+    is_plain = is_plain or told.reduction == "plain"
+    Sharding(shard).check(told, is_plain, promise_broken_by(told), cuda_graph)
+
+
 @pytest.mark.parametrize(
     ("asked", "fields", "words"),
     [
-        ({"reduction": "plain"}, {}, ["--shard optimizer needs the exact reduction", "use --reduction exact"]),
+        ({"is_plain": True}, {}, ["--shard optimizer needs the exact reduction", "use --reduction exact"]),
         ({}, {"reduction": "plain"}, ["--shard optimizer needs the exact reduction", "--shard parameters"]),
         ({}, {"micro_batch": None}, ["cannot be had here: without micro_batch", "leave --shard out"]),
         ({}, {"sync_batch_norm": True}, ["sync_batch_norm is for the plain sums", "leave --shard out"]),
@@ -34,31 +38,30 @@ def experiment(**fields: Any) -> Experiment:
 def test_what_leaves_no_place_for_shards_is_named(
     asked: dict[str, Any], fields: dict[str, Any], words: list[str]
 ) -> None:
-    request, told = Asked.model_validate({"experiment": "mine"} | asked), experiment(**fields)
-    check_shards(request, told, Layout(kind="ddp", nproc_per_node=2))
+    told = experiment(**fields)
+    check(told, "none", **asked)
     with pytest.raises(UserError) as raised:
-        check_shards(request, told, Layout(kind="ddp", nproc_per_node=2, shard="optimizer"))
+        check(told, "optimizer", **asked)
     assert raised.value.exit_code == ExitCode.BAD_INPUT
     assert all(word in str(raised.value) for word in words)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("fields", [{}, {"reduction": "plain"}, {"micro_batch": None}], ids=["exact", "plain", "uncut"])
-@pytest.mark.parametrize("reduction", [None, "plain"])
-def test_parameters_can_be_sharded_with_either_reduction(fields: dict[str, Any], reduction: Reduction | None) -> None:
-    request = Asked(experiment="mine", reduction=reduction)
-    check_shards(request, experiment(**fields), Layout(kind="ddp", nproc_per_node=2, shard="parameters"))
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_parameters_can_be_sharded_with_either_reduction(fields: dict[str, Any], is_plain: bool) -> None:
+    check(experiment(**fields), "parameters", is_plain)
 
 
 @pytest.mark.parametrize(("name", "value"), [("ema_decay", 0.9), ("memory_format", "channels_last")])
 def test_what_needs_whole_parameters_is_named(name: str, value: Any) -> None:
-    told, request = experiment(**{name: value}), Asked(experiment="mine")
-    check_shards(request, told, Layout(kind="ddp", nproc_per_node=2, shard="gradients"))
+    told = experiment(**{name: value})
+    check(told, "gradients")
     with pytest.raises(UserError, match=f"{name}.*; use --shard gradients, or leave it out"):
-        check_shards(request, told, Layout(kind="ddp", nproc_per_node=2, shard="parameters"))
+        check(told, "parameters")
 
 
 def test_other_settings_of_ddp_stand_against_nothing() -> None:
     ddp = DdpOptions(bucket_cap_mb=1, gradient_as_bucket_view=True, find_unused_parameters=True)
-    assert shards_refused_by(experiment(ddp=ddp)) is None
-    check_shards(Asked(experiment="mine"), experiment(ddp=ddp), Layout(kind="ddp", nproc_per_node=2, shard="gradients"))
+    assert Sharding("gradients").refused_by(experiment(ddp=ddp)) is None
+    check(experiment(ddp=ddp), "gradients")

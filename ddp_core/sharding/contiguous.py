@@ -2,44 +2,61 @@
 
 A rank adds up what it can alone, in whole gradients. In its last backward each flat group is sent as soon as its
 gradients are there: every rank sends each other its range of its subtrees, and adds up its own range in tree order.
+
+Not one machine with `rounds`: this way a rank sends once in a step, in place of once in every backward.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ddp_core.base.shares import share_of
+from ddp_core.reduction.communication import Channel, Job
+from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.flat import Gradients, record_use, scale_
+from ddp_core.reduction.one_level import sum_parts
+from ddp_core.reduction.plan import plan_for
+from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
-from .communication import Channel, Job
-from .departures import Departures
 from .early_additions import EarlyAdditions
-from .exchange_choice import exchange_on
-from .flat import Gradients, record_use
-from .one_level import sum_parts
-from .plan import plan_for
-from .sharded import arrived, clear_gradients, set_gradients
+from .norm import norm_of_owned
+from .owned import Owned
+from .parcels import Turns, group_parcels
 from .shards import FlatGroup, Shards
-from .tree import GradientTree, Span, add_, are_siblings
 
 PHASES = 2
 """A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time."""
 
 
-class ShardedContiguousShares:
+class ContiguousPieces:
     """Sends each flat group in the last backward; a gradient is let go of as soon as it is in a message."""
 
-    def __init__(self, shards: Shards, gradients: Gradients, channel: Channel) -> None:
-        self._shards, self._gradients, self._channel = shards, gradients, channel
+    idle_passes = 0
+
+    def __init__(
+        self,
+        shards: Shards,
+        owned: Sequence[Owned],
+        gradients: Gradients,
+        channel: Channel,
+        weights_to_compare: dist.ProcessGroup | None,
+    ) -> None:
+        self.gradients, self.channel = gradients, channel
+        self.weights_to_compare = weights_to_compare
+        self._owned = owned
+        self.reduced: Sequence[nn.Parameter] = [each.tensor for each in owned if each.tensor is not None]
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
         self._exchange = None if channel.group is None else exchange_on(channel.group, channel.device)
-        # Its hooks run first: what departs is the sum.
+        # Its hooks run before those of the parcels: what is sent is the sum.
         self._additions = EarlyAdditions(gradients.parameters)
-        self._departures = Departures(shards, self._send)
+        self._parcels = group_parcels(shards, self._rank, gradients)
+        self._turns = Turns(self._parcels, self._send)
         self._under_way = threading.BoundedSemaphore(PHASES)
 
     def share(self, micro_batches: int) -> range:
@@ -48,65 +65,82 @@ class ShardedContiguousShares:
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
-        clear_gradients(self._shards, self._rank)
         share = self.share(micro_batches)
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
-        self._used = [False] * len(self._shards.parameters)
-        self._totals: dict[int, torch.futures.Future[Tensor]] = {}
-        self._departures.begin(watching=False)
+        self._used = [[False] * parcel.count for parcel in self._parcels]
+        self._totals: list[torch.futures.Future[Tensor]] = []
+        for parcel in self._parcels:
+            parcel.discard()
+        self._turns.begin()
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
         """Run forward and backward of micro-batch `index` inside."""
         self._additions.begin(self._tree)
         if index == self._tree.span.stop - 1:
-            self._departures.begin()
+            for parcel in self._parcels:
+                parcel.open()
         try:
             yield
         finally:
-            self._departures.stop()
+            for parcel in self._parcels:
+                parcel.close()
             self._additions.stop()
 
     def push(self, statistics: Tensor) -> None:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._tree.next_leaf == self._tree.span.stop - 1:
-            self._departures.send_rest()
+            self._turns.send_rest()
             self._tree.next_leaf += 1
         else:
-            self._tree.push(self._gradients.take())
+            self._tree.push(self.gradients.take())
         if statistics.numel():
             self._statistics.push([statistics])
 
     def finish(self, statistics: Tensor, scale: float) -> None:
         """Set the `.grad` of this rank's pieces to the sum over all micro-batches times `scale`, and `statistics`."""
-        self._gradients.refuse_foreign()
+        self.gradients.refuse_foreign()
         # Of a rank without a micro-batch, nothing has been sent yet.
-        self._departures.send_rest()
+        self._turns.send_rest()
         if statistics.numel():
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
-            self._channel.sum(own, statistics, self._tree.leaves)
-        totals = arrived(self._totals, scale)
-        used = torch.tensor([float(used) for used in self._used], device=self._channel.device)
+            self.channel.sum(own, statistics, self._tree.leaves)
+        totals = []
+        for future in self._totals:
+            # Each is multiplied while the next ones are on their way.
+            totals.append(future.wait())
+            scale_([totals[-1]], scale)
+        flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
+        counts = torch.tensor(flags, device=self.channel.device)
         # A count per rank is one leaf of a tree over ranks; small integers add exactly.
-        self._channel.sum([used], used, self._world_size)
-        set_gradients(self._shards, self._rank, totals, [count > 0 for count in used.tolist()])
-        self._totals = {}
+        self.channel.sum([counts], counts, self._world_size)
+        used = iter(counts.tolist())
+        for parcel, total in zip(self._parcels, totals, strict=True):
+            parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
+        self._totals = []
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, as on one process; a collective."""
+        return norm_of_owned(self._owned, self.channel, self._world_size)
 
     def close(self) -> None:
         """Take the hooks away."""
-        self._departures.close()
+        for parcel in self._parcels:
+            parcel.remove_hooks()
         self._additions.close()
 
     def _send(self, number: int) -> None:
-        """Fold this rank's gradients of a group, and sum them over ranks, in the background."""
-        group, tree = self._shards.groups[number], self._tree
+        """Fold this rank's gradients of a parcel, and sum them over ranks, in the background."""
+        parcel, tree = self._parcels[number], self._tree
+        group = parcel.group
         subtrees = [(subtree.span, _taken(subtree.tensors, group)) for subtree in tree.subtrees]
         if self.share(tree.leaves):
-            subtrees.append((tree.last_leaf, self._gradients.take(group.positions)))
+            subtrees.append((tree.last_leaf, parcel.take()[0]))
         for _, tensors in subtrees:
-            for position, tensor in zip(group.positions, tensors, strict=True):
-                self._used[position] |= tensor is not None
+            self._used[number] = [
+                is_used or tensor is not None for is_used, tensor in zip(self._used[number], tensors, strict=True)
+            ]
 
         def job() -> Job:
             own = _folded(group, subtrees, tree.leaves)
@@ -120,7 +154,7 @@ class ShardedContiguousShares:
                 like = own[-1] if own else group.empty()
                 return (yield from sum_parts(self._exchange, own, like, plan, group.cuts))
 
-        self._totals[number] = self._channel.submit(job(), group.flat)
+        self._totals.append(self.channel.submit(job(), group.flat))
 
 
 def _taken(tensors: list[Tensor | None], group: FlatGroup) -> list[Tensor | None]:

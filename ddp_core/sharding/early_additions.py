@@ -8,8 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from ddp_core.base.user_code import our_code
-
-from .tree import GradientTree, Subtree
+from ddp_core.reduction.tree import GradientTree, Subtree
 
 
 class EarlyAdditions:

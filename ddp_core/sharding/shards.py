@@ -5,9 +5,10 @@
 3. What a range has of one parameter is a *piece*: the unit that a rank reduces, updates and sends.
 
 A cut lies at a multiple of `BLOCK` elements from the start of the parameter in which it lies, or at its end. So an
-optimizer's vectorised kernel treats each element of a piece as it does in the whole parameter, and the blocks of the
-norm (`norm`) are never cut. Each parameter starts at a multiple of `LINE_BYTES`, as in memory of its own, because
-matrix products may have other bits where their operands are aligned in another way.
+optimizer's vectorised kernel treats each element of a piece as it does in the whole parameter, and the blocks of which
+the gradient's norm is made (`ddp_core.reduction.norm`) are never cut. Each parameter starts at a multiple of
+`LINE_BYTES`, as in memory of its own, because matrix products may have other bits where their operands are aligned in
+another way.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .exchange import LINE_BYTES
-from .flat import fill_, flat_groups, in_memory_order, view_in
+from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction.flat import fill_, flat_groups, in_memory_order, view_in
+from ddp_core.reduction.norm import BLOCK
 
-BLOCK = 1024
-"""Elements between two places where a parameter may be cut."""
 _ALONE = 256 * 1024
 """A parameter of so many elements has a flat tensor to itself, so that its gradient is sent without being copied."""
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.reduction import Shards
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import in_memory_order
-from ddp_core.reduction.shards import BLOCK
+from ddp_core.reduction.norm import BLOCK
+from ddp_core.sharding.shards import Shards
 
 SHAPES = [(3,), (), (500, 7), (0, 4), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5), (200, 77)]
 
@@ -92,4 +92,4 @@ def test_parameters_that_share_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="two parameters share memory"):
         Shards([weight, weight], 2)
     with pytest.raises(ValueError, match="nothing to shard"):
-        Shards.of(nn.Linear(2, 2).requires_grad_(False), 2)
+        Shards([], 2)

@@ -1,0 +1,159 @@
+"""Gradients that travel together: filled by backward, sent when complete, in one sequence on all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ddp_core.base.user_code import our_code
+from ddp_core.reduction.flat import Gradients, record_use
+
+from .early_additions import twice
+from .shards import FlatGroup, Piece, Shards
+
+
+class Parcel(ABC):
+    """The gradients of some parameters, which are sent as one flat tensor: `cuts` says which part each rank gets.
+
+    A parcel is open while a backward fills it, ready when all its gradients are there or none can come any more, and
+    sent once in each pass (`Turns`).
+    """
+
+    cuts: Sequence[slice]
+    like: Tensor
+    """An empty tensor with the dtype and device of the gradients."""
+    count: int
+    """The number of parameters."""
+    is_open = is_ready = is_sent = False
+    became_ready: Callable[[], None]
+
+    def open(self) -> None:
+        """Take the gradients of the backward that follows."""
+        self.is_open = True
+
+    def close(self) -> None:
+        """Take no more gradients."""
+        self.is_open = False
+
+    def complete(self) -> None:
+        """Be ready as it is: no more gradients will come."""
+        self.is_ready = True
+
+    @abstractmethod
+    def take(self) -> tuple[Any, list[bool]]:
+        """What this pass has made, for `flattened`, and for each parameter whether it has a gradient."""
+
+    @abstractmethod
+    def flattened(self, taken: Any) -> Tensor:
+        """What `take` returned, laid end to end; called in the background. A missing gradient is -0.0."""
+
+    @abstractmethod
+    def give(self, total: Tensor, used: Sequence[bool]) -> None:
+        """Set the `.grad` of what this rank owns to its part of the sum, or to None where a parameter was not used."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget this rank's sums of the step before, and what the parcel has been filled with."""
+
+    @abstractmethod
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were."""
+
+
+class Turns:
+    """Calls `send` with the number of each parcel once in a pass, in sequence: parcel 0 first.
+
+    A parcel is sent as soon as it is ready and those before it are sent. Backward makes gradients from the last layer
+    to the first, so the parcels' sequence should be about that one.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], send: Callable[[int], None]) -> None:
+        self._parcels, self._send, self._next = parcels, send, 0
+        for parcel in parcels:
+            parcel.became_ready = self.send_ready
+
+    def begin(self) -> None:
+        """All parcels are still to be sent."""
+        self._next = 0
+        for parcel in self._parcels:
+            parcel.is_ready = parcel.is_sent = False
+
+    def send_ready(self) -> None:
+        """Send what is ready, up to the first parcel that is not."""
+        while self._next < len(self._parcels) and self._parcels[self._next].is_ready:
+            # Counted first: what fails in `send` is not sent again.
+            number, self._next = self._next, self._next + 1
+            self._parcels[number].is_sent = True
+            self._send(number)
+
+    def send_rest(self) -> None:
+        """Send the parcels that are not sent yet, complete or not."""
+        for parcel in self._parcels:
+            parcel.complete()
+        self.send_ready()
+
+
+class GroupParcel(Parcel):
+    """The gradients of one flat group of whole parameters, watched by hooks on these; `pieces` are this rank's."""
+
+    def __init__(self, group: FlatGroup, pieces: Sequence[Piece], rank: int, gradients: Gradients) -> None:
+        self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
+        self.like = group.flat[:0]
+        self._pieces, self._first, self._gradients = pieces, group.cuts[rank].start, gradients
+        self._missing: set[int] = set()
+        self._hooks = [
+            gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))
+            for position in group.positions
+        ]
+
+    def open(self) -> None:
+        self.is_open, self._missing = True, set(self.group.positions)
+
+    def take(self) -> tuple[list[Tensor | None], list[bool]]:
+        taken = self._gradients.take(self.group.positions)
+        return taken, [gradient is not None for gradient in taken]
+
+    def flattened(self, taken: list[Tensor | None]) -> Tensor:
+        record_use(taken)
+        flat = self.group.flattened(taken)
+        taken.clear()
+        return flat
+
+    def give(self, total: Tensor, used: Sequence[bool]) -> None:
+        is_used = dict(zip(self.group.positions, used, strict=True))
+        for piece in self._pieces:
+            part = total[piece.place.start - self._first : piece.place.stop - self._first]
+            piece.tensor.grad = part if is_used[piece.position] else None
+
+    def discard(self) -> None:
+        for piece in self._pieces:
+            piece.tensor.grad = None
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @our_code
+    def _made(self, position: int, parameter: Tensor) -> None:
+        if not self.is_open:
+            return
+        if self.is_sent:
+            raise twice(parameter)
+        self._missing.discard(position)
+        if not self._missing:
+            self.is_ready = True
+            self.became_ready()
+
+
+def group_parcels(shards: Shards, rank: int, gradients: Gradients) -> list[GroupParcel]:
+    """A parcel for each group of the shards, the last group first: backward makes its gradients first."""
+    pieces = shards.pieces(rank)
+    parcels = [
+        GroupParcel(group, [piece for piece in pieces if piece.group == number], rank, gradients)
+        for number, group in enumerate(shards.groups)
+    ]
+    return parcels[::-1]

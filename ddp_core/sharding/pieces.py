@@ -1,0 +1,125 @@
+"""Ranks that have all weights, and own a piece of each large parameter: they update it, and send it to all others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.checkpoint import CutTensor
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.agreement import require_agreement
+from ddp_core.reduction.communication import Channel, in_one_phase
+from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.flat import Gradients, in_memory_order
+
+from .contiguous import PHASES, ContiguousPieces
+from .owned import Owned
+from .ownership import OwnsPart
+from .parcels import group_parcels
+from .rounds import Rounds
+from .shards import Shards
+from .updates import OwnUpdates
+
+_UNDER_WAY = 4
+"""So many groups of gradients may be on their way at a time with strided shares."""
+
+
+class OwnsPieces(OwnsPart):
+    """Cuts the trained parameters of `module` into pieces, and lets `optimizer` update this rank's pieces.
+
+        owned = OwnsPieces(model, optimizer, micro_batches=8, process_group=group)
+        for index in owned.reduction.share:                    # an ExactReduction
+            with owned.reduction.micro_batch(index):
+                loss_sum(model(x[index]), y[index]).backward()
+        owned.reduction.finish(scale=1 / samples)              # the `.grad` of this rank's pieces
+        optimizer.step()                                       # then all ranks gather the parameters
+
+    With contiguous shares a rank keeps whole gradients until its last backward of a step, and sends them in that one.
+    With strided shares it sends them in every backward, which frees them. No DistributedDataParallel around the module.
+    The parameters stay the same objects with the same values and strides, in new memory: do not move the module
+    afterwards. The same on every rank. Raises UserError (2) for an optimizer that does not treat each element by
+    itself, and ValueError for ranks that do not agree, and for parameters that share memory.
+    """
+
+    reduction: ExactReduction
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: int,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        shares: Literal["contiguous", "strided"] = "contiguous",
+    ) -> None:
+        super().__init__(module, optimizer, process_group)
+        rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
+        gradients = Gradients(module)
+        self._shards = Shards(gradients.parameters, world_size)
+        if self.group is not None:
+            kind = f"{shares}, in {len(self._shards.groups)} flat tensors"
+            require_agreement(self.group, micro_batches, kind, gradients, 0)
+        is_strided = shares == "strided" and self.group is not None
+        self._channel = Channel(self.group, self.device, timeout, phases=None if is_strided else PHASES)
+        own = {piece.position: piece for piece in self._shards.pieces(rank)}
+        named = enumerate(zip(gradients.names, gradients.parameters, strict=True))
+        self._owned = [
+            Owned(name, parameter, piece.start, piece.stop, piece.tensor)
+            if (piece := own.get(position)) is not None
+            else Owned(name, parameter, 0, 0, None)
+            for position, (name, parameter) in named
+        ]
+        self._owned_by_id = dict(zip(map(id, gradients.parameters), self._owned, strict=True))
+        self._exchange = None if self._channel.group is None else exchange_on(self._channel.group, self.device)
+        if is_strided:
+            assert self._exchange is not None
+            of_ranks: Rounds | ContiguousPieces = Rounds(
+                group_parcels(self._shards, rank, gradients),
+                self._owned,
+                gradients,
+                self._exchange,
+                self._channel,
+                _UNDER_WAY,
+                weights_to_compare=self.group,
+            )
+        else:
+            of_ranks = ContiguousPieces(self._shards, self._owned, gradients, self._channel, self.group)
+        self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
+        self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
+
+    def own_weights(self, copy: nn.Module | None = None) -> dict[str, Any]:
+        state = super().own_weights(copy)
+        cuts: dict[tuple[int, int], CutTensor] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            owned, value = self._owned_by_id.get(id(parameter)), state.get(name)
+            if owned is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            key = (id(parameter), value.data_ptr())  # tied parameters have one memory
+            if key not in cuts:
+                own = None if owned.tensor is None else in_memory_order(value, parameter)[owned.start : owned.stop]
+                cuts[key] = owned.cut_tensor(own, value.dtype)
+            state[name] = cuts[key]
+        return state
+
+    def gather_parameters(self) -> None:
+        """Bring all ranks' pieces of the parameters to every rank, and wait; a collective."""
+        if (exchange := self._exchange) is None:
+            return
+        flats = [(group.flat, group.cuts) for group in self._shards.groups if group.flat.numel()]
+        like = torch.empty(0, device=self.device)
+
+        def gather() -> Tensor:
+            exchange.gather(flats)
+            return like
+
+        self._channel.submit(in_one_phase(gather), like).wait()
+
+    def close(self) -> None:
+        """Gather no more after `optimizer.step()`."""
+        self._hook.remove()

@@ -1,0 +1,140 @@
+"""Which part of a training each rank keeps, as one object: it refuses, cuts, and says what lies where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_core.base.errors import UserError
+from ddp_core.config.experiment import DdpOptions, Experiment
+from ddp_core.config.layout import Layout, ShardMode
+
+from .blocks import refuse_unsuitable
+from .elementwise import require_elementwise
+
+if TYPE_CHECKING:
+    from .ownership import OwnsPart
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What each rank keeps a part of: nothing, the optimizer's state, also gradients, or also parameters."""
+
+    mode: ShardMode = "none"
+
+    @classmethod
+    def of(cls, layout: Layout) -> Sharding:
+        """The sharding of a layout."""
+        return cls(layout.shard)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is cut. Optimizer state is then, in every mode."""
+        return self.mode != "none"
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether each rank keeps a part of the gradients alone: shares are then strided."""
+        return self.mode in ("gradients", "parameters")
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether each rank keeps a part of the parameters alone."""
+        return self.mode == "parameters"
+
+    def refused_by(self, experiment: Experiment) -> str | None:
+        """Why the settings of an experiment leave no place for this mode; None where they do."""
+        if not self.is_any:
+            return None
+        usual = DdpOptions()
+        for name in ("static_graph", "communication_hook"):
+            if getattr(experiment.ddp, name) != getattr(usual, name):
+                return f"it does without DistributedDataParallel, so that the setting ddp.{name} would change nothing"
+        if experiment.sync_batch_norm:
+            return "sync_batch_norm is for the plain sums of DistributedDataParallel, and it does without that"
+        return None
+
+    def whole_parameters_needed_by(self, experiment: Experiment) -> str | None:
+        """Why the parameters of this experiment cannot be cut; None where they can, or where this mode cuts none."""
+        if not self.cuts_parameters:
+            return None
+        if experiment.ema_decay is not None:
+            return "ema_decay keeps an average of whole weights on every rank, and no rank has whole weights"
+        if experiment.memory_format != "contiguous":
+            return (
+                "parameters are cut between rows, which do not lie together with "
+                f"memory_format {experiment.memory_format}"
+            )
+        return None
+
+    def check(self, experiment: Experiment, is_plain: bool, inexact_because: str | None, cuda_graph: bool) -> None:
+        """Raise UserError (2) where this mode cannot be had for a request.
+
+        `is_plain`: plain sums are asked for; `inexact_because`: why the exact reduction cannot be had.
+        """
+        option = f"--shard {self.mode}"
+        if not self.is_any:
+            return
+        if (reason := self.refused_by(experiment)) is not None:
+            raise UserError(f"{option}: {reason}; leave --shard out")
+        if (reason := self.whole_parameters_needed_by(experiment)) is not None:
+            raise UserError(f"{option}: {reason}; use --shard gradients, or leave it out")
+        # Torch's own sums are made by DistributedDataParallel, or by fully_shard, which cuts the parameters.
+        instead = "--shard parameters, or leave --shard out"
+        if inexact_because is not None and not self.cuts_parameters:
+            raise UserError(
+                f"{option} needs the exact reduction, which cannot be had here: {inexact_because}; use {instead}"
+            )
+        if is_plain and not self.cuts_parameters:
+            raise UserError(
+                f"{option} needs the exact reduction: plain sums are those of DistributedDataParallel, which gives all "
+                f"gradients to every rank; use --reduction exact, or {instead}"
+            )
+        if cuda_graph:
+            raise UserError(
+                f"--cuda-graph: {option} sends gradients from within backward, which no graph holds; leave one of them "
+                "out"
+            )
+
+    def check_parts(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Raise UserError (2) where the optimizer or the parameters cannot be cut; `cut` would, too."""
+        if self.is_any:
+            require_elementwise(optimizer)
+        if self.cuts_parameters:
+            refuse_unsuitable(module)
+
+    def cut(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: int,
+        process_group: dist.ProcessGroup,
+        exact: bool = True,
+    ) -> OwnsPart:
+        """Let this rank keep its part; the result has the reduction, and the state as one process has it.
+
+        `gradients` is not `parameters` with weights that are kept: it takes what fully_shard refuses (averaged weights,
+        channels_last, single numbers, blocks whose parameters are used without a call), and shares the memory of the
+        parameters with their pieces. Both send in the same rounds.
+        """
+        if self.cuts_parameters:
+            # Loads torch's FSDP, which takes a second.
+            from .rows import OwnsRows
+
+            return OwnsRows(module, optimizer, micro_batches, process_group=process_group, exact=exact)
+        from .pieces import OwnsPieces
+
+        return OwnsPieces(
+            module,
+            optimizer,
+            micro_batches,
+            process_group=process_group,
+            shares="strided" if self.cuts_gradients else "contiguous",
+        )
+
+
+UNSHARDED = Sharding()

@@ -1,0 +1,127 @@
+"""An optimizer that updates, on each rank, what this rank owns of the parameters, and keeps the state of that alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.reduction.flat import in_memory_order
+
+from .elementwise import per_element
+from .owned import Owned
+
+
+class OwnUpdates:
+    """Lets `optimizer` update the tensors of `owned` in the place of whole parameters, given by these' ids.
+
+    The optimizer stays the same object: schedules, `zero_grad` and scalers go on to work. A parameter that is not in
+    `owned` stays in its group, and what state the optimizer has is cut. The optimizer's own `state_dict` is of this
+    rank's tensors alone.
+
+    For fp16 use ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler, which skips a step on all ranks where
+    the gradients of any overflow.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned], group: dist.ProcessGroup | None
+    ) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._per_element = [per_element(optimizer, group) for group in optimizer.param_groups]
+        state = optimizer.state_dict()
+        self._members: list[list[Owned | Tensor]] = [
+            [owned.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups
+        ]
+        """Of each parameter group; in this sequence a whole state_dict numbers them."""
+        for group_of_optimizer, members in zip(optimizer.param_groups, self._members, strict=True):
+            group_of_optimizer["params"] = [tensor for member in members if (tensor := _updated(member)) is not None]
+        optimizer.state.clear()
+        if state["state"]:
+            self.load_whole_state(state)
+
+    def own_state(self) -> dict[str, Any]:
+        """The state_dict of the optimizer over whole parameters, with a CutTensor for each tensor that is cut.
+
+        A collective that sends no such tensor: a rank that owns nothing of a parameter hears of its state from others.
+        """
+        own = self._optimizer.state_dict()
+        states = {key: value for key, value in own["state"].items() if not isinstance(key, int)}
+        entries, numbers = self._entries_of_all_ranks(), itertools.count()
+        for group, members in zip(own["param_groups"], self._members, strict=True):
+            group["params"] = [next(numbers) for _ in members]
+            for number, member in zip(group["params"], members, strict=True):
+                if number in entries:
+                    states[number] = {
+                        name: self._cut_tensor(member, name, value) if isinstance(value, torch.dtype) else value
+                        for name, value in entries[number].items()
+                    }
+        return {**own, "state": states}
+
+    def load_whole_state(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a state_dict of the optimizer over whole parameters; every rank has all of it."""
+        lengths = [len(group["params"]) for group in state["param_groups"]]
+        if lengths != (here := list(map(len, self._members))):
+            raise ValueError(f"the state has {lengths} parameters in its groups, but the optimizer has {here}")
+        states = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+        groups, numbers = [], itertools.count()
+        for group, members, names in zip(state["param_groups"], self._members, self._per_element, strict=True):
+            kept = []
+            for saved, member in zip(group["params"], members, strict=True):
+                if _updated(member) is None:
+                    continue
+                kept.append(next(numbers))
+                if saved in state["state"]:
+                    entries = state["state"][saved].items()
+                    states[kept[-1]] = {name: _cut(value, member, name in names) for name, value in entries}
+            groups.append({**group, "params": kept})
+        self._optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
+
+    def _entries_of_all_ranks(self) -> dict[int, dict[str, Any]]:
+        """By the parameter's number in a whole state_dict: its entries, of those that are cut only the dtype."""
+        own: dict[int, dict[str, Any]] = {}
+        for number, member in enumerate(itertools.chain.from_iterable(self._members)):
+            tensor = _updated(member)
+            if tensor is not None and (state := self._optimizer.state.get(tensor)):
+                own[number] = {
+                    name: value.dtype if isinstance(member, Owned) and _is_cut(value, tensor) else _on_host(value)
+                    for name, value in state.items()
+                }
+        if self._group is None:
+            return own
+        everyones = [own] * self._group.size()
+        dist.all_gather_object(everyones, own, group=self._group)
+        return {number: entries for theirs in everyones for number, entries in theirs.items()}
+
+    def _cut_tensor(self, member: Owned | Tensor, name: str, dtype: torch.dtype) -> Any:
+        assert isinstance(member, Owned)
+        state = self._optimizer.state.get(member.tensor, {}) if member.tensor is not None else {}
+        values = state.get(name)
+        return member.cut_tensor(None if values is None else values[member.inside], dtype)
+
+
+def _updated(member: Owned | Tensor) -> Tensor | None:
+    """What the optimizer has in its groups for a parameter; None where this rank owns nothing of it."""
+    return member.tensor if isinstance(member, Owned) else member
+
+
+def _is_cut(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
+    """This rank's part of a value in the state of a parameter; never memory that something else uses."""
+    if not isinstance(value, Tensor):
+        return value
+    # A parameter without dimensions has the shape of a single number.
+    if isinstance(member, Tensor) or value.shape != member.like.shape or not (per_element or member.like.dim()):
+        return value.clone()
+    return member.filled(in_memory_order(value, member.like)[member.start : member.stop]).clone()
+
+
+def _on_host(value: Any) -> Any:
+    """A value that has its own memory, in host memory where it is a tensor."""
+    return value.detach().clone().cpu() if isinstance(value, Tensor) else value
