@@ -14,8 +14,8 @@ from ddp_core.model.losses import Loss
 from ddp_core.trainers.passes import call
 
 
-class Moment(NamedTuple):
-    """A moment of backward, in bytes: a saved tensor is used, and freed if not used again, or a gradient is made."""
+class BackwardEvent(NamedTuple):
+    """One event of backward, in bytes: a saved tensor is used, and freed if not used again, or a gradient is made."""
 
     used: int = 0
     freed: int = 0
@@ -23,14 +23,14 @@ class Moment(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Gradients that do not live until the end of the backward that makes them: they leave in groups."""
+    """Gradients that are sent in groups, and freed, before the backward that makes them ends."""
 
     group: int = 0
     """Bytes of the largest group."""
     under_way: float = 1
-    """What a group takes while it leaves, as a multiple of its size."""
+    """What a group takes while it is sent, as a multiple of its size."""
     stays: float = 0
-    """What of it is added to what stays."""
+    """By how much the sums that this rank keeps grow with a group, as a multiple of the group's size."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class Backward:
     """Bytes of all gradients."""
     copies: int
     """How many more copies of a gradient there are while it is made."""
-    moments: tuple[Moment, ...]
+    history: tuple[BackwardEvent, ...]
     adds_early: bool = False
     """Whether a gradient is added to earlier sums as soon as it is made, where ranks keep a part of it."""
 
     def highest(self, growth: float, sums: int = 0, leaving: Leaving | None = None, added: int = 0) -> int:
         """The most bytes at a time, of what does not live from step to step, in a batch `growth` times as large.
 
-        `sums` are those of earlier micro-batches, each as large as all gradients. `added`: so many of these are added
-        to a gradient as soon as it is made. Where gradients leave, a group takes its part of the others with it.
+        `sums` is the number of sums of earlier micro-batches, each as large as all gradients; `added` of them are added
+        to a gradient as soon as it is made. Where gradients are sent in groups, the group's part of each sum goes along.
         """
         alive, made, gone, under_way, highest = growth * self.activations, 0, 0, 0.0, 0.0
-        for moment in self.moments:
+        for event in self.history:
             # During a layer's backward: the gradients of its output and of its input, each about as large as what it
             # kept.
-            flying = 2 * growth * moment.used + self.copies * moment.gradient
-            made += moment.gradient
+            flying = 2 * growth * event.used + self.copies * event.gradient
+            made += event.gradient
             stays = 0.0
             if leaving is not None:
                 if made >= leaving.group:
@@ -66,7 +66,7 @@ class Backward:
                 stays = leaving.stays * gone
             kept = (1 - added) * made + under_way + stays + sums * (self.gradients - gone)
             highest = max(highest, alive + flying + kept)
-            alive -= growth * moment.freed
+            alive -= growth * event.freed
         return round(highest)
 
 
@@ -106,7 +106,7 @@ class _Watch:
             gradients=bytes_of(trainable),
             # oneDNN keeps weights, and makes their gradients, in a memory format of its own, which takes copies.
             copies=2 if self.device.type == "cpu" else 0,
-            moments=tuple(self._moments(kept)),
+            history=tuple(self._history(kept)),
             adds_early=self.device.type == "cpu",
         )
 
@@ -124,10 +124,10 @@ class _Watch:
         assert parameter.grad is not None
         self.events.append((0, parameter.grad.untyped_storage().nbytes()))
 
-    def _moments(self, kept: dict[int, int]) -> list[Moment]:
+    def _history(self, kept: dict[int, int]) -> list[BackwardEvent]:
         last_use = {storage: number for number, (storage, _) in enumerate(self.events) if storage in kept}
         return [
-            Moment(
+            BackwardEvent(
                 used=kept.get(storage, 0),
                 freed=kept[storage] if last_use.get(storage) == number else 0,
                 gradient=gradient,

@@ -18,7 +18,7 @@ from ddp_core.run.backward import Backward, Leaving
 from ddp_core.sharding import UNSHARDED, Sharding
 
 _WHILE_SENT = 2
-"""A group of gradients that is sent, and the parts of other ranks' groups that arrive meanwhile."""
+"""A group of gradients that is sent counts twice: the parts of other ranks' groups arrive meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Replica:
     weights: int
     """Parameters and buffers."""
     trainable: int
-    """What of them is trained; as much as all gradients."""
+    """The trained parameters; all gradients take as much."""
     optimizer_state: int
     inputs: int
     in_passing: int
@@ -102,9 +102,9 @@ class Replica:
     block: int
     """The largest part of the model whose weights are gathered at a time, where these are sharded."""
     rest: int
-    """Weights that are gathered all the time of forward and backward then: those outside of blocks."""
+    """The weights outside of blocks, which are then gathered for the whole of forward and backward."""
     growth: float
-    """The micro-batch to estimate for has so many times the samples of the watched one."""
+    """The samples of the micro-batch to estimate for, as a multiple of those of the watched one."""
 
     def estimate(self, way: Way = Way(), bucketed: bool = False) -> MemoryEstimate:
         """The memory of the rank that needs most. `bucketed`: DistributedDataParallel has gradient buckets."""

@@ -15,7 +15,7 @@ from ddp_core.config.experiment import Optimizer
 from ddp_core.config.layout import ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.experiment.request import build_splits
-from ddp_core.run.backward import Backward, Leaving, Moment
+from ddp_core.run.backward import Backward, BackwardEvent, Leaving
 from ddp_core.run.memory import Prediction, estimate_memory, predict, watch_replica
 from ddp_core.run.rank_memory import MemoryEstimate, Way
 from ddp_core.sharding import Sharding
@@ -82,7 +82,9 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(model.weight, before)
 
 
-WATCHED = Backward(100, 60, 0, (Moment(40, 40), Moment(gradient=20), Moment(60, 60), Moment(gradient=40)))
+WATCHED = Backward(
+    100, 60, 0, (BackwardEvent(40, 40), BackwardEvent(gradient=20), BackwardEvent(60, 60), BackwardEvent(gradient=40))
+)
 
 
 @pytest.mark.parametrize(
