@@ -51,7 +51,7 @@ class Backward:
         """The most bytes at a time, of what does not live from step to step, in a batch `growth` times as large.
 
         `sums` is the number of sums of earlier micro-batches, each as large as all gradients; `added` of them are added
-        to a gradient as soon as it is made. Where gradients are sent in groups, the group's part of each sum goes along.
+        to a gradient as soon as it is made. Where gradients are sent in groups, each sum's part for a group goes along.
         """
         alive, made, gone, under_way, highest = growth * self.activations, 0, 0, 0.0, 0.0
         for event in self.history:
