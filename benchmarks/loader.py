@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from benchmarks.record import record
 from benchmarks.turns import Seconds, Turn, take_turns
-from ddp_core.data.loader import Loader, StepIds
-from ddp_core.data.prefetching import made_ahead
+from ddp_core.data.loader import Loader
+from ddp_core.data.prefetching import StepIds, made_ahead
 from ddp_core.data.splits import ByteImages
 from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sampler import GlobalOrder

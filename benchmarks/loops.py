@@ -29,7 +29,7 @@ from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment, Optimizer
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
-from ddp_core.data.builders import InMemory, Splits
+from ddp_core.data.splits import InMemory, Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World

@@ -6,10 +6,7 @@ docs/reference/checkpoints.md has the format and the order of the writes; docs/e
 """
 
 from ddp_core.checkpoint.fence import Fence, Superseded
-from ddp_core.checkpoint.manifest import Checkpoint, is_part
-from ddp_core.checkpoint.parts import CutTensor
-from ddp_core.checkpoint.ranks import Ranks
-from ddp_core.checkpoint.reading import (
+from ddp_core.checkpoint.loading import (
     best_checkpoint,
     difference,
     find_checkpoints,
@@ -19,6 +16,9 @@ from ddp_core.checkpoint.reading import (
     sweep,
     verify,
 )
+from ddp_core.checkpoint.manifest import Checkpoint, is_part
+from ddp_core.checkpoint.parts import CutTensor
+from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.saving import Checkpointer
 from ddp_core.checkpoint.state import describe
 

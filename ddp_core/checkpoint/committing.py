@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync_directory
 from ddp_core.checkpoint import manifest as manifests
-from ddp_core.checkpoint.data_file import At, DataFile
+from ddp_core.checkpoint.data_file import At, DataFile, disk_full, free_bytes, write_error
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged, DataPart
+from ddp_core.checkpoint.ranks import Ranks, told
+
+Result = TypeVar("Result")
 
 
 class CheckpointFiles:
@@ -29,13 +32,14 @@ class CheckpointFiles:
         keep_last: int,
         keep_every: int | None,
         fence: Fence | Callable[[], object] | None,
+        ranks: Ranks | None,
         at: At,
     ) -> None:
         self.directory = directory
         self._keep_last, self._keep_every = keep_last, keep_every
-        self._fence, self._at = fence, at
+        self._fence, self._ranks, self._at = fence, ranks, at
 
-    def current(self) -> AbstractContextManager[None]:
+    def only_writer(self) -> AbstractContextManager[None]:
         """A block during which no other process may write; raises Superseded where this process may not."""
         if isinstance(self._fence, Fence):
             return self._fence.holding()
@@ -46,19 +50,83 @@ class CheckpointFiles:
             )
         return contextlib.nullcontext()
 
-    def free_name(self, step: int, part: tuple[int, int] | None) -> Path:
-        """An unused name for a data file of `step`: an earlier file stays whole until the new manifest is there.
+    def require_room(self, step: int, needed: int) -> None:
+        """Raise UserError (4) unless the disk has room for this process's data file of `step`, of `needed` bytes."""
+        path = self._free_name(step)
+        try:
+            available = free_bytes(self.directory)
+        except OSError as error:
+            raise write_error(error, path) from error
+        if available < needed:
+            raise disk_full(path, needed, available)
 
-        `part`: which rank of how many, where each writes a file.
+    def write(self, state: Any, record: dict[str, Any], best: bool, needed: int) -> Checkpoint | None:
+        """Write and commit one checkpoint, then remove old ones.
+
+        `state`: what this process's data file holds, in about `needed` bytes, which a message about a full disk names.
+        `record`: the fields of the manifest that describe the state. Where several ranks write together, the first one,
+        which commits, returns the checkpoint, the others None.
         """
+        target = self._free_name(record["step"])
+        try:
+            if self._ranks is not None:
+                return self._write_together(self._ranks, target, state, record, best, needed)
+            with self._data(target, state) as data:
+                return self._commit([data], record, best)
+        except BaseException as error:
+            if self._ranks is None:
+                # The disk is asked, not a variable: an interrupt can come right after the rename that commits.
+                with contextlib.suppress(OSError):
+                    if manifests.uncommitted(target):
+                        target.unlink()
+            if isinstance(error, OSError):
+                raise write_error(error, target, needed) from error
+            raise
+
+    def _write_together(
+        self, ranks: Ranks, target: Path, state: Any, record: dict[str, Any], best: bool, needed: int
+    ) -> Checkpoint | None:
+        """Write this rank's data file, report it to all ranks, let the first rank commit, and hear how that ended.
+
+        An error of one rank is raised on all, and then nothing is committed, unless the error came after the commit.
+        Where a rank cannot hear how it ended, its file is left to `sweep`, as the first rank may have committed it.
+        """
+        with contextlib.ExitStack() as locked:
+            part, problem = _tried(lambda: locked.enter_context(self._data(target, state)), target, needed)
+            reports = ranks.gather(part if problem is None else told(problem, ranks.place))
+            self._at("parts reported")
+            problems = [report for report in reports if isinstance(report, Exception)]
+            checkpoint, is_committed = None, False
+            if not problems:
+                parts = [report for report in reports if isinstance(report, DataPart)]
+                if ranks.is_first:
+                    checkpoint, problem = _tried(lambda: self._commit(parts, record, best), target, needed)
+                message = None if problem is None else told(problem, ranks.place)
+                is_committed, message = ranks.hear_first(
+                    (ranks.is_first and not manifests.uncommitted(target), message)
+                )
+                self._at("outcome told")
+                problems = [] if message is None else [message]
+        if not is_committed:
+            with contextlib.suppress(OSError):
+                target.unlink(missing_ok=True)
+        if problem is not None and not isinstance(problem, UserError):
+            raise problem
+        if problems:
+            raise problems[0] from problem
+        return checkpoint
+
+    def _free_name(self, step: int) -> Path:
+        """An unused name for a data file of `step`: an earlier file stays whole until the new manifest is there."""
+        part = None if self._ranks is None else (self._ranks.rank, self._ranks.count)
         version = 1
         while (target := self.directory / manifests.data_name(step, version, part)).exists():
             version += 1
         return target
 
     @contextlib.contextmanager
-    def data(self, target: Path, state: Any) -> Iterator[DataPart]:
-        """Write a data file, which nothing commits yet; inside, it has its name, is on the disk, and is locked."""
+    def _data(self, target: Path, state: Any) -> Iterator[DataPart]:
+        """Write a data file, not yet committed; inside the block it is on the disk, under its name, and locked."""
         with DataFile(target) as data:
             self._at("data opened")
             data.on_first_write = lambda: self._at("data partly written")
@@ -67,27 +135,29 @@ class CheckpointFiles:
             self._at("data written")
             data.sync()
             self._at("data synced")
-            with self.current():
+            with self.only_writer():
                 data.rename()
             # A power cut could otherwise keep the manifest's name alone: a checkpoint without data.
             sync_directory(self.directory)
             self._at("data renamed")
             yield DataPart(target.name, data.written, data.sha256)
 
-    def commit_parts(self, parts: Sequence[DataPart], record: dict[str, Any], best: bool) -> Checkpoint:
-        """Commit the data files that all ranks have written. Raises UserError (4) where this rank does not see one."""
-        self._require_seen(parts)
-        return self.commit(manifests.taken_together(parts), record, best, parts)
+    def _commit(self, parts: Sequence[DataPart], record: dict[str, Any], best: bool) -> Checkpoint:
+        """Write the manifest, whose renaming commits the data files, then the pointers; remove old checkpoints.
 
-    def commit(self, data: DataPart, record: dict[str, Any], best: bool, parts: Sequence[DataPart] = ()) -> Checkpoint:
-        """Write the manifest, whose renaming commits `data`, then the pointers; remove what is old."""
+        Raises UserError (4) where several ranks have written the files, and this one does not see one of them.
+        """
+        together = parts[0]
+        if self._ranks is not None:
+            self._require_seen(parts)
+            together = manifests.taken_together(parts)
         checkpoint = Checkpoint(
             directory=self.directory,
-            file=data.file,
-            bytes=data.bytes,
-            sha256=data.sha256,
+            file=together.file,
+            bytes=together.bytes,
+            sha256=together.sha256,
             written_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            parts=tuple(parts),
+            parts=() if self._ranks is None else tuple(parts),
             **record,
         )
         replaced: tuple[DataPart, ...] = ()
@@ -99,7 +169,7 @@ class CheckpointFiles:
             self._at("manifest written")
             manifest.sync()
             self._at("manifest synced")
-            with self.current():
+            with self.only_writer():
                 manifest.rename()
         self._at("manifest renamed")
         sync_directory(self.directory)
@@ -110,17 +180,7 @@ class CheckpointFiles:
         self._prune(checkpoint, {part.file for part in replaced})
         return checkpoint
 
-    def remove_uncommitted(self, target: Path) -> None:
-        """Remove a data file unless a manifest commits it.
-
-        The disk is asked, not a variable: an interrupt can come right after the rename that commits.
-        """
-        with contextlib.suppress(OSError):
-            if manifests.uncommitted(target):
-                target.unlink()
-
     def _require_seen(self, parts: Sequence[DataPart]) -> None:
-        """Raise UserError (4) where this process does not see the data files that others have written."""
         for rank, part in enumerate(parts):
             try:
                 manifests.require_size(part, (self.directory / part.file).stat().st_size)
@@ -132,8 +192,9 @@ class CheckpointFiles:
                 ) from None
 
     def _point(self, name: str, checkpoint: Checkpoint) -> None:
+        """Let the pointer `latest.json` or `best.json` name the checkpoint."""
         content = {
-            "format": manifests.FORMAT,
+            "format": manifests.MANIFEST_FORMAT,
             "step": checkpoint.step,
             "manifest": checkpoint.manifest.name,
             "metric": checkpoint.metric,
@@ -142,12 +203,16 @@ class CheckpointFiles:
             pointer.write(json.dumps(content).encode() + b"\n")
             pointer.sync()
             self._at(f"{name} synced")
-            with self.current():
+            with self.only_writer():
                 pointer.rename()
             self._at(f"{name} renamed")
         sync_directory(self.directory)
 
     def _prune(self, newest: Checkpoint, replaced: set[str]) -> None:
+        """Remove the data files that `newest` has replaced, by name, and the checkpoints that are to be kept no longer.
+
+        A checkpoint whose data is damaged does not count as one of the newest that stay.
+        """
         for name in replaced - {part.file for part in newest.data}:
             (self.directory / name).unlink(missing_ok=True)
         found: dict[int, Path] = {}
@@ -170,9 +235,21 @@ class CheckpointFiles:
         for step in sorted(found.keys() - keep):
             if self._keep_every is not None and step % self._keep_every == 0:
                 continue
-            with self.current():
+            with self.only_writer():
                 found[step].unlink(missing_ok=True)
                 self._at("old manifest removed")
                 for path in data.get(step, []):
                     path.unlink(missing_ok=True)
                 self._at("old data removed")
+
+
+def _tried(work: Callable[[], Result], target: Path, needed: int) -> tuple[Result | None, Exception | None]:
+    """What `work` returns, or the exception that it raises; an OSError as the message about writing `target`."""
+    try:
+        return work(), None
+    except OSError as error:
+        problem = write_error(error, target, needed)
+        problem.__cause__ = error
+        return None, problem
+    except Exception as error:
+        return None, error

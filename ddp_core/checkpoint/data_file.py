@@ -1,4 +1,4 @@
-"""The file that a checkpoint's data is written into, the points of a save, and the errors of a failed write."""
+"""The data file of a checkpoint while it is written, the points of a save, and the errors of a failed write."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ POINTS = (
 """The points of a save, in order. A `Checkpointer(at=…)` calls `at(point)` right after each; tests kill it there."""
 
 POINTS_OF_PARTS = ("parts reported", "outcome told")
-"""Two more points, where several ranks save together: after "data renamed", and the last of all."""
+"""Two more points where several ranks save together: one after "data renamed", and the last of all."""
 
 At = Callable[[str], None]
+"""Called with the name of a point."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def human_bytes(count: float) -> str:
@@ -66,8 +67,8 @@ def disk_full(path: Path, needed: int, available: int) -> UserError:
 
 
 def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
-    """The message to the user for an OSError met while writing `path`, which needed `needed` bytes in all."""
-    if error.errno in _FULL:
+    """The error for the user, with its cause and a way out, after an OSError of writing `path`, of `needed` bytes."""
+    if error.errno in _DISK_FULL:
         available = 0
         with contextlib.suppress(OSError):
             available = free_bytes(path.parent)
@@ -84,7 +85,7 @@ def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
 class DataFile(NewFile):
     """A NewFile that is hashed while `torch.save` writes into it.
 
-    The first OSError of a `write` is kept and raised by `sync`, because `torch.save` would replace it by a message
+    The first OSError of a `write` is kept for `raise_write_error`, because `torch.save` would replace it by a message
     about "unexpected pos".
     """
 
@@ -96,7 +97,7 @@ class DataFile(NewFile):
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append `data` and return its length in bytes; after a first OSError, which is kept, nothing is written."""
+        """Append `data`, unless a `write` has failed before; return its length in bytes."""
         view = memoryview(data).cast("B")
         if self._error is None:
             self._digest.update(view)
@@ -117,11 +118,6 @@ class DataFile(NewFile):
         """Raise the OSError of a `write`, if there was one."""
         if self._error is not None:
             raise self._error
-
-    def sync(self) -> None:
-        """Raise the OSError of a `write`, if there was one; else wait until the bytes are on the disk."""
-        self.raise_write_error()
-        super().sync()
 
     @property
     def sha256(self) -> str:

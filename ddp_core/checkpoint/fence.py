@@ -22,6 +22,7 @@ from ddp_core.checkpoint.data_file import write_error
 _TOKEN_FILE = "fence.json"
 _LOCK_FILE = "fence.lock"
 _PATIENCE = 5.0
+"""Seconds."""
 
 
 class Superseded(UserError):
@@ -60,6 +61,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _read(path: Path) -> tuple[int, str]:
+    """The newest token, and which process holds it; raises UserError where the file is damaged."""
     try:
         content = json.loads(path.read_bytes())
         return int(content["token"]), str(content["holder"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_core.checkpoint.state import Shapes
 
-FORMAT = "ddp-checkpoint/1"
+MANIFEST_FORMAT = "ddp-checkpoint/1"
 
 _DATA = re.compile(r"step-(\d{9,})(?:-\d+)?(\.part-\d+-of-\d+)?\.pt")
 _MANIFEST = re.compile(r"step-(\d{9,})\.json")
@@ -28,10 +28,13 @@ def stem(step: int) -> str:
 
 
 def data_name(step: int, version: int, part: tuple[int, int] | None) -> str:
-    """The name of a data file, e.g. "step-000000120.pt", of a second version of it, or of a part: (rank, how many)."""
-    again = f"-{version}" if version > 1 else ""
-    which = f".part-{part[0] + 1}-of-{part[1]}" if part is not None else ""
-    return f"{stem(step)}{again}{which}.pt"
+    """The name of a data file, e.g. "step-000000120.pt".
+
+    `version` counts the saves of one step from 1. `part`: (rank, number of ranks), where several ranks write one each.
+    """
+    version_suffix = f"-{version}" if version > 1 else ""
+    part_suffix = f".part-{part[0] + 1}-of-{part[1]}" if part is not None else ""
+    return f"{stem(step)}{version_suffix}{part_suffix}.pt"
 
 
 def step_of_data(name: str) -> int | None:
@@ -71,7 +74,7 @@ class Checkpoint:
     file: str
     """The data file; of several, the first rank's."""
     bytes: int
-    """Of all data files."""
+    """The size of all data files together."""
     sha256: str
     """The digest of the data file; of several, that of their hexadecimal digests, one after the other."""
     shapes: Shapes
@@ -98,7 +101,7 @@ class Checkpoint:
 
 
 def taken_together(parts: Sequence[DataPart]) -> DataPart:
-    """The file, the size and the digest by which a manifest names all its data files."""
+    """All data files as the manifest names them together: the first one's name, their size, a digest of digests."""
     digest = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
     return DataPart(parts[0].file, sum(part.bytes for part in parts), digest)
 
@@ -109,7 +112,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 def encode(checkpoint: Checkpoint) -> bytes:
     """The manifest's bytes: one JSON object, sealed with the digest of all its other fields."""
-    content = {"format": FORMAT, **asdict(checkpoint)}
+    content = {"format": MANIFEST_FORMAT, **asdict(checkpoint)}
     del content["directory"]
     if not checkpoint.parts:
         del content["parts"]
@@ -127,9 +130,9 @@ def read_manifest(path: Path) -> Checkpoint:
         content = json.loads(path.read_bytes())
     except ValueError as error:
         raise Damaged(f"{path.name} is not JSON ({error})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
         found = content.get("format") if isinstance(content, dict) else None
-        raise Damaged(f"{path.name} has format {found!r}, not {FORMAT!r}")
+        raise Damaged(f"{path.name} has format {found!r}, not {MANIFEST_FORMAT!r}")
     seal = content.pop("seal", None)
     try:
         sealed = hashlib.sha256(_canonical(content)).hexdigest()
@@ -142,7 +145,7 @@ def read_manifest(path: Path) -> Checkpoint:
         parts = tuple(DataPart(**part) for part in content.pop("parts", ()))
         checkpoint = Checkpoint(directory=path.parent, parts=parts, **content)
     except TypeError as error:
-        raise Damaged(f"{path.name} has other fields than {FORMAT} ({error})") from None
+        raise Damaged(f"{path.name} has other fields than {MANIFEST_FORMAT} ({error})") from None
     names = [part.file for part in checkpoint.data]
     if {checkpoint.step} != {step_of_manifest(path.name), *map(step_of_data, names)}:
         raise Damaged(
@@ -161,7 +164,7 @@ def require_data(checkpoint: Checkpoint) -> None:
 
 
 def require_size(part: DataPart, size: int) -> None:
-    """Raise Damaged unless `size`, in bytes, is that of the data file."""
+    """Raise Damaged unless `size`, in bytes, is what the manifest says of the data file."""
     if size != part.bytes:
         raise Damaged(f"{part.file} has {size} bytes, its manifest says {part.bytes}")
 

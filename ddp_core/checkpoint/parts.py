@@ -1,7 +1,7 @@
 """A checkpoint in parts: what the data file of each rank holds of a state, and the whole state from all these files.
 
 The first rank's file holds the state with None in the place of each tensor that is cut, and the strides of that tensor.
-Every file holds this rank's pieces of the tensors that are cut:
+Every rank's file holds that rank's pieces of the tensors that are cut:
 
     {"state": …, "strides": {name: [strides]}, "tied": {other name: name}, "pieces": {name: {first element: values}}}
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.checkpoint.manifest import Damaged
-from ddp_core.checkpoint.state import Shapes, Tree, replaced
+from ddp_core.checkpoint.state import Shapes, StateTensors, described, replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class CutTensor:
 def part_of(state: Any, is_first: bool) -> tuple[dict[str, Any], Shapes]:
     """What a rank's data file holds of a state, and the shapes of the whole state's tensors.
 
-    What is not cut is the same on all ranks; the first one writes it. Raises what `Tree` raises.
+    What is not cut is the same on all ranks; the first one writes it. Raises what `StateTensors` raises.
     """
     cuts: dict[str, CutTensor] = {}
     tied: dict[str, str] = {}
@@ -52,7 +52,7 @@ def part_of(state: Any, is_first: bool) -> tuple[dict[str, Any], Shapes]:
             return leaf
         if name in shapes:
             raise ValueError(f"two tensors of the state are called {name!r}")
-        shapes[name] = [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]
+        shapes[name] = described(leaf)
         first = first_names.setdefault(id(leaf), name)
         if first == name:
             cuts[name] = leaf
@@ -65,14 +65,14 @@ def part_of(state: Any, is_first: bool) -> tuple[dict[str, Any], Shapes]:
     if not is_first:
         return {"pieces": pieces}, shapes
     strides = {name: list(cut.strides) for name, cut in cuts.items()}
-    others = Tree(rest).shapes
+    others = StateTensors(rest).shapes
     if both := shapes.keys() & others.keys():
         raise ValueError(f"two tensors of the state are called {min(both)!r}")
     return {"state": rest, "strides": strides, "tied": tied, "pieces": pieces}, shapes | others
 
 
 def put_together(contents: Iterable[Any], shapes: Shapes) -> Any:
-    """The whole state from what the data files hold, the first rank's first.
+    """The whole state, from the contents of the data files of all ranks, by rank.
 
     Raises Damaged unless they have every element of each tensor that is cut, once.
     """
@@ -96,7 +96,7 @@ def put_together(contents: Iterable[Any], shapes: Shapes) -> Any:
 
 
 class _Whole:
-    """A tensor that is put together from pieces; `like` has its dtype, and is on the device where it is wanted."""
+    """A tensor that is put together from pieces; `like` has its dtype, and lies on the device that it shall be on."""
 
     def __init__(self, name: str, sizes: Sequence[int], strides: Sequence[int], like: Tensor) -> None:
         self._name = name
@@ -108,7 +108,7 @@ class _Whole:
         self._found: list[tuple[int, int]] = []
 
     def put(self, start: int, values: Tensor) -> None:
-        """Copy the values of a piece to their place."""
+        """Copy the values of a piece, whose first element has the number `start`, to their place."""
         stop = start + values.numel()
         if start < 0 or stop > self._flat.numel() or values.dtype != self._flat.dtype:
             raise Damaged(f"{self._name} has no elements {start} to {stop} of {values.dtype}")

@@ -1,4 +1,4 @@
-"""The writer: saves one checkpoint at a time, at once or in the background; one rename commits it."""
+"""The Checkpointer, which saves one checkpoint at a time, at once or in the background; one rename commits it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,13 +19,12 @@ from torch import Tensor
 
 from ddp_core.base.files import NewFile
 from ddp_core.checkpoint.committing import CheckpointFiles
-from ddp_core.checkpoint.data_file import At, disk_full, free_bytes, human_bytes, write_error
+from ddp_core.checkpoint.data_file import At, human_bytes, write_error
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint
 from ddp_core.checkpoint.parts import part_of
-from ddp_core.checkpoint.ranks import Ranks
-from ddp_core.checkpoint.state import Shapes, Snapshots, Tree, on_cpu
-from ddp_core.checkpoint.together import telling_others, write_together
+from ddp_core.checkpoint.ranks import Ranks, telling_others
+from ddp_core.checkpoint.state import Shapes, Snapshots, StateTensors
 
 WRITER_NICENESS = 5
 
@@ -38,11 +36,12 @@ class Checkpointer:
     asynchronous: `save` copies the state and returns, and a thread writes it. The next `save`, `wait` or `close` waits
     for the thread; its error is raised by the next `check`, `save`, `wait` or `close`.
     fence: a Fence, or any callable that raises or returns False when this process may no longer write.
-    ranks: where every rank has a Checkpointer of the same directory, and saves the same steps. Each writes a data file
-    with its pieces of the CutTensors in the state; the first one writes the rest of the state, and commits all files or
-    none. An error of one rank is raised on all.
+    ranks: given where every rank has a Checkpointer of the same directory, and saves the same steps. Each writes a data
+    file with its pieces of the CutTensors in the state; the first one writes the rest of the state, and commits all
+    files or none. An error of one rank is raised on all.
     on_event: receives one line per event, from the writing thread where there is one.
-    at: called with each of `files.POINTS` right after it is reached, with `ranks` also with `files.POINTS_OF_PARTS`.
+    at: for tests; called with each of `data_file.POINTS` right after it is reached, with `ranks` also with each of
+    `data_file.POINTS_OF_PARTS`.
 
     Raises UserError (4) where the directory cannot be made or written, the disk is full, or a limit of the system is
     reached; earlier checkpoints stay as they were. Raises Superseded when a newer writer has taken the fence.
@@ -66,9 +65,8 @@ class Checkpointer:
         self.asynchronous = asynchronous
         self.last: Checkpoint | None = None
         """The newest checkpoint that this object has committed."""
-        self._files = CheckpointFiles(self.directory, keep_last, keep_every, fence, at)
-        self._ranks, self._on_event, self._at = ranks, on_event, at
-        self._part = None if ranks is None else (ranks.rank, ranks.count)
+        self._files = CheckpointFiles(self.directory, keep_last, keep_every, fence, ranks, at)
+        self._ranks, self._on_event = ranks, on_event
         self._snapshots = Snapshots()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -98,7 +96,7 @@ class Checkpointer:
         """Make buffers and thread for asynchronous saves of `state`, so that the first is as quick as the others."""
         self.wait()
         self._submit(time.sleep, 0)
-        self._snapshots.copy(self._tree(state)[0])
+        self._snapshots.copy(self._own_tensors(state)[0])
         self._snapshots.ready()
 
     def save(
@@ -124,9 +122,9 @@ class Checkpointer:
         self.wait()
         started = time.perf_counter()
         with telling_others(self._ranks):
-            with self._files.current():
+            with self._files.only_writer():
                 pass
-            tree, shapes = self._tree(state)
+            own, shapes = self._own_tensors(state)
             record = {
                 "step": step,
                 "epoch": epoch,
@@ -134,12 +132,12 @@ class Checkpointer:
                 "metric": metric if metric is not None and math.isfinite(metric) else None,
                 "shapes": shapes,
             }
-            needed = tree.bytes_needed()
-            self._require_room(step, needed)
+            needed = own.bytes_needed()
+            self._files.require_room(step, needed)
         if not self.asynchronous:
-            self._write(on_cpu(tree), record, best, needed, started)
+            self._write(own.state_on_cpu(), record, best, needed, started)
             return
-        copied = self._snapshots.copy(tree) if changing is None else self._snapshots.begin(tree, changing)
+        copied = self._snapshots.copy(own, changing)
         self._stall = time.perf_counter() - started
         self._pending = self._submit(self._write_aside, copied, record, best, needed, started)
 
@@ -157,8 +155,7 @@ class Checkpointer:
     def check(self) -> None:
         """Raise the error of an asynchronous save, if there was one; cheap enough for every step."""
         if self._pending is not None and self._pending.done():
-            finished, self._pending = self._pending, None
-            finished.result()
+            self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written any more; raise the error of an asynchronous save, if there was one."""
@@ -176,22 +173,13 @@ class Checkpointer:
                 self._writer = None
             self._snapshots = Snapshots()
 
-    def _tree(self, state: Any) -> tuple[Tree, Shapes]:
+    def _own_tensors(self, state: Any) -> tuple[StateTensors, Shapes]:
         """What this process writes of a state, and the shapes of the whole state's tensors."""
         if self._ranks is None:
-            tree = Tree(state)
-            return tree, tree.shapes
+            own = StateTensors(state)
+            return own, own.shapes
         content, shapes = part_of(state, self._ranks.is_first)
-        return Tree(content), shapes
-
-    def _require_room(self, step: int, needed: int) -> None:
-        path = self._files.free_name(step, self._part)
-        try:
-            available = free_bytes(self.directory)
-        except OSError as error:
-            raise write_error(error, path) from error
-        if available < needed:
-            raise disk_full(path, needed, available)
+        return StateTensors(content), shapes
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
         if self._writer is None:
@@ -206,33 +194,18 @@ class Checkpointer:
         self._write(state, record, best, needed, started)
 
     def _write(self, state: Any, record: dict[str, Any], best: bool, needed: int, started: float) -> None:
-        step, files = record["step"], self._files
-        target = files.free_name(step, self._part)
+        step = record["step"]
         try:
-            if self._ranks is None:
-                checkpoint = self._write_alone(target, state, record, best)
-            else:
-                data, commit = files.data(target, state), partial(files.commit_parts, record=record, best=best)
-                checkpoint = write_together(self._ranks, target, needed, data, commit, self._at)
+            checkpoint = self._files.write(state, record, best, needed)
         except Superseded as error:
             self._on_event(f"warning: checkpoint of step {step} given up: {error}")
             raise
-        except OSError as error:
-            raise write_error(error, target, needed) from error
         if checkpoint is None:
             return
         self.last = checkpoint
         seconds = time.perf_counter() - started
         stalled = f", training stood still for {self._stall:.3f} s" if self.asynchronous else ""
         self._on_event(f"checkpoint of step {step}: {human_bytes(checkpoint.bytes)} in {seconds:.3f} s{stalled}")
-
-    def _write_alone(self, target: Path, state: Any, record: dict[str, Any], best: bool) -> Checkpoint | None:
-        try:
-            with self._files.data(target, state) as data:
-                return self._files.commit(data, record, best)
-        except BaseException:
-            self._files.remove_uncommitted(target)
-            raise
 
 
 def _lower_priority() -> None:

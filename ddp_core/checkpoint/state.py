@@ -1,4 +1,4 @@
-"""The state of a run, described and copied: a tree of dicts, lists and tuples over tensors and plain values."""
+"""The state of a run, described and copied: dicts, lists and tuples, nested, of tensors and plain values."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-class Tree:
-    """A state, walked once: gives its tensors, their dotted names, and the same tree with other tensors.
+class StateTensors:
+    """The tensors of a state, found in one walk through it, with their dotted names; and the state with others instead.
 
     Raises TypeError, naming the key, for anything that `torch.load(weights_only=True)` could not read back as it was,
     and ValueError where two tensors share one dotted name.
@@ -32,7 +32,7 @@ class Tree:
         """Every tensor of the state once, detached; tied tensors count as one."""
         self.shapes: Shapes = {}
         self._slots: list[int] = []
-        self._dtypes: dict[torch.dtype, str] = {}
+        """For each place of the state that holds a tensor: which of `tensors` it is."""
         self._slot_of: dict[tuple[Any, ...], int] = {}
         self._walk(state, "")
 
@@ -62,11 +62,9 @@ class Tree:
             raise TypeError(f"state[{name!r}] is a {kind}: only dense tensors are saved")
         if name in self.shapes:
             raise ValueError(f"two tensors of the state are called {name!r}")
-        dtype, shape = tensor.dtype, tensor.shape
-        if dtype not in self._dtypes:
-            self._dtypes[dtype] = str(dtype).removeprefix("torch.")
-        self.shapes[name] = [self._dtypes[dtype], list(shape)]
-        identity = (tensor.data_ptr(), tensor.device, dtype, shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        self.shapes[name] = described(tensor)
+        memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        identity = (*memory, tensor.is_conj(), tensor.is_neg())
         slot = self._slot_of.setdefault(identity, len(self.tensors))
         if slot == len(self.tensors):
             self.tensors.append(tensor.detach() if tensor.requires_grad or type(tensor) is not Tensor else tensor)
@@ -76,19 +74,38 @@ class Tree:
         """Upper bound for the bytes of the data file, where storages are aligned and each has a header."""
         return sum(tensor.nbytes for tensor in self.tensors) + 512 * len(self.tensors) + 64 * 1024
 
-    def over(self, tensors: list[Tensor]) -> Any:
-        """The same tree with `tensors[i]` in the place of `self.tensors[i]`."""
+    def state_over(self, tensors: list[Tensor]) -> Any:
+        """The same state with `tensors[i]` in the place of `self.tensors[i]`."""
         chosen = map(tensors.__getitem__, self._slots)
         return replaced(self._state, lambda leaf, _: next(chosen) if isinstance(leaf, Tensor) else leaf)
 
+    def state_on_cpu(self) -> Any:
+        """The same state on the CPU, each tensor owning just its own bytes; copies only where needed."""
+        own = []
+        for tensor in self.tensors:
+            if tensor.device.type != "cpu":
+                tensor = tensor.cpu()
+            elif tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()
+            own.append(tensor.resolve_conj().resolve_neg())
+        return self.state_over(own)
+
 
 def describe(state: Any) -> Shapes:
-    """Dotted name → [dtype, shape] of every tensor in `state`, for `load(expect=…)`; raises what `Tree` raises."""
-    return Tree(state).shapes
+    """Dotted name → [dtype, shape] of every tensor in `state`, for `load(expect=…)`.
+
+    Raises TypeError, naming the key, for what cannot be saved, and ValueError where two tensors share one dotted name.
+    """
+    return StateTensors(state).shapes
+
+
+def described(tensor: Any) -> list[Any]:
+    """The dtype and the sizes of a tensor, as they stand in `Shapes`; of anything with `dtype` and `shape`."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> Any:
-    """The same tree with `replace(leaf, dotted name)` in the place of whatever is no dict, list or tuple."""
+    """The same state with `replace(leaf, dotted name)` in the place of whatever is no dict, list or tuple."""
     if isinstance(state, Mapping):
         start = f"{name}." if name else ""
         items = [(key, replaced(value, replace, f"{start}{key}")) for key, value in state.items()]
@@ -98,8 +115,8 @@ def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> 
             return dict(items)
         ordered = OrderedDict(items)
         if (versions := module_versions(state)) is not None:
-            tree = Tree(versions)
-            set_module_versions(ordered, tree.over(tree.tensors))
+            copied = StateTensors(versions)  # which raises for what could not be read back
+            set_module_versions(ordered, copied.state_over(copied.tensors))
         return ordered
     if type(state) in (list, tuple):
         start = f"{name}." if name else ""
@@ -111,8 +128,8 @@ class Snapshots:
     """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
 
     CUDA tensors are copied to pinned memory while the host goes on; `ready()` waits for these copies, in any thread.
-    Those that only an update changes are copied on streams of their own, beside the training; `let_change()` makes the
-    training stream wait for them on the device. Not run on a GPU yet.
+    CUDA tensors that only an update changes are copied on streams of their own, beside the training; `let_change()`
+    makes the training stream wait for these copies on the device. Not run on a GPU yet.
     """
 
     def __init__(self) -> None:
@@ -122,21 +139,27 @@ class Snapshots:
         self._events: list[torch.cuda.Event] = []
         self._aside: list[tuple[torch.device, torch.cuda.Event, list[Tensor]]] = []
         self._left: deque[tuple[Tensor, Tensor]] = deque()
+        """The buffers and tensors in host memory that no thread has begun to copy."""
         self._missing, self._failed = 0, False
         self._guard = threading.Lock()
         self._arrived = threading.Event()
         self._arrived.set()
 
-    def begin(self, tree: Tree, now: Iterable[Tensor]) -> Any:
-        """As `copy`, but for the tensors not in `now`: these may change only after `carry_on` and `let_change`.
+    def copy(self, own: StateTensors, now: Iterable[Tensor] | None = None) -> Any:
+        """The same state over buffers of this object, valid until the next `copy`.
 
+        With `now`, only these tensors are copied at once: the others may change only after `carry_on` and `let_change`.
         `carry_on` copies those of them in host memory; those on CUDA devices are copied beside the training.
         """
-        self._fit(tree)
-        first = {tensor.data_ptr() for tensor in now}
+        layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in own.tensors]
+        if layout != self._layout:
+            self._buffers = []  # freed before the new ones are made
+            self._buffers = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in own.tensors]
+            self._layout = layout
+        first = None if now is None else {tensor.data_ptr() for tensor in now}
         at_once, aside = [], []
-        for buffer, tensor in zip(self._buffers, tree.tensors, strict=True):
-            if tensor.data_ptr() in first:
+        for buffer, tensor in zip(self._buffers, own.tensors, strict=True):
+            if first is None or tensor.data_ptr() in first:
                 at_once.append((buffer, tensor))
             elif tensor.is_cuda:
                 aside.append((buffer, tensor))
@@ -147,7 +170,7 @@ class Snapshots:
         self._missing, self._failed = len(self._left), False
         if self._missing:
             self._arrived.clear()
-        return tree.over(self._buffers)
+        return own.state_over(self._buffers)
 
     @property
     def arrived(self) -> bool:
@@ -155,7 +178,7 @@ class Snapshots:
         return self._arrived.is_set()
 
     def carry_on(self) -> None:
-        """Copy what `begin` has left, and return when all of it has arrived.
+        """Copy what `copy` has left for later, and return when all of it has arrived.
 
         Several threads may call this at once: each copies tensors that no other thread has taken, then waits for the
         others. Raises RuntimeError where another thread's copy failed.
@@ -178,19 +201,6 @@ class Snapshots:
         self._arrived.wait()
         if self._failed:
             raise RuntimeError("a part of the state could not be copied")
-
-    def _fit(self, tree: Tree) -> None:
-        layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in tree.tensors]
-        if layout != self._layout:
-            self._buffers = []  # freed before the new ones are made
-            self._buffers = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in tree.tensors]
-            self._layout = layout
-
-    def copy(self, tree: Tree) -> Any:
-        """The same state over buffers of this object, valid until the next `copy` or `begin`."""
-        self._fit(tree)
-        self._copy_now(list(zip(self._buffers, tree.tensors, strict=True)))
-        return tree.over(self._buffers)
 
     def let_change(self) -> None:
         """Let what comes next on each current CUDA stream come after the copies made beside it, on the device."""
@@ -223,16 +233,3 @@ class Snapshots:
         """Return when every byte of the last copy has arrived."""
         for event in self._events:
             event.synchronize()
-
-
-def on_cpu(tree: Tree) -> Any:
-    """The same state on the CPU, each tensor owning just its own bytes; copies only where needed."""
-    return tree.over([_own(tensor) for tensor in tree.tensors])
-
-
-def _own(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
-        return tensor.cpu().resolve_conj().resolve_neg()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    return tensor.resolve_conj().resolve_neg()

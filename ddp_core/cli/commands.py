@@ -263,9 +263,9 @@ def data() -> None:
 @click.argument("name")
 def fetch(name: str, data_dir: str) -> int:
     """Download the data set NAME, checked and resumable."""
-    from ddp_core.data.fetch import fetch
+    from ddp_core.data.fetch import fetch_data_set
 
-    fetch(name, Path(data_dir))
+    fetch_data_set(name, Path(data_dir))
     return ExitCode.DONE
 
 

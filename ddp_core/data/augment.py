@@ -36,19 +36,16 @@ class Augmentation:
 class ShiftAndFlip:
     """Move each image by up to `padding` pixels, filling with zeros, and mirror half of them where `flip` is set.
 
-    The usual "random crop with padding": the image is padded on every side, and a part of its size is cut out at a
-    random place.
-    Images are [n, channels, height, width]; the uniforms are row, column and, with `flip`, side.
+    The usual "random crop with padding": the image is padded on every side, and a part of the image's size is cut out
+    at a random place. Images are [n, channels, height, width]; the uniforms are row, column and, with `flip`, side.
     """
 
     padding: int
     flip: bool
 
     def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
-        numbers = torch.as_tensor(uniforms, device=images.device)
-        rows, columns = (numbers[:, :2] * (2 * self.padding + 1)).long().unbind(1)
         padded = functional.pad(images, (self.padding,) * 4)
-        return _windows(padded, rows, columns, images.shape[2:], numbers[:, 2] < 0.5 if self.flip else None)
+        return _cropped(padded, images.shape[2:], uniforms, self.flip)
 
 
 def shift_and_flip(padding: int, flip: bool = False) -> Augmentation:
@@ -66,11 +63,7 @@ class CropAndFlip:
     size: int
 
     def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
-        numbers = torch.as_tensor(uniforms, device=images.device)
-        height, width = images.shape[2:]
-        rows = (numbers[:, 0] * (height - self.size + 1)).long()
-        columns = (numbers[:, 1] * (width - self.size + 1)).long()
-        return _windows(images, rows, columns, (self.size, self.size), numbers[:, 2] < 0.5)
+        return _cropped(images, (self.size, self.size), uniforms, flip=True)
 
 
 def crop_and_flip(size: int) -> Augmentation:
@@ -78,13 +71,16 @@ def crop_and_flip(size: int) -> Augmentation:
     return Augmentation(draws=3, apply=CropAndFlip(size), on_device=True)
 
 
-def _windows(images: Tensor, top: Tensor, left: Tensor, shape: Sequence[int], mirrored: Tensor | None) -> Tensor:
-    """The part of each image with its upper left pixel at `top`, `left` (int64 [n] each), and the `shape` given."""
-    count, (height, width), device = len(images), shape, images.device
+def _cropped(images: Tensor, shape: Sequence[int], uniforms: Tensor | NDArray[np.float64], flip: bool) -> Tensor:
+    """A part of each image, of the height and width in `shape`, from a random place, with `flip` mirrored by chance."""
+    numbers, device = torch.as_tensor(uniforms, device=images.device), images.device
+    count, (height, width) = len(images), shape
+    top = (numbers[:, 0] * (images.shape[2] - height + 1)).long()
+    left = (numbers[:, 1] * (images.shape[3] - width + 1)).long()
     rows = top[:, None] + torch.arange(height, device=device)
     columns = torch.arange(width, device=device).expand(count, width)
-    if mirrored is not None:
-        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    if flip:
+        columns = torch.where(numbers[:, 2:3] < 0.5, columns.flip(1), columns)
     columns = left[:, None] + columns
     every = torch.arange(count, device=device)
     chosen = images.permute(0, 2, 3, 1)[every[:, None, None], rows[:, :, None], columns[:, None, :]]

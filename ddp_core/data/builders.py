@@ -15,36 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.data.augment import Augmentation, turn_shift_scale
+from ddp_core.data.augment import turn_shift_scale
 from ddp_core.data.characters import characters
 from ddp_core.data.image_folder import image_folder
-from ddp_core.data.splits import ByteImages, Dataset, InMemory, Splits, content_digest, stratified
+from ddp_core.data.splits import ByteImages, InMemory, Splits, content_digest, stratified
 from ddp_core.data.vision import cifar10, fashion_mnist
-
-__all__ = [
-    "DATA",
-    "Augmentation",
-    "ByteImages",
-    "Dataset",
-    "InMemory",
-    "Splits",
-    "characters",
-    "cifar10",
-    "content_digest",
-    "counter_data",
-    "digits",
-    "fashion_mnist",
-    "image_folder",
-    "linear_data",
-    "random_byte_images",
-    "random_images",
-    "toy_data",
-]
-
-_DIGITS_SPLIT_SEED = 0
 
 
 def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
@@ -59,7 +36,7 @@ def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
     pixels, labels = _digit_table()
     images = torch.from_numpy(pixels.astype(np.float32) / 16).view(-1, 1, 8, 8)
     targets = torch.from_numpy(labels)
-    held_out = stratified(labels, test_share, _DIGITS_SPLIT_SEED)
+    held_out = stratified(labels, test_share)
     train, test = torch.from_numpy(np.flatnonzero(~held_out)), torch.from_numpy(np.flatnonzero(held_out))
     return Splits(
         train=InMemory(images[train], targets[train]),
@@ -76,7 +53,9 @@ def linear_data(size: int = 10_000, test_size: int = 2_000, noise: float = 0.1, 
     total = size + test_size
     x = generator.standard_normal((total, 1), dtype=np.float32)
     y = 2 * x + 3 + np.float32(noise) * generator.standard_normal((total, 1), dtype=np.float32)
-    return _regression(torch.from_numpy(x), torch.from_numpy(y), size)
+    inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
+    test = InMemory(inputs[size:], targets[size:]) if test_size > 0 else None
+    return Splits(InMemory(inputs[:size], targets[:size]), test, None, None, content_digest(inputs, targets))
 
 
 def counter_data(size: int = 100, features: int = 10, seed: int = 0) -> Splits:
@@ -92,7 +71,7 @@ def toy_data(size: int = 32, seed: int = 0) -> Splits:
     generator = _generator(seed)
     inputs = torch.from_numpy(generator.standard_normal((size, 10), dtype=np.float32))
     targets = torch.from_numpy(generator.standard_normal((size, 1), dtype=np.float32))
-    return _regression(inputs, targets, size)
+    return Splits(InMemory(inputs, targets), None, None, None, content_digest(inputs, targets))
 
 
 def random_images(
@@ -124,12 +103,6 @@ def random_byte_images(
     deviation = 12**-0.5  # of a number uniform in [0, 1]
     train = ByteImages(images, targets, [0.5] * 3, [deviation] * 3, samples)
     return Splits(train, None, classes, None, content_digest(images, targets))
-
-
-def _regression(inputs: Tensor, targets: Tensor, size: int) -> Splits:
-    """The first `size` samples for training, the others, if any, held out."""
-    test = InMemory(inputs[size:], targets[size:]) if len(inputs) > size else None
-    return Splits(InMemory(inputs[:size], targets[:size]), test, None, None, content_digest(inputs, targets))
 
 
 def _generator(seed: int) -> np.random.Generator:

@@ -48,20 +48,19 @@ class Archive:
     members: Mapping[str, str] = field(default_factory=dict)
 
 
-def _fashion(name: str, md5: str) -> Archive:
-    mirrors = (
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
-    )
-    return Archive(tuple(mirror + name for mirror in mirrors), md5, f"FashionMNIST/raw/{name}")
-
-
+_FASHION_MIRRORS = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+)
 SOURCES: dict[str, tuple[Archive, ...]] = {
-    "fashion_mnist": (
-        _fashion("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        _fashion("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
-        _fashion("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
-        _fashion("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
+    "fashion_mnist": tuple(
+        Archive(tuple(mirror + name for mirror in _FASHION_MIRRORS), md5, f"FashionMNIST/raw/{name}")
+        for name, md5 in {
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        }.items()
     ),
     "cifar10": (
         Archive(
@@ -99,7 +98,7 @@ def fetch_command(name: str, root: Path) -> str:
     return f"ddp data fetch {name} --data-dir {root}"
 
 
-def fetch(
+def fetch_data_set(
     name: str,
     root: Path,
     report: Callable[[str], object] = print,

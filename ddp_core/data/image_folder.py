@@ -16,13 +16,11 @@ from torch import Tensor
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import crop_and_flip
-from ddp_core.data.splits import Splits, stratified
-from ddp_core.data.staged import Staged, Standardise
+from ddp_core.data.splits import Splits, Staged, Standardise, stratified
 from ddp_core.sampler import Ids
 
 ENDINGS = (".jpg", ".jpeg", ".png")
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SPLIT_SEED = 0
 
 
 def image_folder(
@@ -57,7 +55,7 @@ def image_folder(
     if held_out:
         test = _listed(held_out[0], _folders(held_out[0]), classes)
     else:
-        chosen = stratified(np.array([label for _, label in train]), test_share, _SPLIT_SEED)
+        chosen = stratified(np.array([label for _, label in train]), test_share)
         train, test = ([file for file, out in zip(train, chosen, strict=True) if out == half] for half in (False, True))
     count, stored = len(train), image_size + image_size // 8
     names = np.array([os.fsencode(path) for path, _ in (*train, *test)])

@@ -7,45 +7,29 @@ sample looks like depends on (seed, epoch, id) alone.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import shutil
-import signal
-from collections.abc import Callable, Generator, Iterable, Sequence
-from pathlib import Path
-from typing import TypeVar
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import default_collate
 
-from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import sample_uniforms
-from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import user_code
 from ddp_core.data.augment import Augmentation
-from ddp_core.data.collating import Batch, Collate, aligned, collated, stack
-from ddp_core.data.prefetching import brought_ahead
-from ddp_core.data.splits import Dataset, InMemory
-from ddp_core.data.staged import Staged
-from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.data.prefetching import StepIds, as_it_is, brought_ahead, made_by_workers
+from ddp_core.data.splits import Dataset, InMemory, Staged
+from ddp_core.data.trees import Batch, Collate, Tree, map_tensors, structure_difference, structure_of
 from ddp_core.sampler import Ids
 
-StepIds = tuple[int, Sequence[Ids]]
-"""An epoch, and the ids of each micro-batch of one step."""
 Gathered = tuple[Tree, Tree, Tensor | None]
 """A micro-batch in the host's memory: inputs, targets, and uniforms float64 [n, draws] where the device needs them."""
-Made = TypeVar("Made")
 
 _CPU = torch.device("cpu")
-
-_PREFETCHED = 2
-"""Steps that torch has each worker prepare ahead, its default."""
-_PAGE = 4096
-_SEMAPHORES = 2**18
-"""Bytes of shared memory for the workers' queues, generously."""
-_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PAIR = "a pair (inputs, targets), each a tensor or a dict, list or tuple of tensors"
+_ALIGNMENT = 64
 
 
 class Loader:
@@ -77,9 +61,12 @@ class Loader:
         self.workers = workers
         self.collate = collate
         self.device, self._on_cuda = device, device.type == "cuda"
-        staged = None if collate is not None else _in_two_parts(dataset)
-        self._stored: Callable[[Ids, bool], Batch] = self._put_together if staged is None else staged.gather
-        self._finish_inputs: Callable[[Tree], Tree] = _as_it_is if staged is None else staged.finish
+        self._stored: Callable[[Ids, bool], Batch] = self._put_together
+        self._finish_inputs: Callable[[Tree], Tree] = as_it_is
+        # A Staged data set with a __getitems__ of its own is asked for finished micro-batches there, as any other.
+        whole = getattr(type(dataset), "__getitems__", None)
+        if isinstance(dataset, Staged) and whole in (None, InMemory.__getitems__) and collate is None:
+            self._stored, self._finish_inputs = dataset.gather, dataset.finish
         self._device_has_part = augmentation is None or augmentation.on_device
         # Worker processes cannot pin memory, which is the CUDA driver's business.
         self._pins = self._on_cuda and workers == 0 and self._device_has_part
@@ -118,74 +105,23 @@ class Loader:
         With workers, and on CUDA, a few steps are taken ahead. Closing the iterator, or ending it, ends what works
         ahead.
         """
-        if not self._on_cuda:
-            yield from self._by_workers(wanted, self._step) if self.workers else map(self._step, wanted)
-            return
         with contextlib.ExitStack() as stack:
+            items: Iterable[Any] = wanted
+            make: Callable[[Any], Any] = self._host_part
             if self.workers:
-                gathered = stack.enter_context(contextlib.closing(self._by_workers(wanted, self._gather_step)))
-                steps = brought_ahead(gathered, _as_it_is, self.finish, self.device)
+                items = stack.enter_context(contextlib.closing(made_by_workers(wanted, make, self.workers)))
+                make = as_it_is
+            if self._on_cuda:
+                ahead = brought_ahead(items, make, self.finish, self.device)
+                yield from stack.enter_context(contextlib.closing(ahead))
             else:
-                steps = brought_ahead(wanted, self._gather_step, self.finish, self.device)
-            yield from stack.enter_context(contextlib.closing(steps))
+                yield from map(make, items)
 
-    def _step(self, step_ids: StepIds) -> list[Batch]:
-        return [self.finish(gathered) for gathered in self._gather_step(step_ids)]
-
-    def _gather_step(self, step_ids: StepIds) -> list[Gathered]:
+    def _host_part(self, step_ids: StepIds) -> Sequence[Gathered] | Sequence[Batch]:
+        """What the host makes of a step: its gathered micro-batches for a CUDA device, else the finished ones."""
         epoch, micro_batches = step_ids
-        return [self.gather(epoch, ids) for ids in micro_batches]
-
-    def _by_workers(self, wanted: Iterable[StepIds], make: Callable[[StepIds], Made]) -> Generator[Made, None, None]:
-        """What `make` returns for each wanted step, made by worker processes, which end with the generator."""
-        rest = iter(wanted)
-        first = next(rest, None)
-        if first is None:
-            return
-        self._require_shared_memory(first, make)
-        ahead = iter(
-            DataLoader(
-                _Steps(make),
-                batch_size=None,
-                sampler=itertools.chain([first], rest),
-                num_workers=self.workers,
-                collate_fn=_as_it_is,
-                # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
-                # default, but not in a process that was itself started in another way (`--launcher spawn`).
-                multiprocessing_context="fork",
-                worker_init_fn=_begin_worker,
-                # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
-                generator=torch.Generator(),
-            )
-        )
-        try:
-            while True:
-                # What a data set raises in a worker is raised here.
-                with user_code("your data set"):
-                    step = next(ahead, None)
-                if step is None:
-                    break
-                if isinstance(step, UserError):
-                    raise step
-                yield step
-        finally:
-            end_loader_workers(ahead)
-
-    def _require_shared_memory(self, step_ids: StepIds, make: Callable[[StepIds], object]) -> None:
-        """Raises UserError (4) where /dev/shm cannot hold what the workers prepare ahead: torch would crash or hang."""
-        place = Path("/dev/shm")
-        if not place.exists():
-            return
-        epoch, micro_batches = step_ids
-        pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(make((epoch, micro_batches[:1])))]
-        needed = sum(pages) * len(micro_batches) * (_PREFETCHED * self.workers + 1) + _SEMAPHORES
-        free = shutil.disk_usage(place).free
-        if free < needed:
-            raise UserError(
-                f"/dev/shm has {_size(free)} free, {self.workers} loader processes need about {_size(needed)}: "
-                "give the container more (shm_size: 1gb in compose.yaml, docker run --shm-size 1g), or use --workers 0",
-                ExitCode.RESOURCES,
-            )
+        gathered = [self.gather(epoch, ids) for ids in micro_batches]
+        return gathered if self._on_cuda else [self.finish(micro_batch) for micro_batch in gathered]
 
     def _put_together(self, ids: Ids, pin_memory: bool) -> Batch:
         """A micro-batch of a data set that is not Staged, or for the experiment's own `collate`. Raises UserError."""
@@ -205,43 +141,70 @@ class Loader:
             raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
 
 
-class _Steps(TorchDataset[Made | UserError]):
-    """`make` as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
+def stack(samples: list[Any], ids: Sequence[int]) -> Batch:
+    """Pairs as one pair, whose tensors have a first dimension more. `ids`: of the samples, for messages.
 
-    def __init__(self, make: Callable[[StepIds], Made]) -> None:
-        self.make = make
-
-    def __getitem__(self, step_ids: StepIds) -> Made | UserError:
-        try:
-            return self.make(step_ids)
-        except UserError as error:
-            return error  # raised in a worker, it would arrive with the worker's traceback for a message
-
-
-def _in_two_parts(dataset: Dataset) -> Staged | None:
-    """The data set itself, if it leaves a part to the device, else None.
-
-    A Staged data set with a `__getitems__` of its own is asked for finished micro-batches there, as any other.
+    Raises UserError where a sample is no pair, or where samples differ in structure, shape or type.
     """
-    whole = getattr(type(dataset), "__getitems__", None)
-    return dataset if isinstance(dataset, Staged) and whole in (None, InMemory.__getitems__) else None
+    first = samples[0]
+    if not isinstance(first, tuple | list) or len(first) != 2:
+        raise UserError(
+            f"sample {ids[0]} is {structure_of(first)}; let __getitem__ return {_PAIR}, "
+            "or define collate(samples) in the experiment file, which returns one"
+        )
+    if any(isinstance(part, Mapping | list | tuple) for part in first):
+        # default_collate takes the first sample's keys, and says nothing of others.
+        for sample, number in zip(samples, ids, strict=True):
+            found = structure_difference(first, sample, "(inputs, targets)")
+            if found is not None:
+                raise UserError(
+                    f"samples {ids[0]} and {number} are built differently: {found}; let every sample have the same "
+                    "keys and lengths, or define collate(samples) in the experiment file"
+                )
+    try:
+        inputs, targets = default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"samples {list(ids)} cannot be put together: {' '.join(str(error).split())}; let every sample have the "
+            "same shape and type, or define collate(samples) in the experiment file, which may pad them"
+        ) from None
+    return inputs, targets
 
 
-def _as_it_is(value: Made) -> Made:
-    return value
+def collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
+    """What the experiment's own `collate` makes of the samples. `ids`: of the samples, for messages.
 
-
-def _begin_worker(_: int) -> None:
-    """Let the training process decide what a request to stop means, and do not outlive it.
-
-    A terminal, a scheduler and torchrun send theirs to every process, but a step that is to be finished needs its data.
-    torch's own worker looks for its parent between two steps only, so a worker that hangs inside a data set would stay
-    for ever.
+    Raises UserError, with the line, for an exception inside `collate`, and for a result that is no pair.
     """
-    for number in _REQUESTS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+    try:
+        result = collate(samples)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = ": ".join(part for part in (type(error).__name__, " ".join(str(error).split())) if part)
+        raise UserError(f"{_place(collate, error)}: collate raised {reason}, for samples {list(ids)}") from None
+    return aligned(result, "collate returned")
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def aligned(batch: Any, whence: str) -> Batch:
+    """A batch that the experiment has made, with tensors that begin where torch's own do. Raises UserError for no pair.
+
+    The address of a tensor decides which vector instructions run, and so the last bits. numpy's arrays, for example,
+    begin anywhere.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UserError(f"{whence} {structure_of(batch)}; let it be {_PAIR}")
+    inputs, targets = map_tensors(_aligned, batch)
+    return inputs, targets
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.layout is torch.strided and tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def _place(collate: Collate, error: Exception) -> str:
+    """'file:line' of the exception's deepest point in the file that defines `collate`, or of its deepest point."""
+    file = getattr(getattr(collate, "__code__", None), "co_filename", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -1,27 +1,135 @@
-"""Steps made before training asks for them: by a thread, and for CUDA on a stream beside the training's own."""
+"""Steps made before training asks for them: by worker processes, by a thread, and for CUDA on a stream of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shutil
+import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.orphans import die_with_parent
 from ddp_core.base.threads import one_thread
-from ddp_core.data.collating import Batch
-from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.base.torch_internals import end_loader_workers
+from ddp_core.base.user_code import user_code
+from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
+from ddp_core.sampler import Ids
 
+StepIds = tuple[int, Sequence[Ids]]
+"""An epoch, and the ids of each micro-batch of one step."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 AHEAD = 2
-"""Steps that are made before they are asked for."""
+"""Steps that the thread makes before they are asked for."""
 LARGEST_STEP = 256 << 20
 """Bytes, as float32, up to which the inputs of a whole step lie ahead on the device: up to four steps lie there."""
+_AHEAD_BY_WORKER = 2
+"""Steps that torch has each worker process make before they are asked for, its default."""
+_PAGE = 4096
+_SEMAPHORES = 2**18
+"""Bytes of shared memory for the workers' queues, generously."""
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which a terminal, a scheduler or a launcher asks a process to stop."""
+
+
+def as_it_is(value: Made) -> Made:
+    """The value itself, where a function is asked for and nothing is to be done."""
+    return value
+
+
+def made_by_workers(
+    wanted: Iterable[StepIds], make: Callable[[StepIds], Made], workers: int
+) -> Generator[Made, None, None]:
+    """What `make` returns for each wanted step, made by worker processes, which end with the generator.
+
+    Raises UserError (4) where /dev/shm has no room for what the workers make ahead.
+    """
+    rest = iter(wanted)
+    first = next(rest, None)
+    if first is None:
+        return
+    _require_shared_memory(first, make, workers)
+    ahead = iter(
+        DataLoader(
+            _Steps(make),
+            batch_size=None,
+            sampler=itertools.chain([first], rest),
+            num_workers=workers,
+            collate_fn=as_it_is,
+            # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
+            # default, but not in a process that was itself started in another way (`--launcher spawn`).
+            multiprocessing_context="fork",
+            worker_init_fn=_begin_worker,
+            # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
+            generator=torch.Generator(),
+        )
+    )
+    try:
+        while True:
+            # What a data set raises in a worker is raised here.
+            with user_code("your data set"):
+                step = next(ahead, None)
+            if step is None:
+                break
+            if isinstance(step, UserError):
+                raise step
+            yield step
+    finally:
+        end_loader_workers(ahead)
+
+
+def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object], workers: int) -> None:
+    """Raise UserError (4) where /dev/shm cannot hold what the workers make ahead: torch would crash or hang."""
+    place = Path("/dev/shm")
+    if not place.exists():
+        return
+    epoch, micro_batches = step_ids
+    pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(make((epoch, micro_batches[:1])))]
+    needed = sum(pages) * len(micro_batches) * (_AHEAD_BY_WORKER * workers + 1) + _SEMAPHORES
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise UserError(
+            f"/dev/shm has {free / 2**20:.1f} MiB free, {workers} loader processes need about "
+            f"{needed / 2**20:.1f} MiB: give the container more (shm_size: 1gb in compose.yaml, "
+            "docker run --shm-size 1g), or use --workers 0",
+            ExitCode.RESOURCES,
+        )
+
+
+class _Steps(TorchDataset[Made | UserError]):
+    """`make` as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
+
+    def __init__(self, make: Callable[[StepIds], Made]) -> None:
+        self.make = make
+
+    def __getitem__(self, step_ids: StepIds) -> Made | UserError:
+        try:
+            return self.make(step_ids)
+        except UserError as error:
+            return error  # raised in a worker, it would arrive with the worker's traceback for a message
+
+
+def _begin_worker(_: int) -> None:
+    """Let the training process decide what a request to stop means, and do not outlive it.
+
+    A terminal, a scheduler and torchrun send their request to every process, but a step that is to be finished needs
+    its data. torch's own worker looks for its parent between two steps only, so a worker that hangs inside a data set
+    would stay for ever.
+    """
+    for number in _REQUESTS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
 
 
 def made_ahead(
@@ -46,7 +154,7 @@ def made_ahead(
 
 
 class OnDemand(Sequence[Batch]):
-    """The micro-batches of a step: each is made by `make`, from what lies in host memory, whenever it is taken."""
+    """The micro-batches of a step: `make` makes each from what lies in host memory whenever it is taken."""
 
     def __init__(self, host: Sequence[Tree], make: Callable[[Tree], Batch]) -> None:
         self._host, self._make = host, make
@@ -68,9 +176,9 @@ def brought_ahead(
     """The steps of the items on a CUDA device: gathered in host memory, copied and finished there, all of it ahead.
 
     `gather` gives the micro-batches of a step, and `finish` makes one of them ready on the device. Copies and `finish`
-    run on a stream of their own. A step is handed over with the current stream waiting for it on the device, and
-    without the host waiting. Of a step larger than LARGEST_STEP, which many micro-batches may make up, each micro-batch
-    is copied and finished when it is taken. Not run on a GPU yet.
+    run on a stream of their own. When a step is yielded, the current stream waits for it on the device; the host does
+    not. Where a step is larger than LARGEST_STEP, for example because it has many micro-batches, each micro-batch is
+    copied and finished when it is taken. Not run on a GPU yet.
 
     Memory is reused only when nothing reads it any more. Pinned memory comes from torch's allocator, which keeps a
     block until the copies from it are done (ATen/core/CachingHostAllocator.h: `record_event`, called by

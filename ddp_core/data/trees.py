@@ -1,7 +1,7 @@
-"""Trees of tensors: a tensor, or a dict, list, tuple or named tuple of trees. Other leaves are left as they are.
+"""Trees of tensors, of which micro-batches are made: a tensor, or a dict, list, tuple or named tuple of trees.
 
-torch walks such trees in a private module, `torch.utils._pytree`, which takes a subclass of dict for a leaf: the
-dictionaries that tokenizers and other people's models return are such subclasses.
+Other leaves are left as they are. torch walks such trees in a private module, `torch.utils._pytree`, which takes a
+subclass of dict for a leaf: the dictionaries that tokenizers and other people's models return are such subclasses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from torch import Tensor
 
 Tree = Any
 """What a type checker can say of a tree."""
+Batch = tuple[Tree, Tree]
+"""Inputs and targets of a micro-batch."""
+Collate = Callable[[list[Any]], Batch]
+"""From the samples of one micro-batch, in the sequence of their ids, to its inputs and targets."""
 
 
 def map_tensors(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -44,20 +48,20 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def difference(tree: Tree, other: Tree, place: str) -> str | None:
+def structure_difference(tree: Tree, other: Tree, place: str) -> str | None:
     """Where two trees are built differently, in words that begin with the place; None where keys and lengths agree."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping) and tree.keys() == other.keys():
         pairs = [(f"{place}[{key!r}]", tree[key], other[key]) for key in tree]
     elif isinstance(tree, list | tuple) and isinstance(other, list | tuple) and len(tree) == len(other):
         pairs = [(f"{place}[{number}]", *same) for number, same in enumerate(zip(tree, other, strict=True))]
     elif isinstance(tree, Mapping | list | tuple) or isinstance(other, Mapping | list | tuple):
-        return f"{place} is {in_words(tree)} and {in_words(other)}"
+        return f"{place} is {structure_of(tree)} and {structure_of(other)}"
     else:
         return None
-    return next(filter(None, (difference(part, same, there) for there, part, same in pairs)), None)
+    return next(filter(None, (structure_difference(part, same, there) for there, part, same in pairs)), None)
 
 
-def in_words(tree: Tree) -> str:
+def structure_of(tree: Tree) -> str:
     """What stands at the top of a tree: 'a dict with the keys a, b', 'a list of 3', 'a Tensor'."""
     name = type(tree).__name__
     if isinstance(tree, Mapping):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddp_core.config.cut import MicroBatch
-    from ddp_core.data.collating import Batch
+    from ddp_core.data.trees import Batch
     from ddp_core.sampler import Ids
 
 

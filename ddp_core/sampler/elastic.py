@@ -53,7 +53,6 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         self.samples_trained = 0
         self._start = 0
-        # The global order, of which each iteration deals this rank its positions.
         self.order = GlobalOrder(len(dataset), seed, shuffle)
 
     def set_epoch(self, epoch: int) -> None:
@@ -86,10 +85,10 @@ class ElasticSampler(Sampler[int]):
 
         Raises ValueError where the saved order is another one: another length, seed, shuffle or format.
         """
-        for name, mine in self.state_dict().items():
-            if name not in ("epoch", "samples_trained") and state.get(name) != mine:
+        for name, own in self.state_dict().items():
+            if name not in ("epoch", "samples_trained") and state.get(name) != own:
                 raise ValueError(
-                    f"saved position is of another order: {name} was {state.get(name)!r}, here it is {mine!r}"
+                    f"saved position is of another order: {name} was {state.get(name)!r}, here it is {own!r}"
                 )
         self.epoch = int(state["epoch"])
         self.samples_trained = self._start = int(state["samples_trained"])
@@ -103,6 +102,7 @@ class ElasticSampler(Sampler[int]):
         return self._ids(self.epoch, self._positions(self._start))
 
     def _positions(self, start: int) -> range:
+        """The global positions that this rank takes, from `start` to the end of the epoch."""
         remaining = self.order.length - start
         stop = start + remaining // self.num_replicas * self.num_replicas if self.drop_last else self.order.length
         return range(start + self.rank, stop, self.num_replicas)

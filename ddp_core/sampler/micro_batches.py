@@ -1,9 +1,9 @@
 """Steps for the exact reduction: the global order, cut into micro-batches, and this rank's share of them, loaded.
 
 A step takes the next M * m positions of the epoch's global order, of which micro-batch j holds [j * m, (j + 1) * m).
-Which rank computes which micro-batch is the reduction's to say (`share_of`), so contiguous and strided shares read the
-same micro-batches. An ElasticSampler gives the order and counts the position; the positions that it would deal to each
-rank are not used.
+The reduction decides which rank computes which micro-batch (`share_of`), so contiguous and strided shares read the same
+micro-batches. An ElasticSampler gives the order and counts the position; the positions that its own iterator would give
+to each rank are not used.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ddp_core.base.seeds import mix
 from .elastic import ElasticSampler
 
 
-class Reduction(Protocol):
+class StepReduction(Protocol):
     """What a step needs of an ExactReduction."""
 
     micro_batches: int
 
     def share_of(self, micro_batches: int) -> range:
-        """The micro-batches that this rank computes in a step of so many."""
+        """The indices of the micro-batches that this rank computes, in a step of `micro_batches` of all ranks."""
 
     def begin(self, micro_batches: int) -> None:
-        """Start such a step."""
+        """Start a step of `micro_batches` of all ranks together."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class MicroBatches:
         self,
         dataset: Dataset[Any],
         sampler: ElasticSampler,
-        reduction: Reduction,
+        reduction: StepReduction,
         micro_batch: int,
         *,
         keyed_random: bool = True,
@@ -130,16 +130,18 @@ class MicroBatches:
         self._passed = epoch
 
     def _firsts(self) -> range:
-        """The positions at which the steps begin that are left in the sampler's epoch."""
+        """The positions at which the remaining steps of the sampler's epoch begin."""
         start, length = self.sampler.samples_trained, len(self.sampler.order)
         size = self.reduction.micro_batches * self.micro_batch
         whole = (length - start) // size * size
         return range(start, start + whole if self.sampler.drop_last else length, size)
 
     def _samples(self, first: int) -> int:
+        """How many samples the step at position `first` has, of all ranks together."""
         return min(self.reduction.micro_batches * self.micro_batch, len(self.sampler.order) - first)
 
     def _ids(self, epoch: int, firsts: range) -> Iterator[list[int]]:
+        """The sample ids of each micro-batch that this rank computes in the steps that begin at `firsts`."""
         for first in firsts:
             stop = first + self._samples(first)
             for index in self.reduction.share_of(-(-(stop - first) // self.micro_batch)):
@@ -150,7 +152,7 @@ class MicroBatches:
 class _Ids:
     """A batch sampler for torch's DataLoader: the ids of this rank's micro-batches, from where the sampler stands now.
 
-    The loader asks for the ids of later steps in advance, so they are told from the position where the pass began.
+    The loader asks for the ids of later steps in advance, so they are counted from the position where the pass began.
     """
 
     def __init__(self, batches: MicroBatches) -> None:

@@ -45,6 +45,7 @@ from ddp_core.base import splitmix
 Ids: TypeAlias = NDArray[np.int64]
 """Ids of samples: an int64 array of one dimension."""
 _Lanes: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""Positions or ids as unsigned integers of 32 or 64 bits, on which the Feistel network computes."""
 
 BLOCK = 1 << 14
 """Positions that are computed at a time: 16384, whose four arrays of 64 KiB stay in a core's second-level cache."""
@@ -52,8 +53,8 @@ BLOCK = 1 << 14
 ORDER_FORMAT = 1
 
 _ROUNDS = 8
-# Per lane width: first multiplier, shift, second multiplier. The first and the last shift of the hashes are left out:
-# a half is too narrow for them to change it.
+# By the bits of a lane, what F is made of: first multiplier, shift, second multiplier. The first and the last shift of
+# the published hashes are left out: a half is too narrow for them to change it.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
     64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
@@ -77,7 +78,9 @@ class Permutation:
         self._table: Ids | None = None
         self._lane: type[np.uint32] | type[np.uint64] = np.uint32 if length < 2**32 else np.uint64
         if length <= BLOCK:
-            self._table = _prefix_cipher(length, words[0])
+            # The prefix cipher: SplitMix64's first outputs from the state words[0], no two of which are equal.
+            hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + words[0])
+            self._table = np.argsort(hashes).astype(np.int64)
             return
         bits = (length - 1).bit_length()
         lane_bits = 32 if self._lane is np.uint32 else 64
@@ -103,6 +106,7 @@ class Permutation:
         return self._map(ids, inverse=True)
 
     def _map(self, values: range | Sequence[int] | NDArray[Any], *, inverse: bool) -> Ids:
+        """Positions to ids, or with `inverse` ids to positions, a block at a time."""
         if not isinstance(values, range):
             values = np.asarray(values, dtype=np.int64)
         if len(values):
@@ -148,12 +152,6 @@ class Permutation:
         np.left_shift(halves[0], self._right_bits, out=lanes)
         np.bitwise_or(lanes, halves[1], out=lanes)
         return lanes
-
-
-def _prefix_cipher(length: int, key: np.uint64) -> Ids:
-    """The positions, sorted by SplitMix64's first `length` outputs from state `key`; no two outputs are equal."""
-    hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + key)
-    return np.argsort(hashes).astype(np.int64)
 
 
 class GlobalOrder:

@@ -9,7 +9,8 @@ from collections.abc import Generator, Iterator, Sequence
 
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Experiment
-from ddp_core.data.loader import Loader, StepIds
+from ddp_core.data.loader import Loader
+from ddp_core.data.prefetching import StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
 

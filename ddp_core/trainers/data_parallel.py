@@ -25,8 +25,7 @@ from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.base.shares import share_of
 from ddp_core.base.threads import one_thread
 from ddp_core.base.torch_internals import foreach_copy_
-from ddp_core.data.collating import Batch
-from ddp_core.data.trees import map_tensors, tensors_of
+from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.tree import add_

@@ -21,7 +21,8 @@ from ddp_core.checkpoint import Checkpointer, find_checkpoints, load
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data import prefetching
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
-from ddp_core.data.loader import Loader, StepIds
+from ddp_core.data.loader import Loader
+from ddp_core.data.prefetching import StepIds
 from ddp_core.data.splits import ByteImages, InMemory
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World

@@ -13,7 +13,7 @@ import torch
 
 from ddp_core.checkpoint import Checkpointer, find_checkpoints, load, newest_valid, sweep
 from ddp_core.checkpoint.saving import WRITER_NICENESS
-from ddp_core.checkpoint.state import Snapshots, Tree
+from ddp_core.checkpoint.state import Snapshots, StateTensors
 from tests.core.checkpoint.children import state_of
 from tests.core.checkpoint.test_checkpoint import same, trained
 from tests.support.processes import HANG
@@ -43,7 +43,7 @@ def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
     tensors = [torch.full((1000,), float(number)) for number in range(20)]
     snapshots, wrong = Snapshots(), []
     for _ in range(20):
-        state = snapshots.begin(Tree(tensors), tensors[:1])
+        state = snapshots.copy(StateTensors(tensors), tensors[:1])
         assert torch.equal(state[0], tensors[0])
         assert not snapshots.arrived
 
@@ -65,7 +65,7 @@ def test_whoever_returns_from_the_copy_finds_all_of_it() -> None:
 
 def test_nobody_finds_a_copy_that_another_thread_has_not_finished() -> None:
     snapshots = Snapshots()
-    state = snapshots.begin(Tree([torch.ones(4)]), [])
+    state = snapshots.copy(StateTensors([torch.ones(4)]), [])
     (pair,) = snapshots._left
     snapshots._left.clear()  # as if a slow thread had taken the pair
     waiting = threading.Thread(target=snapshots.carry_on)

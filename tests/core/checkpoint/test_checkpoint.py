@@ -23,14 +23,14 @@ from ddp_core.checkpoint import (
     describe,
     find_checkpoints,
     load,
+    loading,
     newest_valid,
     read_checkpoint,
-    reading,
     sweep,
     verify,
 )
 from ddp_core.checkpoint.data_file import POINTS
-from ddp_core.checkpoint.manifest import FORMAT
+from ddp_core.checkpoint.manifest import MANIFEST_FORMAT
 from tests.core.checkpoint.children import state_of
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -91,7 +91,7 @@ def test_the_files_are_what_the_document_says(tmp_path: Path) -> None:
     assert manifest.keys() == {
         *("format", "step", "epoch", "file", "bytes", "sha256", "shapes", "metadata", "metric", "written_at", "seal")
     }
-    assert manifest["format"] == FORMAT
+    assert manifest["format"] == MANIFEST_FORMAT
     assert manifest["shapes"]["model.bias"] == ["float32", [3, 2]]
     assert manifest["metric"] is None
     for pointer in ("latest.json", "best.json"):
@@ -295,7 +295,7 @@ def test_what_cannot_be_swept_is_said_unless_it_is_gone(
         raise error
 
     (tmp_path / "step-000000009.pt").touch()
-    monkeypatch.setattr(reading, "take_lock", fail)
+    monkeypatch.setattr(loading, "take_lock", fail)
     said: list[str] = []
     assert sweep(tmp_path, said.append) == []
     assert said == [f"warning: cannot sweep {tmp_path}/step-000000009.pt: No locks available"] * (

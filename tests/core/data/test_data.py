@@ -13,7 +13,8 @@ import torch
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data import characters
 from ddp_core.data.augment import Augmentation, crop_and_flip, shift_and_flip, turn_shift_scale
-from ddp_core.data.builders import DATA, InMemory, Splits
+from ddp_core.data.builders import DATA
+from ddp_core.data.splits import InMemory, Splits
 from tests.support.processes import run_processes
 
 SMALL = {name: {"samples": 50, "image_size": 8, "pool": 20} for name in ("random_images", "random_byte_images")}

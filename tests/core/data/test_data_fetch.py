@@ -19,7 +19,7 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.builders import DATA
-from ddp_core.data.fetch import SOURCES, Archive, fetch
+from ddp_core.data.fetch import SOURCES, Archive, fetch_data_set
 from tests.core.data.test_data import write_cifar, write_fashion
 
 
@@ -94,7 +94,7 @@ def quiet(_: str) -> None:
 def test_fetches_checks_and_unpacks(server: Server, tmp_path: Path) -> None:
     content = os.urandom(100_000)
     lines: list[str] = []
-    fetch("thing", tmp_path, lines.append, one_file(server, content))
+    fetch_data_set("thing", tmp_path, lines.append, one_file(server, content))
     assert (tmp_path / "sub" / "thing").read_bytes() == content
     assert not list(tmp_path.rglob("*.part"))
     assert "is ready" in lines[-1]
@@ -102,9 +102,9 @@ def test_fetches_checks_and_unpacks(server: Server, tmp_path: Path) -> None:
 
 def test_what_is_there_is_not_fetched_again(server: Server, tmp_path: Path) -> None:
     sources = one_file(server)
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     (tmp_path / "sub" / "thing").unlink()
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert len(server.asked) == 1
     assert (tmp_path / "sub" / "thing").is_file()
 
@@ -114,7 +114,7 @@ def test_a_file_of_the_right_name_is_not_believed(server: Server, tmp_path: Path
     there = tmp_path / "sub" / "thing.gz"
     there.parent.mkdir()
     there.write_bytes(gzip.compress(b"something else"))
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert (tmp_path / "sub" / "thing").read_bytes() == b"as published" * 100
     assert there.read_bytes() == server.files["thing.gz"]
 
@@ -124,14 +124,14 @@ def test_an_interrupted_download_is_continued(server: Server, tmp_path: Path) ->
     sources = one_file(server, content)
     server.break_after = 40_000
     with pytest.raises(UserError) as failure:
-        fetch("thing", tmp_path, quiet, sources)
+        fetch_data_set("thing", tmp_path, quiet, sources)
     assert failure.value.exit_code == ExitCode.BAD_INPUT
     assert f"run again: ddp data fetch thing --data-dir {tmp_path}" in str(failure.value)
     assert "\n" not in str(failure.value)
     assert (tmp_path / "sub" / "thing.gz.part").stat().st_size == 40_000
     assert not (tmp_path / "sub" / "thing").exists()
     server.break_after = None
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert [wanted for _, wanted in server.asked] == [None, "bytes=40000-"]
     assert (tmp_path / "sub" / "thing").read_bytes() == content
 
@@ -142,7 +142,7 @@ def test_a_server_without_ranges_starts_from_the_front(server: Server, tmp_path:
     part.parent.mkdir()
     part.write_bytes(server.files["thing.gz"][:100])
     server.knows_ranges = False
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert (tmp_path / "sub" / "thing").is_file()
 
 
@@ -152,7 +152,7 @@ def test_a_part_of_something_else_is_thrown_away(server: Server, tmp_path: Path,
     part = tmp_path / "sub" / "thing.gz.part"
     part.parent.mkdir()
     part.write_bytes(os.urandom(length))
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert (tmp_path / "sub" / "thing").is_file()
 
 
@@ -160,7 +160,7 @@ def test_a_wrong_checksum_is_refused(server: Server, tmp_path: Path) -> None:
     sources = one_file(server)
     server.files["thing.gz"] = gzip.compress(b"something else")
     with pytest.raises(UserError, match=r"checksum .* instead of") as failure:
-        fetch("thing", tmp_path, quiet, sources)
+        fetch_data_set("thing", tmp_path, quiet, sources)
     assert failure.value.exit_code == ExitCode.BAD_INPUT
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".thing.lock"] == []
 
@@ -169,15 +169,15 @@ def test_the_next_mirror_is_tried(server: Server, tmp_path: Path) -> None:
     sources = one_file(server)
     (archive,) = sources["thing"]
     sources["thing"] = (replace(archive, urls=(server.url("nothing.gz"), "http://127.0.0.1:9/no", *archive.urls)),)
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert (tmp_path / "sub" / "thing").is_file()
 
 
 def test_a_damaged_unpacked_file_is_mended(server: Server, tmp_path: Path) -> None:
     sources = one_file(server, b"content" * 100)
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     (tmp_path / "sub" / "thing").write_bytes(b"cut")
-    fetch("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
     assert (tmp_path / "sub" / "thing").read_bytes() == b"content" * 100
 
 
@@ -187,7 +187,7 @@ def test_without_network_the_message_names_the_command(tmp_path: Path, monkeypat
         "thing": (Archive(("http://127.0.0.1:9/thing.gz", "http://no-such-host.invalid/"), "0" * 32, "thing.gz"),)
     }
     with pytest.raises(UserError) as failure:
-        fetch("thing", tmp_path, quiet, sources)
+        fetch_data_set("thing", tmp_path, quiet, sources)
     assert failure.value.exit_code == ExitCode.BAD_INPUT
     assert f"ddp data fetch thing --data-dir {tmp_path}" in str(failure.value)
     assert "\n" not in str(failure.value)
@@ -195,7 +195,7 @@ def test_without_network_the_message_names_the_command(tmp_path: Path, monkeypat
 
 def test_unknown_names_get_the_nearest_right_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean cifar10"):
-        fetch("cifar", tmp_path)
+        fetch_data_set("cifar", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,14 +204,14 @@ def test_two_at_once_are_kept_apart(server: Server, tmp_path: Path) -> None:
     with (tmp_path / ".thing.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another process is fetching thing"):
-            fetch("thing", tmp_path, quiet, sources)
-    fetch("thing", tmp_path, quiet, sources)
+            fetch_data_set("thing", tmp_path, quiet, sources)
+    fetch_data_set("thing", tmp_path, quiet, sources)
 
 
 def test_an_unwritable_directory_is_a_matter_of_resources(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="--data-dir") as failure:
-        fetch("thing", tmp_path / "file" / "data", quiet, one_file(server))
+        fetch_data_set("thing", tmp_path / "file" / "data", quiet, one_file(server))
     assert failure.value.exit_code == ExitCode.RESOURCES
 
 
@@ -228,12 +228,12 @@ def test_only_expected_members_leave_an_archive(server: Server, tmp_path: Path) 
     server.files["a.tar.gz"] = packed.getvalue()
     url, members = server.url("a.tar.gz"), {"folder/wanted": md5(b"12345")}
     root = tmp_path / "data"
-    fetch("a", root, quiet, {"a": (Archive((url,), md5(packed.getvalue()), "a.tar.gz", members),)})
+    fetch_data_set("a", root, quiet, {"a": (Archive((url,), md5(packed.getvalue()), "a.tar.gz", members),)})
     assert sorted(path.name for path in root.rglob("*")) == [".a.lock", "a.tar.gz", "folder", "wanted"]
     assert list(tmp_path.iterdir()) == [root]
     incomplete = {"a": (Archive((url,), md5(packed.getvalue()), "a.tar.gz", members | {"folder/more": "0" * 32}),)}
     with pytest.raises(UserError, match="folder/more"):
-        fetch("a", root, quiet, incomplete)
+        fetch_data_set("a", root, quiet, incomplete)
 
 
 def _changed(entry: tarfile.TarInfo) -> io.BytesIO | None:
@@ -265,7 +265,7 @@ def test_a_member_that_is_not_as_published_is_refused(
     members = {"folder/wanted": md5(b"12345")}
     sources = {"a": (Archive((server.url("a.tar.gz"),), md5(packed.getvalue()), "a.tar.gz", members),)}
     with pytest.raises(UserError, match="does not hold folder/wanted as published"):
-        fetch("a", tmp_path / "data", quiet, sources)
+        fetch_data_set("a", tmp_path / "data", quiet, sources)
     assert not (tmp_path / "data" / "folder" / "wanted").is_symlink()
 
 
@@ -286,7 +286,7 @@ def test_fetched_files_in_the_published_formats_can_be_trained_on(server: Server
     cifar = Archive((server.url("cifar-10-python.tar.gz"),), md5(stream.getvalue()), "cifar-10-python.tar.gz", batches)
     sources = {"fashion_mnist": tuple(fashion), "cifar10": (cifar,)}
     for name in sources:
-        fetch(name, root, quiet, sources)
+        fetch_data_set(name, root, quiet, sources)
         assert DATA[name](root=root).digest == DATA[name](root=made).digest
     first = DATA["cifar10"](root=root).train[0][0]
     assert first.shape == (3, 32, 32)

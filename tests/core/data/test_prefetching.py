@@ -18,9 +18,10 @@ from torch import Tensor
 from ddp_core.base.errors import UserError
 from ddp_core.data import loader as loading
 from ddp_core.data.augment import Augmentation, shift_and_flip
-from ddp_core.data.loader import Batch, Loader, StepIds
-from ddp_core.data.prefetching import AHEAD, OnDemand, made_ahead
+from ddp_core.data.loader import Loader
+from ddp_core.data.prefetching import AHEAD, OnDemand, StepIds, made_ahead
 from ddp_core.data.splits import ByteImages
+from ddp_core.data.trees import Batch
 from tests.core.data.test_loader import OneByOne, assert_equal
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
@@ -100,7 +101,7 @@ def test_an_early_end_waits_for_the_running_item_and_makes_no_other() -> None:
 
 def test_batches_in_use_are_not_overwritten() -> None:
     loader = Loader(pictures(), shift_and_flip(1), seed=3)
-    held = list(made_ahead(IDS, loader._step))
+    held = list(made_ahead(IDS, loader._host_part))
     for step, (epoch, micro_batches) in zip(held, IDS, strict=True):
         assert_equal(step, [loader.fetch(epoch, ids) for ids in micro_batches])
 

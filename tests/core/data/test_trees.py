@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_core.data.trees import difference, map_tensors, tensors_of
+from ddp_core.data.trees import map_tensors, structure_difference, tensors_of
 
 Point = namedtuple("Point", ["x", "y"])
 ONE, TWO = torch.ones(1), torch.full((2,), 2.0)
@@ -59,4 +59,4 @@ def test_trees_of_one_structure_are_walked_together() -> None:
     ],
 )
 def test_a_difference_is_named_by_its_place(tree: Any, other: Any, words: str | None) -> None:
-    assert difference(tree, other, "here") == words
+    assert structure_difference(tree, other, "here") == words

@@ -1,4 +1,4 @@
-"""The reader: finds checkpoints, verifies them before a byte is unpickled, loads them, and removes unfinished saves."""
+"""Checkpoints on disk: found, verified before a byte is unpickled, and loaded; unfinished saves are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ddp_core.checkpoint.state import Shapes, describe
 
 _SHOWN = 4
 _NAMED = re.compile(r"GLOBAL (\S+)")
-"""The function or class that a pickle would call, in torch's messages."""
+"""Finds in torch's messages the function or class that a pickle would call."""
 
 
 def _ignore(line: str) -> None:
@@ -42,7 +42,7 @@ def _ignore(line: str) -> None:
 
 
 def _manifests(directory: Path) -> list[Path]:
-    """Manifest files, newest step first."""
+    """The manifest files of `directory`, newest step first."""
     try:
         names = [path.name for path in directory.iterdir()]
     except FileNotFoundError:
@@ -160,8 +160,8 @@ def newest_valid(directory: str | Path, on_event: Callable[[str], None] = _ignor
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
 
 
 def difference(there: Shapes, here: Shapes) -> str | None:
@@ -191,7 +191,7 @@ def load(
 ) -> Any:
     """The state of a checkpoint, read with `weights_only=True` from the open files whose digests were just computed.
 
-    Of a checkpoint in parts, the whole state, as one process would have saved it.
+    A checkpoint in parts is put together to the whole state, as one process would have saved it.
 
     expect: what `describe` returns for the state that will be filled. only: compare just the parts under these
     top-level keys. expect_metadata: entries that the manifest's metadata must have.
@@ -207,13 +207,13 @@ def load(
         there = checkpoint.shapes
         if only is not None:
             there = {name: shape for name, shape in there.items() if name.split(".", 1)[0] in only}
-        if (other := difference(there, expect)) is not None:
-            raise _unusable(checkpoint, f"it is of another model: {other}")
+        if (differing := difference(there, expect)) is not None:
+            raise _unusable(checkpoint, f"it is of another model: {differing}")
     try:
         with _verified(checkpoint) as files:
             contents = (torch.load(file, map_location=map_location, weights_only=True) for file in files)
             state = put_together(contents, checkpoint.shapes) if checkpoint.parts else next(contents)
-        other = difference(describe(state), checkpoint.shapes)
+        differing = difference(describe(state), checkpoint.shapes)
     except torch.OutOfMemoryError:
         raise
     except (Damaged, OSError) as error:
@@ -221,13 +221,13 @@ def load(
     except Exception as error:
         reason = f"{type(error).__name__}: {_reason(error)}"
         raise _unusable(checkpoint, f"refused, it holds more than tensors and plain values ({reason})") from None
-    if other is not None:
-        raise _unusable(checkpoint, f"its data is not what its manifest says: {other}")
+    if differing is not None:
+        raise _unusable(checkpoint, f"its data is not what its manifest says: {differing}")
     return state
 
 
 def _reason(error: Exception) -> str:
-    """What was met in the data, without torch's advice to use weights_only=False, which would run code."""
+    """Why torch did not load the data, without its advice to use weights_only=False, which would run code."""
     if named := _NAMED.search(str(error)):
         return f"it names {named[1]}"
     lines = [line.strip() for line in str(error).splitlines() if "weights_only" not in line]
@@ -242,12 +242,12 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
     removed = []
     directory = Path(directory)
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if not (_is_temporary(path.name) or uncommitted(path)):
+        if not _is_leftover(path):
             continue
         try:
             with path.open("rb") as leftover:
                 # Checked again under the lock: a live writer may have committed the file in between.
-                if take_lock(leftover.fileno()) and (_is_temporary(path.name) or uncommitted(path)):
+                if take_lock(leftover.fileno()) and _is_leftover(path):
                     path.unlink()
                     removed.append(path)
                     on_event(
@@ -259,9 +259,10 @@ def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> l
     return removed
 
 
-def _is_temporary(name: str) -> bool:
-    target = target_of(name)
+def _is_leftover(path: Path) -> bool:
+    """Whether `path` is a temporary file of this package, or a data file that no manifest commits."""
+    target = target_of(path.name)
     if target is None:
-        return False
+        return uncommitted(path)
     pointers = ("latest.json", "best.json", "fence.json")
     return target in pointers or step_of_data(target) is not None or step_of_manifest(target) is not None
