@@ -7,6 +7,7 @@ docs/reference/checkpoints.md has the format and the order of the writes; docs/e
 
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.loading import (
+    Readers,
     best_checkpoint,
     difference,
     find_checkpoints,
@@ -17,7 +18,7 @@ from ddp_core.checkpoint.loading import (
     verify,
 )
 from ddp_core.checkpoint.manifest import Checkpoint, is_part
-from ddp_core.checkpoint.parts import CutTensor
+from ddp_core.checkpoint.parts import CutTensor, whole_tensors
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.saving import Checkpointer
 from ddp_core.checkpoint.state import describe
@@ -28,6 +29,7 @@ __all__ = [
     "CutTensor",
     "Fence",
     "Ranks",
+    "Readers",
     "Superseded",
     "best_checkpoint",
     "describe",
@@ -39,4 +41,5 @@ __all__ = [
     "read_checkpoint",
     "sweep",
     "verify",
+    "whole_tensors",
 ]

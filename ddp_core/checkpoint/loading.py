@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from ddp_core.checkpoint.manifest import (
     step_of_manifest,
     uncommitted,
 )
-from ddp_core.checkpoint.parts import put_together
-from ddp_core.checkpoint.state import Shapes, describe
+from ddp_core.checkpoint.parts import put_together, shapes_of, whole_tensors
+from ddp_core.checkpoint.state import Shapes
 
 _SHOWN = 4
 _NAMED = re.compile(r"GLOBAL (\S+)")
@@ -107,14 +108,35 @@ def _verify(part: DataPart, data: BufferedReader) -> None:
     data.seek(0)
 
 
+@dataclass(frozen=True)
+class Readers:
+    """Several processes that load the same checkpoint at once, each of which verifies its share of the data files."""
+
+    number: int
+    """Of this process, from 0."""
+    count: int
+    agree: Callable[[Exception | None], None]
+    """A collective of all readers: is given what this one found wrong, and raises the first error of any."""
+
+
 @contextlib.contextmanager
-def _verified(checkpoint: Checkpoint) -> Iterator[list[BufferedReader]]:
+def _verified(checkpoint: Checkpoint, readers: Readers | None = None) -> Iterator[list[BufferedReader]]:
     """The open data files, all of which have the size and the SHA-256 of the manifest; raises Damaged or OSError."""
+    number, count = (readers.number, readers.count) if readers is not None else (0, 1)
+    error: Exception | None = None
     with contextlib.ExitStack() as stack:
-        files = []
-        for part in checkpoint.data:
-            files.append(stack.enter_context((checkpoint.directory / part.file).open("rb")))
-            _verify(part, files[-1])
+        files: list[BufferedReader] = []
+        try:
+            for position, part in enumerate(checkpoint.data):
+                files.append(stack.enter_context((checkpoint.directory / part.file).open("rb")))
+                if position % count == number:
+                    _verify(part, files[-1])
+        except (Damaged, OSError) as problem:
+            error = problem
+        if readers is not None:
+            readers.agree(error)
+        if error is not None:
+            raise error
         yield files
 
 
@@ -188,10 +210,14 @@ def load(
     expect: Shapes | None = None,
     only: Sequence[str] | None = None,
     expect_metadata: Mapping[str, Any] | None = None,
+    readers: Readers | None = None,
+    in_parts: bool = False,
 ) -> Any:
     """The state of a checkpoint, read with `weights_only=True` from the open files whose digests were just computed.
 
-    A checkpoint in parts is put together to the whole state, as one process would have saved it.
+    A checkpoint in parts is put together to the whole state, as one process would have saved it. With `in_parts` it is
+    not: tensors that were saved in pieces are CutTensors, and nothing of a tensor is read from the files until it is
+    copied. `readers`: the processes that load this checkpoint together, so that each file is verified by one of them.
 
     expect: what `describe` returns for the state that will be filled. only: compare just the parts under these
     top-level keys. expect_metadata: entries that the manifest's metadata must have.
@@ -210,10 +236,22 @@ def load(
         if (differing := difference(there, expect)) is not None:
             raise _unusable(checkpoint, f"it is of another model: {differing}")
     try:
-        with _verified(checkpoint) as files:
-            contents = (torch.load(file, map_location=map_location, weights_only=True) for file in files)
-            state = put_together(contents, checkpoint.shapes) if checkpoint.parts else next(contents)
-        differing = difference(describe(state), checkpoint.shapes)
+        with _verified(checkpoint, readers) as files:
+            # Pieces are copied out of mapped files, so that they are never in memory beside the whole.
+            is_mapped = in_parts or (bool(checkpoint.parts) and str(map_location) == "cpu")
+            contents = [
+                torch.load(
+                    f"/proc/self/fd/{file.fileno()}" if is_mapped else file,
+                    map_location=map_location,
+                    weights_only=True,
+                    mmap=is_mapped,
+                )
+                for file in files
+            ]
+            state = put_together(contents, checkpoint.shapes) if checkpoint.parts else contents[0]
+            del contents
+            state = state if in_parts else whole_tensors(state)
+        differing = difference(shapes_of(state), checkpoint.shapes)
     except torch.OutOfMemoryError:
         raise
     except (Damaged, OSError) as error:

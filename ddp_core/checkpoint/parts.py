@@ -10,6 +10,7 @@ Names are dotted, as in the manifest's `shapes`. Elements are counted in the seq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ddp_core.checkpoint.manifest import Damaged
-from ddp_core.checkpoint.state import Shapes, StateTensors, described, replaced
+from ddp_core.checkpoint.state import Shapes, StateTensors, describe, described, replaced
 
 
 @dataclass(frozen=True, eq=False)
 class CutTensor:
-    """A tensor of a state of which this rank has pieces, each a range of its elements.
+    """A tensor of a state in pieces, ranges of its elements: this rank's pieces in a save, those of all in a load.
 
     The pieces of all ranks are all elements, each of them once. The same object under two names is a tied tensor.
     """
@@ -35,6 +36,48 @@ class CutTensor:
     """Of the whole tensor, in elements; it has no gaps in memory."""
     pieces: Mapping[int, Tensor]
     """The values of each piece, in one dimension, by the number of its first element in memory."""
+
+    def elements(self, start: int, stop: int) -> Tensor:
+        """Elements `start` … `stop` - 1, as they lie in memory: a copy, which reads nothing else of the pieces."""
+        device = next((values.device for values in self.pieces.values()), None)
+        out = torch.empty(stop - start, dtype=self.dtype, device=device)
+        for begin, values in self.pieces.items():
+            first, last = max(start, begin), min(stop, begin + values.numel())
+            if first < last:
+                out[first - start : last - start] = values[first - begin : last - begin]
+        return out
+
+    def whole(self) -> Tensor:
+        """The whole tensor."""
+        flat = self.elements(0, math.prod(self.shape))
+        return flat.as_strided(self.shape, self.strides)
+
+
+def whole_tensors(state: Any) -> Any:
+    """The same state with the whole tensor in the place of each CutTensor; tied tensors stay tied."""
+    wholes: dict[int, Tensor] = {}
+
+    def whole(leaf: Any, _: str) -> Any:
+        if not isinstance(leaf, CutTensor):
+            return leaf
+        if id(leaf) not in wholes:
+            wholes[id(leaf)] = leaf.whole()
+        return wholes[id(leaf)]
+
+    return replaced(state, whole)
+
+
+def shapes_of(state: Any) -> Shapes:
+    """What `describe` returns for the state with whole tensors."""
+    cuts: Shapes = {}
+
+    def note(leaf: Any, name: str) -> Any:
+        if not isinstance(leaf, CutTensor):
+            return leaf
+        cuts[name] = described(leaf)
+        return None
+
+    return describe(replaced(state, note)) | cuts
 
 
 def part_of(state: Any, is_first: bool) -> tuple[dict[str, Any], Shapes]:
@@ -72,55 +115,43 @@ def part_of(state: Any, is_first: bool) -> tuple[dict[str, Any], Shapes]:
 
 
 def put_together(contents: Iterable[Any], shapes: Shapes) -> Any:
-    """The whole state, from the contents of the data files of all ranks, by rank.
+    """The state with all pieces of each tensor that is cut, from the contents of the data files of all ranks, by rank.
 
-    Raises Damaged unless they have every element of each tensor that is cut, once.
+    Raises Damaged unless they have every element of each such tensor once.
     """
-    wholes: dict[str, _Whole] = {}
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
     first: dict[str, Any] = {}
     for content in contents:
         first = first or {name: content[name] for name in ("state", "strides", "tied")}
-        for name, pieces in content["pieces"].items():
+        for name, found in content["pieces"].items():
             if name not in first["strides"] or name not in shapes:
                 raise Damaged(f"a part has pieces of {name}, which the first part does not know")
-            for start, values in pieces.items():
-                if name not in wholes:
-                    wholes[name] = _Whole(name, shapes[name][1], first["strides"][name], values)
-                wholes[name].put(start, values)
-    for name in first["strides"]:
-        if name not in wholes:
+            pieces.setdefault(name, []).extend(found.items())
+    cuts = {}
+    for name, strides in first["strides"].items():
+        if name not in pieces:
             raise Damaged(f"no part has pieces of {name}")
-        wholes[name].require_all()
-    names = {name: name for name in first["strides"]} | first["tied"]
-    return replaced(first["state"], lambda leaf, name: wholes[names[name]].tensor if name in names else leaf)
+        cuts[name] = _complete(name, shapes[name][1], strides, pieces[name])
+    cuts |= {name: cuts[other] for name, other in first["tied"].items()}
+    return replaced(first["state"], lambda leaf, name: cuts.get(name, leaf))
 
 
-class _Whole:
-    """A tensor that is put together from pieces; `like` has its dtype, and lies on the device that it shall be on."""
-
-    def __init__(self, name: str, sizes: Sequence[int], strides: Sequence[int], like: Tensor) -> None:
-        self._name = name
-        self.tensor = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
-        count = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
-        if count != self.tensor.numel():
-            raise Damaged(f"{name} with the strides {strides} has gaps in memory")
-        self._flat = self.tensor.as_strided((count,), (1,))
-        self._found: list[tuple[int, int]] = []
-
-    def put(self, start: int, values: Tensor) -> None:
-        """Copy the values of a piece, whose first element has the number `start`, to their place."""
+def _complete(
+    name: str, shape: Sequence[int], strides: Sequence[int], pieces: Sequence[tuple[int, Tensor]]
+) -> CutTensor:
+    """A tensor from its pieces. Raises Damaged unless these have each of its elements once, in one dtype."""
+    count, dtype = math.prod(shape), pieces[0][1].dtype
+    memory = torch.empty_strided(shape, strides, dtype=dtype, device="meta").untyped_storage()
+    if memory.nbytes() != count * dtype.itemsize:
+        raise Damaged(f"{name} with the strides {strides} has gaps in memory")
+    reached = 0
+    for start, values in sorted(pieces, key=lambda piece: (piece[0], piece[1].numel())):
         stop = start + values.numel()
-        if start < 0 or stop > self._flat.numel() or values.dtype != self._flat.dtype:
-            raise Damaged(f"{self._name} has no elements {start} to {stop} of {values.dtype}")
-        self._flat[start:stop] = values
-        self._found.append((start, stop))
-
-    def require_all(self) -> None:
-        """Raise Damaged unless each element has been put to its place once."""
-        reached = 0
-        for start, stop in sorted(self._found):
-            if start != reached:
-                raise Damaged(f"the parts do not have element {min(start, reached)} of {self._name} once")
-            reached = stop
-        if reached != self._flat.numel():
-            raise Damaged(f"no part has the elements of {self._name} from {reached} on")
+        if start < 0 or stop > count or values.dtype != dtype:
+            raise Damaged(f"{name} has no elements {start} to {stop} of {values.dtype}")
+        if start != reached:
+            raise Damaged(f"the parts do not have element {min(start, reached)} of {name} once")
+        reached = stop
+    if reached != count:
+        raise Damaged(f"no part has the elements of {name} from {reached} on")
+    return CutTensor(dtype, tuple(shape), tuple(strides), dict(pieces))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.checkpoint import Checkpoint, describe, load, newest_valid, read_checkpoint
+from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
@@ -119,13 +119,19 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     # A run that was extended has checkpoints of the shorter experiment.
     ours = [attempt.get("experiment_sha256") for attempt in directory.read()["attempts"]]
     theirs = start.metadata.get("experiment_sha256")
+    world, weights = job.collectives.world, describe(trainer.state.ownership.described_weights())
+
+    def agree(error: Exception | None) -> None:
+        if (first := next(filter(None, job.collectives.gather(error)), None)) is not None:
+            raise first
+
     state = load(
         start,
-        expect={
-            f"model.{name}": shape for name, shape in describe(trainer.state.ownership.described_weights()).items()
-        },
+        expect={f"model.{name}": shape for name, shape in weights.items()},
         only=["model"],
         expect_metadata={"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()},
+        readers=Readers(world.local_rank, world.nproc_per_node, agree),
+        in_parts=job.layout.saves_in_parts,
     )
     trainer.state.load_state_dict(state)
     job.metrics.write("resume", step=trainer.state.step)

@@ -25,10 +25,17 @@ class Owned:
         self.inside = slice(0, stop - start)
         """Where the owned elements lie in `tensor`."""
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """The owned elements of a whole parameter's values. Raises ValueError for values of another shape."""
-        if whole.shape != self.like.shape:
+    def of_whole(self, whole: Tensor | CutTensor) -> Tensor:
+        """The owned elements of a whole parameter's values, of which nothing else is read where they are in a file.
+
+        Raises ValueError for values of another shape.
+        """
+        if tuple(whole.shape) != tuple(self.like.shape):
             raise ValueError(f"{self.name} has the shape {list(self.like.shape)}, not {list(whole.shape)}")
+        if isinstance(whole, CutTensor):
+            if whole.strides == self.like.stride():
+                return whole.elements(self.start, self.stop)
+            whole = whole.whole()
         return in_memory_order(whole, self.like)[self.start : self.stop]
 
     def filled(self, values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.checkpoint import CutTensor
+from ddp_core.checkpoint import CutTensor, whole_tensors
 from ddp_core.checkpoint.state import replaced
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import in_memory_order, view_in
@@ -29,7 +29,8 @@ class Ownership(ABC):
 
     States go in and out in the form that they have on one process: `whole_…` returns it on rank 0 alone, and None on
     the other ranks; `own_…` returns it on every rank, with a CutTensor of what this rank owns in the place of each
-    tensor that is cut. All of these are collectives, called on all ranks.
+    tensor that is cut. All of these are collectives, called on all ranks. What is loaded is read where it is owned: of
+    tensors that lie in a mapped file, a rank touches its own part.
     """
 
     has_whole_weights = True
@@ -56,8 +57,8 @@ class Ownership(ABC):
         return (self.module if copy is None else copy).state_dict()
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
-        """Load a state_dict of the module as it is on one process; every rank has all of it."""
-        self.module.load_state_dict(state)
+        """Load a state_dict of the module as it is on one process, which may have CutTensors with all pieces."""
+        self.module.load_state_dict(whole_tensors(state))
 
     @abstractmethod
     def whole_state(self) -> dict[str, Any] | None:
@@ -69,7 +70,7 @@ class Ownership(ABC):
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state_dict of the optimizer as it is on one process; every rank has all of it."""
+        """Load a state_dict of the optimizer as it is on one process, which may have CutTensors with all pieces."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of the optimizer; the module stays as it is."""
@@ -84,7 +85,7 @@ class OwnsAll(Ownership):
     own_state = whole_state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(dict(state))
+        self.optimizer.load_state_dict(whole_tensors(state))
 
 
 class OwnsPart(Ownership):

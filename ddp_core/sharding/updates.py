@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.reduction.flat import in_memory_order
+from ddp_core.checkpoint import CutTensor
 
 from .elementwise import per_element
 from .owned import Owned
@@ -114,12 +114,16 @@ def _is_cut(value: Any, tensor: Tensor) -> bool:
 
 def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
     """This rank's part of a value in the state of a parameter; never memory that something else uses."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | CutTensor):
         return value
     # A parameter without dimensions has the shape of a single number.
-    if isinstance(member, Tensor) or value.shape != member.like.shape or not (per_element or member.like.dim()):
-        return value.clone()
-    return member.filled(in_memory_order(value, member.like)[member.start : member.stop]).clone()
+    if (
+        isinstance(member, Tensor)
+        or tuple(value.shape) != tuple(member.like.shape)
+        or not (per_element or member.like.dim())
+    ):
+        return value.clone() if isinstance(value, Tensor) else value.whole()
+    return member.filled(member.of_whole(value)).clone()
 
 
 def _on_host(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_core.checkpoint import whole_tensors
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.sharding import Ownership, OwnsAll
 
@@ -83,13 +84,13 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned for all ranks; in the place of tensors there may be whole CutTensors."""
         self.ownership.load_weights(state["model"])
         self.ownership.load_state(state["optimizer"])
         for name in ("scaler", "schedule", "average"):
             part = getattr(self, name)
             if part is not None and state.get(name) is not None:
-                part.load_state_dict(state[name])
+                part.load_state_dict(whole_tensors(state[name]))
         for name, value in state["position"].items():
             setattr(self, name, value)
 
