@@ -2,7 +2,7 @@
 
 Sums of floating-point numbers depend on the order of the additions. Here that order is one binary tree over the
 micro-batches of a step (`tree`), whichever ranks compute them. Ranks that compute neighbouring micro-batches exchange
-partial sums (`contiguous`, `ordered_sum`), within nodes first, then across (`levels`). Ranks that take them in turns
+partial sums (`contiguous`, `ordered_sum`), within nodes first, then across. Ranks that take them in turns
 exchange after each (`strided`, `round_sum`). Both do so in the background (`communication`). Batch-norm statistics are
 exchanged in the same way (`batch_statistics`). Where each rank updates a part of the parameters (`shards`), it gets the
 sums of that part alone (`sharded_contiguous`, `sharded_strided`). Clipping uses a norm of the same kind (`norm`).

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .exchange import Collected, WholeExchange
-from .plan import Arrival
+if TYPE_CHECKING:
+    from .exchange import Arrival, Collected, WholeExchange
 
 
 class ThroughHost:
-    """An exchange of tensors in host memory, made one for tensors of a device: with it, several ranks share a GPU.
+    """An exchange for tensors of a device, made of one for host memory: with it, several ranks share a GPU over gloo.
 
     The members' subtrees are copied to the host, sent and added up there, and the sum is copied back. An addition of
     two numbers has the same bits on the host and on the device. Tensors that are on the host already are passed on.
@@ -48,7 +49,7 @@ class ThroughHost:
 
 
 class _Copied:
-    """`Collected` in host memory. It holds copies of what is between the first and the last of the cuts."""
+    """`Collected` of copies in host memory. It copies what lies between the first and the last of the cuts."""
 
     def __init__(
         self,
@@ -73,21 +74,21 @@ class _Copied:
         self.arrivals: list[Arrival] = self._collected.arrivals
         self.mine = self._collected.mine
 
-    def sent(self) -> None:
-        """See `Collected.sent`."""
-        self._collected.sent()
+    def wait_sent(self) -> None:
+        """See `Collected.wait_sent`."""
+        self._collected.wait_sent()
 
-    def expect(self) -> None:
-        """See `Collected.expect`."""
-        self._collected.expect()
+    def expect_sums(self) -> None:
+        """See `Collected.expect_sums`."""
+        self._collected.expect_sums()
 
-    def spread(self) -> None:
-        """See `Collected.spread`."""
+    def send_sum(self) -> None:
+        """See `Collected.send_sum`."""
         self._summed = slice(0, None)
-        self._collected.spread()
+        self._collected.send_sum()
 
     def end(self) -> None:
-        """See `Collected.end`. The copy back is queued on the current stream, and torch keeps its source until then."""
+        """See `Collected.end`. The sum is copied back on the current stream; torch keeps the copy until then."""
         self._collected.end()
         self._out[self._summed].copy_(self._sum[self._summed], non_blocking=True)
 
@@ -98,7 +99,7 @@ def is_elsewhere(tensor: Tensor) -> bool:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, once they are there: what is sent by address must have arrived."""
+    """Complete copies in host memory: gloo reads them at their address, without waiting for a stream."""
     copies = [_like_on_host(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
     if tensors and tensors[0].is_cuda:
         # This thread alone waits, and only for what its own stream was given.

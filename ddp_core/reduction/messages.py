@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Collected
-from .plan import Arrival
+if TYPE_CHECKING:
+    from .exchange import Arrival, Collected
 
 
 class _Scratch:
-    """Flat tensors whose memory is used again; as many as are in use at once, of the largest size so far."""
+    """Flat tensors whose memory is used again: as many as are in use at once, each of the largest size so far."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -28,10 +29,10 @@ class _Scratch:
 
 
 class PointToPoint:
-    """Sends and receives between all pairs of members (gloo, and any backend that has them).
+    """Sends and receives between all pairs of members (gloo, and any backend that can send and receive).
 
-    Messages of one pair arrive in the sequence in which they were sent, apart for each tag. So two exchanges of one
-    group may be under way at once, on threads of their own, if their tags differ by two or more.
+    Messages of one pair with one tag arrive in the sequence in which they were sent. So two exchanges of one group may
+    be under way at once, on threads of their own, if their tags differ by two or more: each has two channels.
     """
 
     one_round_bytes = 256 * 1024  # About what a connection carries in the time of a round.
@@ -82,7 +83,7 @@ class PointToPoint:
 
 
 class _Messages:
-    """`Collected` by messages: the members' tensors on channel 0, the sums on channel 1; empty parts are not sent."""
+    """`Collected` by messages: members' tensors on channel 0, sums on channel 1. Empty parts are not sent."""
 
     def __init__(
         self,
@@ -114,20 +115,20 @@ class _Messages:
         }
         self._answers: list[dist.Work] = []
 
-    def sent(self) -> None:
-        """See `Collected.sent`."""
+    def wait_sent(self) -> None:
+        """See `Collected.wait_sent`."""
         _wait(work for works in self._sending.values() for work in works)
 
-    def expect(self) -> None:
-        """See `Collected.expect`."""
+    def expect_sums(self) -> None:
+        """See `Collected.expect_sums`."""
         for peer, works in self._sending.items():
             # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
             _wait(works)
             if (part := self._out[self._cuts[peer]]).numel():
                 self._answers.append(self._exchange.receive(part, peer, 1))
 
-    def spread(self) -> None:
-        """See `Collected.spread`."""
+    def send_sum(self) -> None:
+        """See `Collected.send_sum`."""
         peers = self._exchange.peers if self.mine.numel() else []
         self._answers += [self._exchange.send(self.mine, peer, 1) for peer in peers]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .communication import Channel, in_one_phase
-from .exchange_choice import exchange_on
+from .exchange import exchange_on
 from .flat import Gradients, scale_
 from .shards import Shards
 

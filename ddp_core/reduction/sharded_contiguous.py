@@ -15,13 +15,12 @@ from torch import Tensor
 
 from ddp_core.base.shares import share_of
 
-from .communication import Channel, Job
+from .communication import Channel, Transfer
 from .departures import Departures
 from .early_additions import EarlyAdditions
-from .exchange_choice import exchange_on
+from .exchange import exchange_on
 from .flat import Gradients, record_use
-from .one_level import sum_parts
-from .plan import plan_for
+from .one_level import plan_for, sum_parts
 from .sharded import arrived, clear_gradients, set_gradients
 from .shards import FlatGroup, Shards
 from .tree import GradientTree, Span, add_, are_siblings
@@ -108,7 +107,7 @@ class ShardedContiguousShares:
             for position, tensor in zip(group.positions, tensors, strict=True):
                 self._used[position] |= tensor is not None
 
-        def job() -> Job:
+        def job() -> Transfer:
             own = _folded(group, subtrees, tree.leaves)
             plan = plan_for(tree.leaves, self._world_size)
             if self._exchange is None:

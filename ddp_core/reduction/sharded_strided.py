@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .communication import Channel, in_one_phase
 from .departures import Departures
-from .exchange_choice import exchange_on
+from .exchange import exchange_on
 from .flat import Gradients, record_use
 from .leaf_sum import LeafSum
 from .round_sum import RoundSum

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
 from .communication import Channel
-from .exchange_choice import exchange_on
+from .exchange import exchange_on
 from .flat import Gradients, scale_gradients_
 from .leaf_sum import LeafSum
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, scale_gradients_
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
