@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +48,25 @@ class PointToPoint:
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
-        return _Messages(self, own, out, counts, cuts)
+        mine = cuts[self.rank]
+        size = mine.stop - mine.start
+        foreign = (sum(counts) - counts[self.rank]) * size
+        inbox = self.scratch.take(foreign, out)
+        parts = iter(torch.split(inbox[:foreign], size) if size else [])
+        arrivals: list[Arrival] = []
+        for peer, count in enumerate(counts):
+            if peer == self.rank:
+                arrivals += [(flat[mine], None) for flat in own]
+            elif size:
+                received = [next(parts) for _ in range(count)]
+                arrivals += [(part, self.receive(part, peer)) for part in received]
+            else:
+                arrivals += [(out[mine], None)] * count
+        sending = {
+            peer: [self.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
+            for peer in self.peers
+        }
+        return _Messages(self, out, cuts, out[mine], arrivals, inbox, sending)
 
     def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
@@ -82,60 +101,43 @@ class PointToPoint:
         return self._group.recv([tensor], self._members[peer], self._tag + channel)
 
 
+@dataclass
 class _Messages:
     """`Collected` by messages: members' tensors on channel 0, sums on channel 1. Empty parts are not sent."""
 
-    def __init__(
-        self,
-        exchange: PointToPoint,
-        own: Sequence[Tensor],
-        out: Tensor,
-        counts: Sequence[int],
-        cuts: Sequence[slice],
-    ) -> None:
-        self._exchange, self._out, self._cuts = exchange, out, cuts
-        cut = cuts[exchange.rank]
-        size = cut.stop - cut.start
-        self.mine = out[cut]
-        foreign = (sum(counts) - counts[exchange.rank]) * size
-        self._inbox = exchange.scratch.take(foreign, out)
-        inbox = iter(torch.split(self._inbox[:foreign], size) if size else [])
-        self.arrivals: list[Arrival] = []
-        for peer, count in enumerate(counts):
-            if peer == exchange.rank:
-                self.arrivals += [(flat[cut], None) for flat in own]
-            elif size:
-                parts = [next(inbox) for _ in range(count)]
-                self.arrivals += [(part, exchange.receive(part, peer)) for part in parts]
-            else:
-                self.arrivals += [(self.mine, None)] * count
-        self._sending = {
-            peer: [exchange.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
-            for peer in exchange.peers
-        }
-        self._answers: list[dist.Work] = []
+    exchange: PointToPoint
+    out: Tensor
+    cuts: Sequence[slice]
+    mine: Tensor
+    arrivals: list[Arrival]
+    inbox: Tensor
+    """The memory of what other members send."""
+    sending: dict[int, list[dist.Work]]
+    """What is sent to each other member."""
+    sums: list[dist.Work] = field(default_factory=list)
+    """The sums on their way to this member and from it."""
 
     def wait_sent(self) -> None:
         """See `Collected.wait_sent`."""
-        _wait(work for works in self._sending.values() for work in works)
+        _wait(work for works in self.sending.values() for work in works)
 
     def expect_sums(self) -> None:
         """See `Collected.expect_sums`."""
-        for peer, works in self._sending.items():
+        for peer, works in self.sending.items():
             # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
             _wait(works)
-            if (part := self._out[self._cuts[peer]]).numel():
-                self._answers.append(self._exchange.receive(part, peer, 1))
+            if (part := self.out[self.cuts[peer]]).numel():
+                self.sums.append(self.exchange.receive(part, peer, 1))
 
     def send_sum(self) -> None:
         """See `Collected.send_sum`."""
-        peers = self._exchange.peers if self.mine.numel() else []
-        self._answers += [self._exchange.send(self.mine, peer, 1) for peer in peers]
+        peers = self.exchange.peers if self.mine.numel() else []
+        self.sums += [self.exchange.send(self.mine, peer, 1) for peer in peers]
 
     def end(self) -> None:
         """See `Collected.end`."""
-        _wait(self._answers)
-        self._exchange.scratch.give_back(self._inbox)
+        _wait(self.sums)
+        self.exchange.scratch.give_back(self.inbox)
 
 
 def _wait(works: Iterable[dist.Work]) -> None:
