@@ -123,7 +123,7 @@ class ContiguousShares:
             foreach_copy_(sums, parts)
 
     def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[bool]:
-        """For each parameter, whether a micro-batch of any rank has a gradient for it."""
+        """For each parameter, whether any micro-batch of any rank has a gradient for it."""
         parameters = self._gradients.parameters
         used = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device if parameters else None)
         for subtree in subtrees:
