@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,8 @@ Transfer = Generator[None, None, Tensor]
 
 It yields between two phases, wherever the next one may run beside the phases of other transfers.
 """
+_Item = tuple[Transfer, torch.futures.Future[Tensor], torch.device]
+"""A transfer, the future that its end completes, and the device of its tensors."""
 
 
 class CommunicationThreads:
@@ -53,7 +54,7 @@ class CommunicationThreads:
             transfer = self._on_side_stream(transfer, like.device)
         else:
             future = torch.futures.Future()
-        self._queues[0].put(_Item(transfer, future, like))
+        self._queues[0].put((transfer, future, like.device))
         return future
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -92,13 +93,13 @@ class CommunicationThreads:
 
     def _run_phase(self, item: _Item, to_the_end: bool) -> bool:
         """Run the transfer up to its next yield, or to its end; return whether there is more to run."""
-        transfer, future, like = item
+        transfer, future, device = item
         try:
             if self.error is not None:
                 transfer.close()
                 raise self.error
             # The future is completed on the stream too: that is where it records what its waiters wait for.
-            with torch.cuda.stream(self._streams.get(like.device)), torch.no_grad():
+            with torch.cuda.stream(self._streams.get(device)), torch.no_grad():
                 try:
                     next(transfer)
                     while to_the_end:
@@ -111,14 +112,6 @@ class CommunicationThreads:
             # torch hands the exception object to DDP, which fails on it: the training thread looks at `error` then.
             future.set_exception(error)  # type: ignore[arg-type]
         return False
-
-
-class _Item(NamedTuple):
-    """A transfer, the future that its end completes, and a tensor on its device."""
-
-    transfer: Transfer
-    future: torch.futures.Future[Tensor]
-    like: Tensor
 
 
 def in_one_phase(work: Callable[[], Tensor]) -> Transfer:

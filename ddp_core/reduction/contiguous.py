@@ -110,9 +110,13 @@ class ContiguousShares:
                 parameter.grad = gradient
             return
         present = [position for position, seen in enumerate(self._used_anywhere(subtrees)) if seen]
-        gradients = [_first_gradient(subtrees, position, parameters[position]) for position in present]
-        for position, gradient in zip(present, gradients, strict=True):
-            parameters[position].grad = gradient
+        gradients: list[Tensor] = []
+        for position in present:
+            # The sum over ranks overwrites the first of this rank's own sums, where it has one.
+            own_sums = (subtree.tensors[position] for subtree in subtrees)
+            first = next((each for each in own_sums if each is not None), None)
+            gradients.append(torch.zeros_like(parameters[position]) if first is None else first)
+            parameters[position].grad = gradients[-1]
         for group in flat_groups(gradients):
             sums = [gradients[member] for member in group]
             own = [_flatten([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
@@ -193,13 +197,6 @@ def _fold_into_bucket(
         fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
         own.append(flat)
     return [*own, buffer]
-
-
-def _first_gradient(subtrees: Sequence[Subtree], position: int, parameter: Tensor) -> Tensor:
-    for subtree in subtrees:
-        if (gradient := subtree.tensors[position]) is not None:
-            return gradient
-    return torch.zeros_like(parameter)
 
 
 def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -14,21 +14,6 @@ if TYPE_CHECKING:
     from .exchange import Arrival, Collected
 
 
-class _Scratch:
-    """Flat tensors whose memory is used again: as many as are in use at once, each of the largest size so far."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-
-    def take(self, elements: int, like: Tensor) -> Tensor:
-        free = self._free.setdefault((like.dtype, like.device), [])
-        scratch = free.pop() if free else like.new_empty(0)
-        return scratch if scratch.numel() >= elements else like.new_empty(elements)
-
-    def give_back(self, scratch: Tensor) -> None:
-        self._free[scratch.dtype, scratch.device].append(scratch)
-
-
 class PointToPoint:
     """Sends and receives between all pairs of members (gloo, and any backend that can send and receive).
 
@@ -44,14 +29,18 @@ class PointToPoint:
         self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
         # Each member starts with another peer, so that they do not all send to the same member first.
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.scratch = _Scratch()
+        self.inboxes: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """Memory for what other members send, to be used again: as many flat tensors as were in use at once."""
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
         mine = cuts[self.rank]
         size = mine.stop - mine.start
         foreign = (sum(counts) - counts[self.rank]) * size
-        inbox = self.scratch.take(foreign, out)
+        free = self.inboxes.setdefault((out.dtype, out.device), [])
+        inbox = free.pop() if free else out.new_empty(0)
+        if inbox.numel() < foreign:
+            inbox = out.new_empty(foreign)
         parts = iter(torch.split(inbox[:foreign], size) if size else [])
         arrivals: list[Arrival] = []
         for peer, count in enumerate(counts):
@@ -137,7 +126,7 @@ class _Messages:
     def end(self) -> None:
         """See `Collected.end`."""
         _wait(self.sums)
-        self.exchange.scratch.give_back(self.inbox)
+        self.exchange.inboxes[self.inbox.dtype, self.inbox.device].append(self.inbox)
 
 
 def _wait(works: Iterable[dist.Work]) -> None:
