@@ -22,10 +22,10 @@ Arrival = tuple[Tensor, dist.Work | None]
 
 
 class Collected(Protocol):
-    """What `Exchange.collect` has started: each member's tensors on their way there, then the sums on their way back.
+    """What `Exchange.collect` has started: every member's part of all tensors is on its way to that member.
 
-    The methods are called in the order in which they stand here; `expect_sums` and `send_sum` only where all members
-    need all sums.
+    Where each member keeps its own sum, `wait_sent` and `end` follow. Where all members need all sums, `expect_sums`,
+    `send_sum` and `end`.
     """
 
     arrivals: list[Arrival]

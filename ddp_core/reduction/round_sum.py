@@ -47,7 +47,7 @@ class RoundSum:
         self._tree = GradientTree(leaves)
 
     def empty(self) -> Tensor:
-        """A flat tensor for a leaf."""
+        """Memory for one leaf: a flat tensor whose values are arbitrary."""
         return self._like.new_empty(self._elements)
 
     def push(self, flat: Tensor | None) -> None:
