@@ -1,4 +1,4 @@
-"""What all ranks must have in common for one digest, compared once; and a warning about the number of threads."""
+"""What is checked before sums are made: DDP's options, what ranks must have in common, and who chose the threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,27 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.digests import weights_digest
 
 from .flat import Gradients
 
 T = TypeVar("T")
+
+
+def refuse_inexact(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError for options of DDP that no reduction can make exact."""
+    if ddp.broadcast_buffers and any(True for _ in ddp.buffers()):
+        raise ValueError(
+            "construct DistributedDataParallel with broadcast_buffers=False: it overwrites micro-batch statistics"
+        )
+    if ddp.mixed_precision is not None:
+        raise ValueError("DistributedDataParallel's mixed_precision is not exact: use torch.autocast")
+    if ddp.parameters_to_ignore:
+        raise ValueError(
+            f"DistributedDataParallel ignores {sorted(ddp.parameters_to_ignore)[0]}: its gradient would differ"
+        )
 
 
 def require_agreement(
@@ -27,9 +42,9 @@ def require_agreement(
 ) -> list[list[int]]:
     """Compare with the other ranks of `group` what the bits of a sum depend on; return its ranks, node by node.
 
-    A collective. `node` is what only the ranks on this rank's node call it. Raises ValueError on all ranks, naming the
-    first rank that differs from rank 0 and in what. Without this, ranks that do not fit together wait for each other,
-    or end with bits that no other layout has.
+    A collective. `node` names this rank's node: the same on all its ranks, another on other nodes. Raises ValueError on
+    all ranks, naming the first rank that differs from rank 0 and in what. Without this, ranks that do not fit together
+    wait for each other, or end with bits that no other layout has.
     """
     facts: dict[str, object] = {
         "torch": torch.__version__,
@@ -55,8 +70,8 @@ def require_agreement(
 def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
     """Compare the module's weights and buffers with those of the other ranks of `group`; a collective.
 
-    Raises ValueError on all ranks, naming the first that differs. DistributedDataParallel sends rank 0's weights to all
-    ranks when it is made; a plain module depends on equal seeds, or on a checkpoint that all ranks have loaded.
+    Raises ValueError on all ranks, naming the first tensor that differs. DistributedDataParallel sends rank 0's weights
+    to all ranks when it is made; a plain module depends on equal seeds, or on a checkpoint that all ranks have loaded.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}

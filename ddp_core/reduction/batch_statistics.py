@@ -27,11 +27,11 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 class BatchStatistics:
     """Collects the batch-norm statistics of one module's micro-batches and makes one running update per step.
 
-    Per step: `begin()`; after each forward `leaf = take()`, pushed onto a GradientTree as one flat tensor;
-    `finish(root)` with the root of the tree. Layers in evaluation mode or without running statistics are left alone.
-    A layer called several times in one forward counts with its last call; one not called in a micro-batch is averaged
-    over the others. With DDP, `broadcast_buffers` must be False. Raises ValueError for SyncBatchNorm, whose
-    statistics depend on the world size.
+    Call `begin()` at the start of a step. After each forward push `take()`, one flat tensor, onto a GradientTree. At
+    the end of the step call `finish(root)` with the root of that tree. Layers in evaluation mode or without running
+    statistics are left alone. A layer called several times in one forward counts with its last call; one not called in
+    a micro-batch is averaged over the others. With DDP, `broadcast_buffers` must be False. Raises ValueError for
+    SyncBatchNorm, whose statistics depend on the world size.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,10 +40,6 @@ class BatchStatistics:
             raise ValueError("SyncBatchNorm normalises over the ranks of a layout, so no reduction can make it exact")
         self._layers: _Layers | None = None
         self._step: _Step | None = None
-
-    def __bool__(self) -> bool:
-        """Whether the module has any batch normalisation."""
-        return bool(self._modules)
 
     def begin(self) -> None:
         """Set the true running statistics aside and let the buffers show one micro-batch at a time."""
@@ -54,7 +50,7 @@ class BatchStatistics:
             if module.training and module.track_running_stats and module.running_mean is not None
         ]
         if active:
-            if self._layers is None or not self._layers.are(active):
+            if self._layers is None or not self._layers.fit(active):
                 self._layers = _Layers(active)
             self._step = _Step(self._layers)
 
@@ -71,7 +67,7 @@ class BatchStatistics:
         return torch.cat([torch.cat(step.running) * weights[step.owner], weights])
 
     def zeros(self) -> Tensor:
-        """A tensor like `take`'s: what a rank without a micro-batch receives the sum in."""
+        """A tensor like that of `take`, in which a rank without a micro-batch receives the sum."""
         step = self._step
         return torch.empty(0) if step is None else step.before.new_zeros(len(step.owner) + len(step.counters))
 
@@ -83,7 +79,7 @@ class BatchStatistics:
         sums, weights = total.split([len(step.owner), len(step.counters)])
         seen = weights > 0
         step.steps += seen
-        # In float64, then rounded: what a momentum given as a Python number becomes when it meets a tensor.
+        # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
         momenta = torch.where(step.momenta.isnan(), 1.0 / step.steps.clamp(min=1).double(), step.momenta)
         taken, kept = momenta.to(total.dtype)[step.owner], (1.0 - momenta).to(total.dtype)[step.owner]
         updated = kept * step.before + taken * (sums / weights[step.owner])
@@ -91,14 +87,17 @@ class BatchStatistics:
         self.restore()
 
     def restore(self) -> None:
-        """Give the layers their momenta and running statistics back; without `finish`, as if the step had not begun."""
+        """Give the layers their momenta and running statistics back. Without `finish`, those from before the step."""
         if self._step is not None:
             self._step.restore()
             self._step = None
 
 
 class _Layers:
-    """What stays the same from step to step: made once, since each copy to a GPU makes the host wait for it."""
+    """The active layers, and what stays the same from step to step.
+
+    It is made once, because each copy of numbers to a GPU makes the host wait.
+    """
 
     def __init__(self, modules: Sequence[BatchNorm]) -> None:
         self.modules = list(modules)
@@ -107,13 +106,13 @@ class _Layers:
         self.sizes, self.device = [buffer.numel() for buffer in buffers], buffers[0].device
         numbers = [math.nan if momentum is None else momentum for momentum in self.plain_momenta]
         self.momenta = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        """NaN for a cumulative average."""
+        """Each layer's momentum; NaN for a cumulative average."""
         layers = torch.arange(len(modules)).repeat(2)
         self.owner = torch.repeat_interleave(layers, torch.tensor(self.sizes)).to(self.device)
         """For each number of the running statistics laid end to end, the layer that it belongs to."""
 
-    def are(self, modules: Sequence[BatchNorm]) -> bool:
-        """Whether these are the same layers, with the same momenta, on the same device."""
+    def fit(self, modules: Sequence[BatchNorm]) -> bool:
+        """Whether `modules` are the same layers, with the same momenta, on the same device."""
         return (
             self.modules == modules
             and self.plain_momenta == [module.momentum for module in modules]
@@ -122,7 +121,10 @@ class _Layers:
 
 
 class _Step:
-    """The active layers' buffers, and what they held before: all means, then all variances, laid end to end."""
+    """The buffers of the active layers, and their contents: all means, then all variances, laid end to end.
+
+    `before` and `steps` are those from before the step, until `BatchStatistics.finish` updates them.
+    """
 
     def __init__(self, layers: _Layers) -> None:
         self.layers = layers
@@ -137,7 +139,7 @@ class _Step:
         foreach_zero_(self.counters)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Write momenta, statistics and counters back into the layers."""
         for module, momentum in zip(self.layers.modules, self.layers.plain_momenta, strict=True):
             module.momentum = momentum
         foreach_copy_(self.running, list(self.before.split(self.layers.sizes)))

@@ -1,32 +1,67 @@
-"""Exchanges by operations that several ranks enter together: what NCCL does best."""
+"""Exchanges by operations that several ranks enter together: what NCCL does best.
+
+Both are proved bit for bit over gloo, where they are slower than single messages. Neither has run on NCCL with two or
+more devices yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Collected
-from .plan import Arrival
+if TYPE_CHECKING:
+    from .exchange import Arrival, Collected
 
 
-class Collectives:
-    """The same with `all_to_all_single` and `all_gather_into_tensor`, which NCCL carries best.
+@dataclass
+class _Arrived:
+    """`Collected` where every operation waits: all parts are here, and `send_sum` is all that is left to do."""
 
-    Proved bit for bit over gloo, where it is slower than point to point. Not run on NCCL with two or more devices yet.
-    """
+    arrivals: list[Arrival]
+    mine: Tensor
+    send_sum: Callable[[], None]
+
+    def wait_sent(self) -> None:
+        """Nothing to do."""
+
+    def expect_sums(self) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+class CollectiveExchange:
+    """Carries tensors between all ranks of a group by `all_to_all_single` and `all_gather_into_tensor`."""
 
     one_round_bytes = -1  # all_to_all_single sends every rank another part.
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = group
         self.rank, self.world_size = group.rank(), group.size()
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`."""
-        return _Parcels(self, own, out, counts, cuts)
+        sizes = [cut.stop - cut.start for cut in cuts]
+        size = sizes[self.rank]
+        # The parts for one member lie together, so that they travel as one.
+        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else out.new_empty(0)
+        inbox = out.new_empty(sum(counts) * size)
+        dist.all_to_all_single(
+            inbox,
+            outbox,
+            [count * size for count in counts],
+            [len(own) * part for part in sizes],
+            group=self._group,
+        )
+        received = torch.split(inbox, size) if size else [inbox] * sum(counts)
+        arrivals: list[Arrival] = [(tensor, None) for tensor in received]
+        return _Arrived(arrivals, out[cuts[self.rank]], send_sum=lambda: self.gather([(out, cuts)]))
 
     def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
@@ -41,7 +76,7 @@ class Collectives:
             outbox,
             [size * (sender < senders) for sender in range(self.world_size)],
             [each * (flat is not None) for each in sizes],
-            group=self.group,
+            group=self._group,
         )
         yield from (arrival.clone() for arrival in inbox)
 
@@ -52,58 +87,15 @@ class Collectives:
             whole = flat.new_empty((self.world_size, max(sizes)))
             mine = whole[self.rank]
             mine[: sizes[self.rank]] = flat[cuts[self.rank]]
-            dist.all_gather_into_tensor(whole.view(-1), mine, group=self.group)
+            dist.all_gather_into_tensor(whole.view(-1), mine, group=self._group)
             for cut, size, part in zip(cuts, sizes, whole, strict=True):
                 flat[cut] = part[:size]
 
 
-class _Parcels:
-    """`Collected` by collectives: one `all_to_all_single`, then one `all_gather_into_tensor`."""
+class BatchedMessages:
+    """Carries tensors between some ranks of a group, all messages of a round in one batch: NCCL runs it as one kernel.
 
-    def __init__(
-        self,
-        exchange: Collectives,
-        own: Sequence[Tensor],
-        out: Tensor,
-        counts: Sequence[int],
-        cuts: Sequence[slice],
-    ) -> None:
-        self._exchange, self._out, self._cuts = exchange, out, cuts
-        sizes = [cut.stop - cut.start for cut in cuts]
-        size = sizes[exchange.rank]
-        # The parts for one member lie together, so that they travel as one.
-        outbox = torch.cat([flat[cut] for cut in cuts for flat in own]) if own else out.new_empty(0)
-        inbox = out.new_empty(sum(counts) * size)
-        dist.all_to_all_single(
-            inbox,
-            outbox,
-            [count * size for count in counts],
-            [len(own) * part for part in sizes],
-            group=exchange.group,
-        )
-        arrivals = torch.split(inbox, size) if size else [inbox] * sum(counts)
-        self.arrivals: list[Arrival] = [(tensor, None) for tensor in arrivals]
-        self.mine = out[cuts[exchange.rank]]
-
-    def sent(self) -> None:
-        """Nothing to do: what is sent has been copied."""
-
-    def expect(self) -> None:
-        """Nothing to do."""
-
-    def spread(self) -> None:
-        """See `Collected.spread`."""
-        self._exchange.gather([(self._out, self._cuts)])
-
-    def end(self) -> None:
-        """Nothing to do: `spread` waits."""
-
-
-class Batches:
-    """Sends and receives between some ranks of a group, a whole exchange in one batch: NCCL runs it as one kernel.
-
-    Proved bit for bit over gloo. Not run on NCCL with two or more devices yet. All ranks of the group must have taken
-    part in a collective before.
+    All ranks of the group must have taken part in a collective before.
     """
 
     one_round_bytes = -1  # Between GPUs, bytes cost more than rounds.
@@ -114,9 +106,25 @@ class Batches:
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`."""
-        return _Batch(self, own, out, counts, cuts)
+        mine = out[cuts[self.rank]]
+        received = [
+            [flat[cuts[self.rank]] for flat in own]
+            if peer == self.rank
+            else [torch.empty_like(mine) for _ in range(count)]
+            for peer, count in enumerate(counts)
+        ]
+        self._run(
+            [(peer, flat[cut]) for peer, cut in enumerate(cuts) for flat in own],
+            [(peer, tensor) for peer, tensors in enumerate(received) for tensor in tensors],
+        )
 
-    def run(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> None:
+        def send_sum() -> None:
+            self._run([(peer, mine) for peer in range(len(cuts))], [(peer, out[cut]) for peer, cut in enumerate(cuts)])
+
+        arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
+        return _Arrived(arrivals, mine, send_sum)
+
+    def _run(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> None:
         """Exchange tensors with other members, and wait; empty ones are left out."""
         operations = [
             dist.P2POp(operation, tensor, group=self._group, group_peer=self._members[peer])
@@ -126,46 +134,3 @@ class Batches:
         ]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-
-
-class _Batch:
-    """`Collected` by two batches of messages."""
-
-    def __init__(
-        self,
-        exchange: Batches,
-        own: Sequence[Tensor],
-        out: Tensor,
-        counts: Sequence[int],
-        cuts: Sequence[slice],
-    ) -> None:
-        self._exchange, self._out, self._cuts = exchange, out, cuts
-        cut = cuts[exchange.rank]
-        self.mine = out[cut]
-        received = [
-            [flat[cut] for flat in own]
-            if peer == exchange.rank
-            else [torch.empty_like(self.mine) for _ in range(count)]
-            for peer, count in enumerate(counts)
-        ]
-        exchange.run(
-            [(peer, flat[part]) for peer, part in enumerate(cuts) for flat in own],
-            [(peer, tensor) for peer, tensors in enumerate(received) for tensor in tensors],
-        )
-        self.arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
-
-    def sent(self) -> None:
-        """Nothing to do: a batch waits."""
-
-    def expect(self) -> None:
-        """Nothing to do."""
-
-    def spread(self) -> None:
-        """See `Collected.spread`."""
-        self._exchange.run(
-            [(peer, self.mine) for peer in range(len(self._cuts))],
-            [(peer, self._out[cut]) for peer, cut in enumerate(self._cuts)],
-        )
-
-    def end(self) -> None:
-        """Nothing to do: `spread` waits."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,17 +16,23 @@ from ddp_core.base.torch_internals import timeout_of
 
 from .ordered_sum import OrderedSum
 
-Job = Generator[None, None, Tensor]
-"""An exchange that returns a tensor. It yields wherever its next phase may run beside the phases of other jobs."""
+Transfer = Generator[None, None, Tensor]
+"""Work that exchanges tensors with other ranks and returns a tensor.
+
+It yields between two phases, wherever the next one may run beside the phases of other transfers.
+"""
+_Item = tuple[Transfer, torch.futures.Future[Tensor], torch.device]
+"""A transfer, the future that its end completes, and the device of its tensors."""
 
 
 class CommunicationThreads:
-    """Runs jobs first in, first out, each phase on a thread of its own, and completes one torch Future for each job.
+    """Runs transfers first in, first out: the first phase of each on the first thread, the second on the second, …
 
-    A chain of `Future.then` callbacks, as torch's PowerSGD hook uses, deadlocks on gloo with more than one bucket:
-    the callbacks run on the very threads they wait for. Here nothing waits but these threads. A job with more phases
-    than there are threads runs the rest on the last. After a failed job every later one fails with the same error, so
-    that no rank waits for a peer that gave up. `device` is that of the tensors.
+    A transfer with more phases than there are threads runs the rest on the last. Each completes a torch Future. (A
+    chain of `Future.then` callbacks, as torch's PowerSGD hook uses, deadlocks on gloo with more than one bucket: the
+    callbacks run on the very threads they wait for. Here nothing waits but these threads.) After a failed transfer
+    every later one fails with the same error, so that no rank waits for a peer that gave up. `device` is that of the
+    tensors.
     """
 
     def __init__(self, name: str, count: int, device: torch.device) -> None:
@@ -41,35 +46,35 @@ class CommunicationThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job, like: Tensor) -> torch.futures.Future[Tensor]:
-        """Queue `job`, which may use what the calling thread has computed so far on `like`'s device."""
+    def submit(self, transfer: Transfer, like: Tensor) -> torch.futures.Future[Tensor]:
+        """Queue `transfer`, which may use what the calling thread has computed so far on `like`'s device."""
         future: torch.futures.Future[Tensor]
         if like.device.type == "cuda":
             future = torch.futures.Future(devices=[like.device])
-            job = self._on_side_stream(job, like.device)
+            transfer = self._on_side_stream(transfer, like.device)
         else:
             future = torch.futures.Future()
-        self._queues[0].put(_Item(job, future, like))
+        self._queues[0].put((transfer, future, like.device))
         return future
 
     def close(self, timeout: float = 5.0) -> bool:
-        """End the threads after the jobs they have; say whether all ended within `timeout` seconds."""
+        """End the threads after the transfers they have; say whether all ended within `timeout` seconds."""
         self._queues[0].put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _on_side_stream(self, job: Job, device: torch.device) -> Job:
+    def _on_side_stream(self, transfer: Transfer, device: torch.device) -> Transfer:
         # Not run on a machine with two CUDA devices yet.
         computed = torch.cuda.current_stream(device).record_event()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
 
-        def on_stream() -> Job:
+        def on_stream() -> Transfer:
             stream.wait_event(computed)
-            return (yield from job)
+            return (yield from transfer)
 
         return on_stream()
 
@@ -79,7 +84,7 @@ class CommunicationThreads:
             torch.cuda.set_device(self._device)
         following = self._queues[position + 1] if position + 1 < len(self._queues) else None
         while (item := self._queues[position].get()) is not None:
-            # A failed or finished job must not be held here until the next one comes.
+            # A failed or finished transfer must not be held here until the next one comes.
             if self._run_phase(item, to_the_end=following is None) and following is not None:
                 following.put(item)
             del item
@@ -87,18 +92,18 @@ class CommunicationThreads:
             following.put(None)
 
     def _run_phase(self, item: _Item, to_the_end: bool) -> bool:
-        """Run the job up to its next yield, or to its end; return whether there is more to run."""
-        job, future, like = item
+        """Run the transfer up to its next yield, or to its end; return whether there is more to run."""
+        transfer, future, device = item
         try:
             if self.error is not None:
-                job.close()
+                transfer.close()
                 raise self.error
             # The future is completed on the stream too: that is where it records what its waiters wait for.
-            with torch.cuda.stream(self._streams.get(like.device)), torch.no_grad():
+            with torch.cuda.stream(self._streams.get(device)), torch.no_grad():
                 try:
-                    next(job)
+                    next(transfer)
                     while to_the_end:
-                        next(job)
+                        next(transfer)
                     return True
                 except StopIteration as end:
                     future.set_result(end.value)
@@ -109,26 +114,18 @@ class CommunicationThreads:
         return False
 
 
-class _Item(NamedTuple):
-    """A job, the future that its end completes, and a tensor on its device."""
-
-    job: Job
-    future: torch.futures.Future[Tensor]
-    like: Tensor
-
-
-def in_one_phase(work: Callable[[], Tensor]) -> Job:
-    """A job without yields."""
+def in_one_phase(work: Callable[[], Tensor]) -> Transfer:
+    """A transfer without yields, which returns what `work` returns."""
     yield from ()
     return work()
 
 
 class Channel:
-    """Carries out jobs that exchange tensors with the other ranks of `group`; alone, each at once.
+    """Runs transfers between the ranks of `group`, on a thread for each phase; for one rank alone, each at once.
 
-    `device` is that of the module, `timeout` how long a job waits for a silent rank (None: as long as `group` does),
-    `nodes` the group's ranks, node by node (None: sums are made in one level), `phases` how many of a job's phases may
-    run beside those of other jobs (None: as many as the sums have).
+    `device` is that of the module, `timeout` how long a transfer waits for a silent rank (None: as long as `group`
+    does), `nodes` the group's ranks, node by node (None: sums are made in one level), `phases` how many phases may run
+    at the same time, each of another transfer (None: as many as the sums have).
     """
 
     def __init__(
@@ -153,26 +150,30 @@ class Channel:
 
     @property
     def error(self) -> Exception | None:
-        """What the first job raised that failed."""
+        """What the first transfer that failed has raised."""
         return self._threads.error if self._threads is not None else None
 
-    def submit(self, job: Job, like: Tensor) -> torch.futures.Future[Tensor]:
-        """Queue `job`, which may use what the calling thread has computed so far on `like`'s device."""
+    def submit(self, transfer: Transfer, like: Tensor) -> torch.futures.Future[Tensor]:
+        """See `CommunicationThreads.submit`."""
         if self._threads is not None:
-            return self._threads.submit(job, like)
+            return self._threads.submit(transfer, like)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         with torch.no_grad():
-            future.set_result(_drained(job))
+            try:
+                while True:
+                    next(transfer)
+            except StopIteration as end:
+                future.set_result(end.value)
         return future
 
     def sum(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum flat tensors over ranks, as OrderedSum does; wait for it."""
 
-        def job() -> Job:
+        def transfer() -> Transfer:
             yield from self.ordered_sum.phases(own, out, micro_batches)
             return out
 
-        self.submit(job(), out).wait()
+        self.submit(transfer(), out).wait()
 
     def close(self) -> None:
         """End the threads, then the process group, unless an error has already ended all groups."""
@@ -195,12 +196,3 @@ def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta
     )
     assert isinstance(own, dist.ProcessGroup)
     return own
-
-
-def _drained(job: Job) -> Tensor:
-    while True:
-        try:
-            next(job)
-        except StopIteration as end:
-            tensor: Tensor = end.value
-            return tensor

@@ -1,32 +1,38 @@
-"""Contiguous shares: every rank computes neighbouring micro-batches, and ranks exchange once, at the end of a step."""
+"""Contiguous shares: every rank computes neighbouring micro-batches, and ranks exchange once, at the end of a step.
+
+Where DistributedDataParallel allows it, the exchange overlaps with the last backward: DDP's communication hook sums
+each bucket as soon as its gradients are there. Otherwise all is exchanged after the last backward.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.shares import share_of
-from ddp_core.base.torch_internals import foreach_copy_, rebuild_buckets
+from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_reducing, rebuild_buckets
+from ddp_core.base.user_code import our_code
 
-from .buckets import BucketHook, can_overlap, no_sync
-from .communication import Channel
-from .flat import Gradients, flat_groups, scale_gradients_
-from .tree import GradientTree, Subtree
+from .communication import Channel, Transfer
+from .flat import Gradients, fill_, flat_groups, scale_gradients_, views_of
+from .tree import GradientTree, Subtree, add_, are_siblings
 
 
 class ContiguousShares:
-    """Each rank adds up what it can alone; the exchange overlaps with the last backward where DDP allows that."""
+    """Each rank adds up what it can alone; ranks exchange the rest."""
 
     def __init__(self, ddp: DistributedDataParallel | None, gradients: Gradients, channel: Channel) -> None:
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
-        self._hook = BucketHook(gradients.parameters, channel)
+        self._hook = HookState(channel, {parameter: index for index, parameter in enumerate(gradients.parameters)})
         if ddp is not None:
-            self._hook.register(ddp)
+            ddp.register_comm_hook(self._hook, our_code(_reduce_bucket))
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
@@ -34,7 +40,15 @@ class ContiguousShares:
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
-        self._overlapped = self._ddp is not None and can_overlap(self._ddp) and micro_batches >= self._world_size
+        # torch miscounts the backwards of a static graph under no_sync and then reduces too early or never
+        # (https://github.com/pytorch/pytorch/pull/187732). Where it looks for unused parameters, it insists that a
+        # gradient from under no_sync is still there.
+        self._overlapped = (
+            self._ddp is not None
+            and not self._ddp.static_graph
+            and not self._ddp.find_unused_parameters
+            and micro_batches >= self._world_size
+        )
         if self._ddp is not None and not self._overlapped:
             # A collective that DDP would run in the next forward, which a rank with an empty share does not have.
             rebuild_buckets(self._ddp)
@@ -46,11 +60,15 @@ class ContiguousShares:
     @contextlib.contextmanager
     def backward(self, index: int) -> Iterator[None]:
         """Run forward and backward of micro-batch `index` inside."""
-        last = self._overlapped and index == self._tree.span.stop - 1
-        if last:
+        silence: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._overlapped and index == self._tree.span.stop - 1:
             self._hook.tree = self._tree
+        elif self._ddp is not None:
+            if self._ddp.static_graph:
+                keep_static_graph_from_reducing(self._ddp)
+            silence = self._ddp.no_sync()
         try:
-            with no_sync(self._ddp) if self._ddp is not None and not last else contextlib.nullcontext():
+            with silence:
                 yield
         finally:
             self._hook.tree = None
@@ -80,9 +98,10 @@ class ContiguousShares:
         scale_gradients_(self._gradients.parameters, scale)
 
     def close(self) -> None:
-        """Nothing is held beside the channel."""
+        """Do nothing: the channel holds everything that has to be released."""
 
     def _sum_all(self) -> None:
+        """Sum the gradients over ranks, after the last backward."""
         self._gradients.refuse_foreign()
         subtrees, parameters = self._tree.subtrees, self._gradients.parameters
         if self._world_size == 1:
@@ -91,9 +110,13 @@ class ContiguousShares:
                 parameter.grad = gradient
             return
         present = [position for position, seen in enumerate(self._used_anywhere(subtrees)) if seen]
-        gradients = [_first_gradient(subtrees, position, parameters[position]) for position in present]
-        for position, gradient in zip(present, gradients, strict=True):
-            parameters[position].grad = gradient
+        gradients: list[Tensor] = []
+        for position in present:
+            # The sum over ranks overwrites the first of this rank's own sums, where it has one.
+            own_sums = (subtree.tensors[position] for subtree in subtrees)
+            first = next((each for each in own_sums if each is not None), None)
+            gradients.append(torch.zeros_like(parameters[position]) if first is None else first)
+            parameters[position].grad = gradients[-1]
         for group in flat_groups(gradients):
             sums = [gradients[member] for member in group]
             own = [_flatten([subtree.tensors[present[member]] for member in group], sums) for subtree in subtrees]
@@ -104,7 +127,7 @@ class ContiguousShares:
             foreach_copy_(sums, parts)
 
     def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[bool]:
-        """For each parameter, whether a micro-batch of any rank has a gradient for it."""
+        """For each parameter, whether any micro-batch of any rank has a gradient for it."""
         parameters = self._gradients.parameters
         used = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device if parameters else None)
         for subtree in subtrees:
@@ -114,11 +137,66 @@ class ContiguousShares:
         return [count > 0 for count in used.tolist()]
 
 
-def _first_gradient(subtrees: Sequence[Subtree], position: int, parameter: Tensor) -> Tensor:
-    for subtree in subtrees:
-        if (gradient := subtree.tensors[position]) is not None:
-            return gradient
-    return torch.zeros_like(parameter)
+@dataclass
+class HookState:
+    """What DDP's communication hook knows.
+
+    It must not lead back to the DDP module: DDP holds it from C++, where no garbage collector looks.
+    """
+
+    channel: Channel
+    positions: dict[Tensor, int]
+    """The position of each parameter among the gradients."""
+    tree: GradientTree | None = None
+    """The gradients of this rank's earlier micro-batches while the backward of the last one runs; None otherwise."""
+    reduced: set[int] = field(default_factory=set)
+    """The positions of the parameters that were reduced in this step."""
+
+
+def _reduce_bucket(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook: sum a bucket over this rank's micro-batches and over ranks, in the background of the backward.
+
+    DDP insists on the name `bucket`.
+    """
+    tree, channel = state.tree, state.channel
+    if channel.closed or tree is None:
+        raise RuntimeError("backward outside ExactReduction.micro_batch: use module.no_sync(), or the inner module")
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    positions = [state.positions[parameter] for parameter in parameters]
+    state.reduced.update(positions)
+
+    def transfer() -> Transfer:
+        own = _fold_into_bucket(buffer, parameters, positions, tree)
+        yield from channel.ordered_sum.phases(own, buffer, tree.leaves)
+        return buffer
+
+    return channel.submit(transfer(), buffer)
+
+
+# DDP compares the annotations with classes, not with the strings that `from __future__ import annotations` leaves.
+_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+def _fold_into_bucket(
+    buffer: Tensor, parameters: Sequence[Tensor], positions: Sequence[int], tree: GradientTree
+) -> list[Tensor]:
+    """Add the last leaf's sibling subtrees into the bucket; return this rank's flat subtrees, the bucket last."""
+    gradients = views_of(buffer, parameters)
+    for parameter, view in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            view.fill_(-0.0)  # Autograd came by without a gradient, and DDP wrote +0.0 for it.
+    stack = list(tree.subtrees)
+    last = Subtree(tree.last_leaf, list(gradients))
+    while stack and are_siblings(stack[-1].span, last.span, tree.leaves):
+        left = stack.pop()
+        add_(last.tensors, [left.tensors[position] for position in positions])
+        last.span = left.span._replace(stop=last.span.stop)
+    own = []
+    for subtree in stack:
+        flat = torch.empty_like(buffer)
+        fill_(views_of(flat, parameters), [subtree.tensors[position] for position in positions])
+        own.append(flat)
+    return [*own, buffer]
 
 
 def _flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

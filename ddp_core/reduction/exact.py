@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .agreement import require_agreement, require_equal_weights, warn_of_threads
+from .agreement import refuse_inexact, require_agreement, require_equal_weights, warn_of_threads
 from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
-from .buckets import refuse_inexact
 from .communication import Channel
 from .contiguous import ContiguousShares
 from .flat import Gradients

@@ -1,39 +1,51 @@
-"""What the ordered sums ask of whatever carries tensors between the ranks."""
+"""How tensors travel between ranks: what a sum asks of an exchange, and which exchange each backend gets."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .plan import Arrival
+from .collectives import BatchedMessages, CollectiveExchange
+from .host_memory import ThroughHost
+from .messages import PointToPoint
 
 LINE_BYTES = 128
 """GPUs read, add and send memory in lines of so many bytes, so the parts of a tensor begin at multiples of it."""
 
+Arrival = tuple[Tensor, dist.Work | None]
+"""A tensor that another member sends, and the work to wait for until it is there (None: it is there already)."""
+
 
 class Collected(Protocol):
-    """The parts of all members' tensors that this member is to add up, on their way; then the sums' way back."""
+    """What `Exchange.collect` has started: every member's part of all tensors is on its way to that member.
+
+    Where each member keeps its own sum, `wait_sent` and `end` follow. Where all members need all sums, `expect_sums`,
+    `send_sum` and `end`.
+    """
 
     arrivals: list[Arrival]
     """This member's part of all members' tensors: those of the first member, of the second, and so on."""
     mine: Tensor
     """Where the sum of this member's part belongs."""
 
-    def sent(self) -> None:
+    def wait_sent(self) -> None:
         """Wait until this member's own tensors are sent, and may be overwritten."""
 
-    def expect(self) -> None:
-        """Wait as `sent` does, and be ready to receive the others' sums."""
+    def expect_sums(self) -> None:
+        """Wait as `wait_sent` does, and be ready to receive the other members' sums."""
 
-    def spread(self) -> None:
+    def send_sum(self) -> None:
         """Start to send the sum in `mine` to all members."""
 
     def end(self) -> None:
-        """Wait until what was started is done and the sums are in `out`; nothing may be used any more.
+        """Wait until all messages have arrived. The tensors of `arrivals` may not be used any more.
 
-        Without `spread` only this member's part of `out` holds its sum.
+        `out` then holds all members' sums; without `send_sum` only this member's.
         """
 
 
@@ -50,7 +62,8 @@ class Exchange(Protocol):
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """Start to send every member its part (`cuts`, one for each) of the flat tensors `own`.
 
-        `counts` says how many tensors each member brings. `own` is overwritten, and `out` may be one of it.
+        `counts` says how many tensors each member brings. The tensors of `own` are overwritten, and `out` may be one of
+        them.
         """
 
 
@@ -66,7 +79,42 @@ class WholeExchange(Exchange, Protocol):
         """
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
-        """Send this rank's part of each flat tensor to all ranks, and receive theirs into it: cuts, one for each rank.
+        """Fill flat tensors, of each of which every rank has one part: send this rank's part to all, receive theirs.
 
-        All of them may be on their way at once.
+        Each tensor comes with its parts, one for each rank. All of them may be on their way at once.
         """
+
+
+def exchange_on(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
+    """The exchange between all ranks of the group for tensors on `device`."""
+    return CollectiveExchange(group) if _backend(group, device) == "nccl" else _messages(group, device)
+
+
+def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Exchange:
+    """The exchange between these ranks of the group for tensors on `device`; for `tag` see `PointToPoint`."""
+    if _backend(group, device) == "nccl":
+        return BatchedMessages(group, members)
+    return _messages(group, device, members, tag)
+
+
+def _messages(
+    group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
+) -> WholeExchange:
+    messages = PointToPoint(group, members, tag)
+    return ThroughHost(messages) if device.type != "cpu" and _backend(group, device) == "gloo" else messages
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    # Such as "cpu:gloo,cuda:nccl".
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))[device.type]
+
+
+def cut(elements: int, parts: int, dtype: torch.dtype) -> list[slice]:
+    """Cut so many elements of a flat tensor into neighbouring parts of about one size; some parts may be empty.
+
+    Every part begins at a multiple of `LINE_BYTES`.
+    """
+    line = LINE_BYTES // dtype.itemsize
+    lines = -(-elements // line)
+    borders = [min(elements, lines * part // parts * line) for part in range(parts + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(borders)]

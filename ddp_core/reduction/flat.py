@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ddp_core.base.torch_internals import foreach_mul_
 
-# Where DDP's buckets do not say, a piece is closed at so many elements (4 MiB of float32): so large that messages are
-# few, and so small that a piece stays in a core's cache and its memory is used again.
 _FLAT_ELEMENTS = 1024 * 1024
+"""A flat tensor takes no further gradient from so many elements on (4 MiB of float32).
+
+Such a tensor makes messages few, and still stays in a core's cache until its memory is used again.
+"""
 
 
 def take_gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
@@ -45,7 +47,7 @@ class Gradients:
         return gradients
 
     def refuse_foreign(self) -> None:
-        """Raise RuntimeError if a parameter has a gradient, where all have been taken."""
+        """Raise RuntimeError if a parameter has a gradient although all have been taken."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None:
                 raise RuntimeError(
@@ -60,13 +62,16 @@ def scale_gradients_(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply every tensor by `factor`; in bfloat16, `Tensor.mul_` has other bits than what is used here."""
+    """Multiply every tensor by `factor`, with `foreach_mul_` alone: in bfloat16, `Tensor.mul_` has other bits."""
     if factor != 1.0 and tensors:
         foreach_mul_(tensors, factor)
 
 
 def flat_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group the positions of tensors of one dtype and device in pieces of bounded size, the same on every rank."""
+    """Which tensors, given by their positions, go into one flat tensor: of one dtype and device, up to a bounded size.
+
+    The same on every rank that has tensors of the same sizes, dtypes and devices.
+    """
     groups: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for position, tensor in enumerate(tensors):
@@ -81,9 +86,10 @@ def flat_groups(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a bucket as DDP does: in the parameter's own memory order where that is dense.
+    """The parts of a flat tensor, each with the shape of its parameter and, where that has no gaps, its memory order.
 
-    (torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views; GradBucket.gradients ignores the order.)
+    DDP cuts a bucket in this way (torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views), but
+    GradBucket.gradients ignores the memory order.
     """
     views, start = [], 0
     for parameter in parameters:
@@ -93,12 +99,12 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def view_in(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor in one dimension, seen with the shape of `like` and, where that has no gaps, its sequence in memory."""
+    """View a tensor of one dimension with the shape of `like` and, where that has no gaps, its memory order."""
     return part.as_strided(like.shape, like.stride()) if _has_no_gaps(like) else part.view(like.shape)
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements in one dimension, in the sequence that `view_in` gives those of `like`; a view where possible."""
+    """The elements of `tensor` in one dimension, in the memory order of `like` (`view_in`); a view where possible."""
     if _has_no_gaps(like) and tensor.stride() == like.stride():
         return tensor.as_strided((like.numel(),), (1,))
     flat = tensor.new_empty(like.numel())

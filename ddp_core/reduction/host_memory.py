@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .exchange import Collected, WholeExchange
-from .plan import Arrival
+if TYPE_CHECKING:
+    from .exchange import Arrival, Collected, WholeExchange
 
 
 class ThroughHost:
-    """An exchange of tensors in host memory, made one for tensors of a device: with it, several ranks share a GPU.
+    """An exchange for tensors of a device, made of one for host memory: with it, several ranks share a GPU over gloo.
 
     The members' subtrees are copied to the host, sent and added up there, and the sum is copied back. An addition of
     two numbers has the same bits on the host and on the device. Tensors that are on the host already are passed on.
@@ -28,7 +30,13 @@ class ThroughHost:
         """See `Exchange.collect`."""
         if not is_elsewhere(out):
             return self._exchange.collect(own, out, counts, cuts)
-        return _Copied(self._exchange, own, out, counts, cuts)
+        # Only what lies between the first and the last of the cuts is copied.
+        start = min(cut.start for cut in cuts)
+        here = slice(start, max(cut.stop for cut in cuts))
+        shifted = [slice(cut.start - start, cut.stop - start) for cut in cuts]
+        copy = _like_on_host(out[here])
+        collected = self._exchange.collect(_on_host([flat[here] for flat in own]), copy, counts, shifted)
+        return _Copied(collected, copy, out[here], shifted[self.rank])
 
     def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
@@ -47,49 +55,37 @@ class ThroughHost:
                 flat.copy_(whole, non_blocking=True)
 
 
+@dataclass
 class _Copied:
-    """`Collected` in host memory. It holds copies of what is between the first and the last of the cuts."""
+    """`Collected` for tensors of a device: `collected` puts the sums into `copy`, which is at last copied to `out`."""
 
-    def __init__(
-        self,
-        exchange: WholeExchange,
-        own: Sequence[Tensor],
-        out: Tensor,
-        counts: Sequence[int],
-        cuts: Sequence[slice],
-    ) -> None:
-        start = min(cut.start for cut in cuts)
-        here = slice(start, max(cut.stop for cut in cuts))
-        self._out = out[here]
-        mine = cuts[exchange.rank]
-        self._summed = slice(mine.start - start, mine.stop - start)
-        self._sum = _like_on_host(self._out)
-        self._collected = exchange.collect(
-            _on_host([flat[here] for flat in own]),
-            self._sum,
-            counts,
-            [slice(cut.start - start, cut.stop - start) for cut in cuts],
-        )
-        self.arrivals: list[Arrival] = self._collected.arrivals
-        self.mine = self._collected.mine
+    collected: Collected
+    copy: Tensor
+    out: Tensor
+    summed: slice
+    """What of `copy` holds sums at the end."""
 
-    def sent(self) -> None:
-        """See `Collected.sent`."""
-        self._collected.sent()
+    def __post_init__(self) -> None:
+        self.arrivals: list[Arrival] = self.collected.arrivals
+        self.mine = self.collected.mine
 
-    def expect(self) -> None:
-        """See `Collected.expect`."""
-        self._collected.expect()
+    def wait_sent(self) -> None:
+        """See `Collected.wait_sent`."""
+        self.collected.wait_sent()
 
-    def spread(self) -> None:
-        """See `Collected.spread`."""
-        self._summed = slice(0, None)
-        self._collected.spread()
+    def expect_sums(self) -> None:
+        """See `Collected.expect_sums`."""
+        self.collected.expect_sums()
+
+    def send_sum(self) -> None:
+        """See `Collected.send_sum`."""
+        self.summed = slice(0, None)
+        self.collected.send_sum()
 
     def end(self) -> None:
-        """See `Collected.end`. The copy back is queued on the current stream, and torch keeps its source until then."""
-        self._collected.end()
-        self._out[self._summed].copy_(self._sum[self._summed], non_blocking=True)
+        """See `Collected.end`. The sum is copied back on the current stream; torch keeps the copy until then."""
+        self.collected.end()
+        self.out[self.summed].copy_(self.copy[self.summed], non_blocking=True)
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -98,7 +94,7 @@ def is_elsewhere(tensor: Tensor) -> bool:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, once they are there: what is sent by address must have arrived."""
+    """Complete copies in host memory: gloo reads them at their address, without waiting for a stream."""
     copies = [_like_on_host(tensor).copy_(tensor, non_blocking=True) for tensor in tensors]
     if tensors and tensors[0].is_cuda:
         # This thread alone waits, and only for what its own stream was given.

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Collected
-from .plan import Arrival
-
-
-class _Scratch:
-    """Flat tensors whose memory is used again; as many as are in use at once, of the largest size so far."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-
-    def take(self, elements: int, like: Tensor) -> Tensor:
-        free = self._free.setdefault((like.dtype, like.device), [])
-        scratch = free.pop() if free else like.new_empty(0)
-        return scratch if scratch.numel() >= elements else like.new_empty(elements)
-
-    def give_back(self, scratch: Tensor) -> None:
-        self._free[scratch.dtype, scratch.device].append(scratch)
+if TYPE_CHECKING:
+    from .exchange import Arrival, Collected
 
 
 class PointToPoint:
-    """Sends and receives between all pairs of members (gloo, and any backend that has them).
+    """Sends and receives between all pairs of members (gloo, and any backend that can send and receive).
 
-    Messages of one pair arrive in the sequence in which they were sent, apart for each tag. So two exchanges of one
-    group may be under way at once, on threads of their own, if their tags differ by two or more.
+    Messages of one pair with one tag arrive in the sequence in which they were sent. So two exchanges of one group may
+    be under way at once, on threads of their own, if their tags differ by two or more: each has two channels.
     """
 
     one_round_bytes = 256 * 1024  # About what a connection carries in the time of a round.
@@ -42,11 +29,33 @@ class PointToPoint:
         self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
         # Each member starts with another peer, so that they do not all send to the same member first.
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.scratch = _Scratch()
+        self.inboxes: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """Memory for what other members send, to be used again: as many flat tensors as were in use at once."""
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
-        return _Messages(self, own, out, counts, cuts)
+        mine = cuts[self.rank]
+        size = mine.stop - mine.start
+        foreign = (sum(counts) - counts[self.rank]) * size
+        free = self.inboxes.setdefault((out.dtype, out.device), [])
+        inbox = free.pop() if free else out.new_empty(0)
+        if inbox.numel() < foreign:
+            inbox = out.new_empty(foreign)
+        parts = iter(torch.split(inbox[:foreign], size) if size else [])
+        arrivals: list[Arrival] = []
+        for peer, count in enumerate(counts):
+            if peer == self.rank:
+                arrivals += [(flat[mine], None) for flat in own]
+            elif size:
+                received = [next(parts) for _ in range(count)]
+                arrivals += [(part, self.receive(part, peer)) for part in received]
+            else:
+                arrivals += [(out[mine], None)] * count
+        sending = {
+            peer: [self.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
+            for peer in self.peers
+        }
+        return _Messages(self, out, cuts, out[mine], arrivals, inbox, sending)
 
     def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
         """See `Exchange.scatter`."""
@@ -81,60 +90,43 @@ class PointToPoint:
         return self._group.recv([tensor], self._members[peer], self._tag + channel)
 
 
+@dataclass
 class _Messages:
-    """`Collected` by messages: the members' tensors on channel 0, the sums on channel 1; empty parts are not sent."""
+    """`Collected` by messages: members' tensors on channel 0, sums on channel 1. Empty parts are not sent."""
 
-    def __init__(
-        self,
-        exchange: PointToPoint,
-        own: Sequence[Tensor],
-        out: Tensor,
-        counts: Sequence[int],
-        cuts: Sequence[slice],
-    ) -> None:
-        self._exchange, self._out, self._cuts = exchange, out, cuts
-        cut = cuts[exchange.rank]
-        size = cut.stop - cut.start
-        self.mine = out[cut]
-        foreign = (sum(counts) - counts[exchange.rank]) * size
-        self._inbox = exchange.scratch.take(foreign, out)
-        inbox = iter(torch.split(self._inbox[:foreign], size) if size else [])
-        self.arrivals: list[Arrival] = []
-        for peer, count in enumerate(counts):
-            if peer == exchange.rank:
-                self.arrivals += [(flat[cut], None) for flat in own]
-            elif size:
-                parts = [next(inbox) for _ in range(count)]
-                self.arrivals += [(part, exchange.receive(part, peer)) for part in parts]
-            else:
-                self.arrivals += [(self.mine, None)] * count
-        self._sending = {
-            peer: [exchange.send(flat[cuts[peer]], peer) for flat in own if cuts[peer].start < cuts[peer].stop]
-            for peer in exchange.peers
-        }
-        self._answers: list[dist.Work] = []
+    exchange: PointToPoint
+    out: Tensor
+    cuts: Sequence[slice]
+    mine: Tensor
+    arrivals: list[Arrival]
+    inbox: Tensor
+    """The memory of what other members send."""
+    sending: dict[int, list[dist.Work]]
+    """What is sent to each other member."""
+    sums: list[dist.Work] = field(default_factory=list)
+    """The sums on their way to this member and from it."""
 
-    def sent(self) -> None:
-        """See `Collected.sent`."""
-        _wait(work for works in self._sending.values() for work in works)
+    def wait_sent(self) -> None:
+        """See `Collected.wait_sent`."""
+        _wait(work for works in self.sending.values() for work in works)
 
-    def expect(self) -> None:
-        """See `Collected.expect`."""
-        for peer, works in self._sending.items():
+    def expect_sums(self) -> None:
+        """See `Collected.expect_sums`."""
+        for peer, works in self.sending.items():
             # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
             _wait(works)
-            if (part := self._out[self._cuts[peer]]).numel():
-                self._answers.append(self._exchange.receive(part, peer, 1))
+            if (part := self.out[self.cuts[peer]]).numel():
+                self.sums.append(self.exchange.receive(part, peer, 1))
 
-    def spread(self) -> None:
-        """See `Collected.spread`."""
-        peers = self._exchange.peers if self.mine.numel() else []
-        self._answers += [self._exchange.send(self.mine, peer, 1) for peer in peers]
+    def send_sum(self) -> None:
+        """See `Collected.send_sum`."""
+        peers = self.exchange.peers if self.mine.numel() else []
+        self.sums += [self.exchange.send(self.mine, peer, 1) for peer in peers]
 
     def end(self) -> None:
         """See `Collected.end`."""
-        _wait(self._answers)
-        self._exchange.scratch.give_back(self._inbox)
+        _wait(self.sums)
+        self.exchange.inboxes[self.inbox.dtype, self.inbox.device].append(self.inbox)
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

@@ -1,33 +1,52 @@
 """The sum over all ranks in the order of the canonical tree, at the volume of a ring all-reduce.
 
+In one level (`one_level`):
+
 1. Cut the N elements into W chunks; rank r sums chunk r.
 2. Every rank sends chunk c of each of its subtrees to rank c: (W-1)/W * N elements where the share is one subtree.
 3. Rank c adds the subtrees of chunk c in tree order.
 4. Every rank sends its finished chunk to all others: (W-1)/W * N elements.
 
-On several nodes, whose ranks share a link, and between many ranks the same in two levels (`levels`). Each element sees
-the same additions wherever chunk, bucket and node borders lie, and whichever backend carries it.
+The ranks of a node share its link. If every rank exchanged chunks with every other, 2 * p * (W - p) / W * N elements
+would leave a node of p of the W ranks. In two levels, 2 * (n - 1) / n * N leave each of n nodes, as with a ring, where
+a node's ranks together have one subtree. With p ranks on every node, a rank sends 2 * (p + n - 2) messages, not
+2 * (W - 1):
+
+1. Cut the N elements into chunks, as many as the largest node has ranks. In each node a rank owns one chunk, or a few
+   neighbouring ones in a smaller node. Every rank sends each of its subtrees' chunks to their owner in the node, which
+   adds up what the node can add alone.
+2. The owners of one chunk, one in each node, make its ordered sum in one level: a lane.
+3. Every owner sends its finished chunks to the other ranks of its node.
+
+Many ranks on a single node are treated as if neighbours were a node, which saves messages. Each element sees the same
+additions wherever chunk, bucket and node borders lie, and whichever backend carries it. Reduction in levels is that of
+hierarchical all-reduces (Jia et al., Highly scalable deep learning training system, 2018).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import WholeExchange
-from .exchange_choice import exchange_on
-from .levels import TwoLevels, groups_of
-from .one_level import sum_in_one_level
-from .plan import plan_for
+from .exchange import Exchange, WholeExchange, cut, exchange_among, exchange_on
+from .one_level import Plan, plan_for, sum_in_one_level
+
+MANY = 16
+"""From so many ranks on one node, two levels save more messages than their further round costs."""
 
 
 class OrderedSum:
     """The ordered sum on one process group: chooses the exchange by backend, and one level or two by `nodes`.
 
     `nodes` are the group's ranks, node by node; None: in one level. Collective: every rank of `group` calls it in the
-    same order with tensors of the same size and dtype. One thread only, but for `phases`.
+    same order with tensors of the same size and dtype. One thread only, except that phases of several sums (`phases`)
+    may run on a thread each.
     """
 
     PHASES = 3
@@ -35,19 +54,10 @@ class OrderedSum:
 
     def __init__(self, group: dist.ProcessGroup | None, nodes: Sequence[Sequence[int]] | None = None) -> None:
         self._group = group
+        self.rank, self.world_size = (group.rank(), group.size()) if group is not None else (0, 1)
         self.groups = groups_of(nodes or ())
         """The ranks that add up among themselves first, where that is done in two levels."""
         self._exchanges: dict[str, tuple[WholeExchange, TwoLevels | None]] = {}
-
-    @property
-    def rank(self) -> int:
-        """This process in the group; 0 without one."""
-        return self._group.rank() if self._group is not None else 0
-
-    @property
-    def world_size(self) -> int:
-        """Processes in the group; 1 without one."""
-        return self._group.size() if self._group is not None else 1
 
     def __call__(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> None:
         """Sum all ranks' subtrees over `micro_batches` leaves into `out`.
@@ -70,15 +80,87 @@ class OrderedSum:
         elif out.numel():
             device = out.device
             if device.type not in self._exchanges:
-                flat, levels = exchange_on(self._group, device), None
+                exchange, levels = exchange_on(self._group, device), None
                 if self.groups:
                     # NCCL connects ranks in the first collective of all; after that some may send to each other.
                     cuts = [slice(rank, rank + 1) for rank in range(self.world_size)]
-                    flat.gather([(out.new_zeros(self.world_size), cuts)])
+                    exchange.gather([(out.new_zeros(self.world_size), cuts)])
                     levels = TwoLevels(self._group, self.groups, device)
-                self._exchanges[device.type] = flat, levels
-            flat, levels = self._exchanges[device.type]
-            if levels is None or levels.cost_of_one_round(out) <= flat.one_round_bytes:
-                sum_in_one_level(flat, own, out, plan)
+                self._exchanges[device.type] = exchange, levels
+            exchange, levels = self._exchanges[device.type]
+            if levels is None or levels.cost_of_one_round(out) <= exchange.one_round_bytes:
+                sum_in_one_level(exchange, own, out, plan)
             else:
                 yield from levels.phases(own, out, micro_batches)
+
+
+def groups_of(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The ranks that add up among themselves first; () where one level is enough.
+
+    `nodes` are all ranks, node by node. The groups are the nodes; on a single node with many ranks, neighbours, about
+    as many as there are groups.
+    """
+    world_size = sum(map(len, nodes))
+    if 1 < len(nodes) < world_size:
+        return tuple(map(tuple, nodes))
+    if len(nodes) == 1 and world_size >= MANY:
+        # A power of two: where the number of micro-batches is one too, each group has one subtree.
+        size = 2 ** (int(math.log2(world_size)) // 2)
+        ranks = tuple(nodes[0])
+        return tuple(ranks[first : first + size] for first in range(0, world_size, size))
+    return ()
+
+
+class TwoLevels:
+    """The sum on a process group in two levels; `nodes` are the groups of its ranks that add up first."""
+
+    def __init__(self, group: dist.ProcessGroup, nodes: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+        self._nodes = nodes
+        self._here = next(node for node, members in enumerate(nodes) if group.rank() in members)
+        members, self._chunks = nodes[self._here], max(map(len, nodes))
+        # The tags 0 and 1 belong to the exchange between all ranks.
+        self._node = exchange_among(group, device, members, tag=2)
+        # The chunks that each rank of this node owns: its i-th of n ranks owns those with `chunk * n // chunks == i`.
+        borders = [-(-index * self._chunks // len(members)) for index in range(len(members) + 1)]
+        self._owned = [range(*pair) for pair in itertools.pairwise(borders)]
+        # The lanes of the chunks that this rank owns.
+        self._lanes: list[Exchange] = []
+        for chunk in self._owned[self._node.rank]:
+            lane = [other[chunk * len(other) // self._chunks] for other in nodes]
+            self._lanes.append(exchange_among(group, device, lane, tag=4))
+
+    def cost_of_one_round(self, out: Tensor) -> float:
+        """Bytes that leave a node in addition if every rank sends its whole subtree to all others."""
+        nodes, world_size = len(self._nodes), sum(map(len, self._nodes))
+        messages = max(len(members) * (world_size - len(members)) for members in self._nodes)
+        return (messages - 2 * (nodes - 1) / nodes) * out.numel() * out.element_size()
+
+    def phases(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> Iterator[None]:
+        """See `OrderedSum.phases`."""
+        within_nodes, across = two_level_plan(micro_batches, self._nodes)
+        within = within_nodes[self._here]
+        chunks = cut(out.numel(), self._chunks, out.dtype)
+        cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
+
+        node = self._node.collect(own, out, [len(spans) for spans in within.spans], cuts)
+        node.expect_sums()
+        subtrees = within.fold_(node.arrivals)
+        yield
+
+        sizes = [chunks[chunk].stop - chunks[chunk].start for chunk in self._owned[self._node.rank]]
+        parts = [torch.split(subtree, sizes) for subtree in subtrees]
+        for position, (lane, mine) in enumerate(zip(self._lanes, torch.split(node.mine, sizes), strict=True)):
+            if mine.numel():
+                sum_in_one_level(lane, [part[position] for part in parts], mine, across)
+        node.send_sum()
+        yield
+
+        node.end()
+
+
+@functools.lru_cache(maxsize=64)
+def two_level_plan(micro_batches: int, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
+    """The plan of each node, given by its ranks, and the plan across the nodes for what is left then; made once."""
+    ranks = plan_for(micro_batches, sum(map(len, nodes))).spans
+    within_nodes = [Plan(micro_batches, [ranks[rank] for rank in members]) for members in nodes]
+    return within_nodes, Plan(micro_batches, [node.rest for node in within_nodes])

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.shares import share_of
-from ddp_core.base.torch_internals import foreach_mul_
+
+from .flat import scale_gradients_
 
 
 class PlainReduction:
@@ -40,8 +41,7 @@ class PlainReduction:
 
     def finish(self, scale: float = 1.0) -> None:
         """Complete the step: multiply every `.grad` by `scale`. (DDP has summed them by the end of backward.)"""
-        if scale != 1.0:
-            foreach_mul_([parameter.grad for parameter in self._parameters if parameter.grad is not None], scale)
+        scale_gradients_(self._parameters, scale)
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
         """Multiply all gradients by max_norm / norm where that is below 1; returns the norm."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .exchange import LINE_BYTES, WholeExchange
+from .exchange import WholeExchange, cut
 from .tree import GradientTree
 
 
@@ -23,8 +23,8 @@ class RoundSum:
     """One step's sum of flat tensors of `elements` elements over `leaves` micro-batches.
 
     Collective: every rank makes the same calls in the same order. `like` has the tensors' dtype and device. `cuts` are
-    the ranks' parts of a flat tensor. Without them parts are about equal; or, where it costs no more, every rank sums
-    all parts by itself: the same additions, and step 4 is saved.
+    the ranks' parts of a flat tensor. Without them parts are about equal, or every rank sums the whole tensor where
+    that costs no more: the same additions, and step 4 is saved.
     """
 
     def __init__(
@@ -36,15 +36,25 @@ class RoundSum:
         cuts: Sequence[slice] | None = None,
     ) -> None:
         self._exchange, self._elements, self._like = exchange, elements, like
-        self._cuts = _cuts_for(exchange, elements, like, leaves) if cuts is None else cuts
+        if cuts is None:
+            ranks = exchange.world_size
+            rounds = -(-leaves // ranks)
+            # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
+            extra_elements = (rounds * (ranks - 1) - 1) * elements
+            sums_whole = extra_elements * like.element_size() <= exchange.one_round_bytes
+            cuts = [slice(0, elements)] * ranks if sums_whole else cut(elements, ranks, like.dtype)
+        self._cuts = cuts
         self._tree = GradientTree(leaves)
 
     def empty(self) -> Tensor:
-        """A flat tensor for a leaf: `elements` elements, then a few more that fill the last part."""
-        return self._like.new_empty(self._cuts[-1].stop)
+        """Memory for one leaf: a flat tensor whose values are arbitrary."""
+        return self._like.new_empty(self._elements)
 
     def push(self, flat: Tensor | None) -> None:
-        """Exchange the leaves of the next round, which are given away; None on a rank without one in the last round."""
+        """Exchange the leaves of the next round. This rank's leaf is `flat`, which it may not use any more.
+
+        None on a rank without a leaf in the last round.
+        """
         senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
         if not self._elements:
             self._tree.next_leaf += senders
@@ -62,7 +72,7 @@ class RoundSum:
         return mine
 
     def total(self) -> Tensor:
-        """Return the sum over all leaves, of the size of a tensor from `empty`."""
+        """Return the sum over all leaves, in one flat tensor."""
         mine = self.own_total()
         if self._cuts[0] == self._cuts[-1]:
             return mine
@@ -70,15 +80,3 @@ class RoundSum:
         whole[self._cuts[self._exchange.rank]] = mine
         self._exchange.gather([(whole, self._cuts)])
         return whole
-
-
-def _cuts_for(exchange: WholeExchange, elements: int, like: Tensor, leaves: int) -> list[slice]:
-    world_size = exchange.world_size
-    rounds = -(-leaves // world_size)
-    # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
-    more = (rounds * (world_size - 1) - 1) * elements * like.element_size()
-    if more <= exchange.one_round_bytes:
-        return [slice(0, elements)] * world_size
-    line = LINE_BYTES // like.element_size()
-    size = -(-elements // (world_size * line)) * line
-    return [slice(rank * size, (rank + 1) * size) for rank in range(world_size)]

@@ -2,7 +2,7 @@
 
 This is how loaders of other libraries deal batches. Each round brings W neighbouring leaves of the tree, so the rank
 that sums a part of the gradients can push them onto a binary counter (`round_sum`): the same tree and bits as with
-contiguous shares. It sends M / W + 1 halves of an all-reduce in a step where contiguous shares send two.
+contiguous shares. In a step, a rank sends M / W + 1 halves of an all-reduce where contiguous shares send two.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
 from .communication import Channel
-from .exchange_choice import exchange_on
+from .exchange import exchange_on
 from .flat import Gradients, scale_gradients_
 from .leaf_sum import LeafSum
 
 
 class StridedShares:
-    """Each round is exchanged in the background while the next micro-batch runs; then its memory is free again.
+    """Exchanges each round in the background while the next micro-batch runs, and then frees its memory.
 
-    DDP sends nothing by itself any more, so a forward may also be run outside of `backward`.
+    Until `close`, DDP sends nothing by itself, so a forward may also be run outside of `backward`.
     """
 
     def __init__(self, ddp: DistributedDataParallel | None, gradients: Gradients, channel: Channel) -> None:
@@ -78,10 +78,11 @@ class StridedShares:
         self._sum = None
 
     def close(self) -> None:
-        """Let DDP send again."""
+        """Let DDP send gradients by itself again."""
         self._silence.close()
 
     def _sum_like(self, statistics: Tensor) -> LeafSum:
+        """The sum of this step, made for its first leaf; a leaf is all gradients and the two tensors below."""
         if self._sum is None:
             parameters = self._gradients.parameters
             present = torch.empty(len(parameters), device=self._channel.device)

@@ -38,7 +38,7 @@ class Subtree:
 
 
 def share(micro_batches: int, rank: int, world_size: int) -> range:
-    """The micro-batches that `rank` computes: `share_of`, where every rank must have something to do.
+    """The micro-batches of a step that `rank` computes, as `share_of` deals them.
 
     Raises ValueError if a rank would have nothing to do (`world_size > micro_batches`) or `rank` does not exist.
     """

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.base.shares import share_of
-from ddp_core.reduction.communication import Channel, Job
-from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.communication import Channel, Transfer
+from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, record_use, scale_
-from ddp_core.reduction.one_level import sum_parts
-from ddp_core.reduction.plan import plan_for
+from ddp_core.reduction.one_level import plan_for, sum_parts
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
 from .early_additions import EarlyAdditions
@@ -142,7 +141,7 @@ class ContiguousPieces:
                 is_used or tensor is not None for is_used, tensor in zip(self._used[number], tensors, strict=True)
             ]
 
-        def job() -> Job:
+        def job() -> Transfer:
             own = _folded(group, subtrees, tree.leaves)
             plan = plan_for(tree.leaves, self._world_size)
             if self._exchange is None:

@@ -13,7 +13,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement
 from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, in_memory_order
 
 from .contiguous import PHASES, ContiguousPieces

@@ -25,7 +25,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
 from ddp_core.reduction.communication import Channel, own_group
-from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.messages import PointToPoint
 

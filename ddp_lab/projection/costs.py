@@ -1,8 +1,9 @@
 """What a collective costs: latency per message, and seconds per byte.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
-19(1), 2005 (ring all-reduce, binomial broadcast). What the exact reduction sends: ddp_core/reduction/one_level.py,
-levels.py. `counting` counts the messages of a ring and of a tree; `nccl` has what NCCL expects of its own.
+19(1), 2005 (ring all-reduce, binomial broadcast). What the exact reduction sends:
+ddp_core/reduction/ordered_sum.py. `counting` counts the messages of a ring and of a tree; `nccl` has what NCCL expects
+of its own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddp_core.base.shares import share_of
 from ddp_core.reduction import OrderedSum
-from ddp_core.reduction.collectives import Batches
+from ddp_core.reduction.collectives import BatchedMessages
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.tree import GradientTree
@@ -72,9 +72,9 @@ def wrong_sums(group: dist.ProcessGroup, nodes: Nodes, counts: Sequence[int], na
                 yield f"{name}: M={micro_batches}, {elements} elements, {dtype}, out {'own' if turn else 'new'}"
 
 
-def in_batches(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> Batches:
+def in_batches(group: dist.ProcessGroup, device: torch.device, members: Sequence[int], tag: int) -> BatchedMessages:
     """The exchange that NCCL gets, on this backend."""
-    return Batches(group, members)
+    return BatchedMessages(group, members)
 
 
 def through_host(
@@ -99,10 +99,10 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 wrong += wrong_sums(group, nodes, counts, f"{name}, as chosen")
             with mock.patch.object(PointToPoint, "one_round_bytes", -1):
                 wrong += wrong_sums(group, nodes, counts, f"{name}, in chunks")
-                with mock.patch("ddp_core.reduction.levels.exchange_among", in_batches):
+                with mock.patch("ddp_core.reduction.ordered_sum.exchange_among", in_batches):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, in batches")
                 with (
-                    mock.patch("ddp_core.reduction.exchange_choice._messages", through_host),
+                    mock.patch("ddp_core.reduction.exchange._messages", through_host),
                     mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
                 ):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")

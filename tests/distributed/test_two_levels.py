@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_core.reduction.levels import groups_of
+from ddp_core.reduction.ordered_sum import groups_of
 from tests.distributed import level_cases
 from tests.distributed.test_exact_reduction import reference
 from tests.support.processes import run_processes

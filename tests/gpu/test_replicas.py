@@ -24,7 +24,7 @@ from ddp_core.distributed.world import World
 from ddp_core.model.losses import cross_entropy
 from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.communication import CommunicationThreads, in_one_phase
-from ddp_core.reduction.exchange_choice import exchange_on
+from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes

@@ -22,9 +22,8 @@ from ddp_core.reduction import (
 )
 from ddp_core.reduction.batch_statistics import foreign_buffers, foreign_buffers_changed
 from ddp_core.reduction.communication import CommunicationThreads
-from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.reduction.exchange import LINE_BYTES, cut
 from ddp_core.reduction.flat import views_of
-from ddp_core.reduction.one_level import cut
 from tests.core.reduction.test_tree import by_definition
 
 
@@ -275,7 +274,7 @@ def test_what_cannot_be_exact_is_refused() -> None:
 @given(st.integers(0, 5000), st.integers(1, 9), st.sampled_from([torch.bfloat16, torch.float32, torch.float64]))
 def test_the_parts_of_a_sum_are_even_and_begin_at_whole_lines(elements: int, parts: int, dtype: torch.dtype) -> None:
     flat = torch.arange(elements, dtype=dtype)
-    cuts = cut(flat, parts)
+    cuts = cut(elements, parts, dtype)
     assert len(cuts) == parts
     assert torch.equal(torch.cat([flat[part] for part in cuts]), flat)
     line = LINE_BYTES // flat.element_size()

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ddp_core.reduction import GradientTree, Span, canonical_subtrees, fold, fold_replicas, share
-from ddp_core.reduction.buckets import _fold_into_bucket
-from ddp_core.reduction.contiguous import _flatten
+from ddp_core.reduction.contiguous import _flatten, _fold_into_bucket
 from ddp_core.reduction.flat import fill_
-from ddp_core.reduction.plan import Plan, plan_for
+from ddp_core.reduction.one_level import Plan, plan_for
 
 quick = settings(deadline=None, max_examples=60)
 
