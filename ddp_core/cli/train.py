@@ -31,7 +31,7 @@ def train(
     from ddp_core.base.threads import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
     from ddp_core.launch.launch import Meeting, launch
-    from ddp_core.run.worker import main, run_worker
+    from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
     with blamed:
@@ -53,4 +53,4 @@ def train(
         check_request(request)
         if request.layout.kind != "ddp":
             return run_worker(request, world)
-        return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), main)
+        return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
