@@ -8,16 +8,24 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.cli import completion
-from ddp_core.cli.click_options import asked_in, from_fields
+from ddp_core.cli.click_kinds import (
+    Group,
+    OpenGroup,
+    TitledOption,
+    asked_in,
+    complete_experiment,
+    complete_value,
+    field_options,
+)
 from ddp_core.cli.config import config_of, take_config
-from ddp_core.cli.kinds import Group, OpenGroup, TitledOption
 
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType, LayoutKind
@@ -25,7 +33,10 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., int])
 
 IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
-"""The key of click's notes that tells whether this process ends with the command."""
+"""The key in `Context.meta` that tells whether this process ends with the command."""
+
+COMPLETION_VARIABLE = "_DDP_COMPLETE"
+"""The environment variable by which a shell's script asks `ddp` for completions."""
 
 _EXAMPLES = """
 \b
@@ -63,7 +74,7 @@ def _config(title: str | None = None) -> Callable[[Function], Function]:
         is_eager=True,
         expose_value=False,
         callback=take_config,
-        shell_complete=completion.complete_value,
+        shell_complete=complete_value,
         help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line "
         "overrides it. [default: none]",
     )
@@ -95,7 +106,7 @@ def ddp(context: click.Context) -> int:
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
-@ddp.command(options=from_fields(), epilog=_EXAMPLES)
+@ddp.command(options=field_options, epilog=_EXAMPLES)
 @_config("What is trained, and from where on")
 @click.option(
     "--dry-run", "only_said", is_flag=True, help="Say what would run, or why nothing can; start nothing, write nothing."
@@ -132,7 +143,7 @@ def list_() -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("output"))
+@ddp.command(options=partial(field_options, "output"))
 @click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=click.Path(path_type=Path))
 @_as_json
 def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
@@ -145,7 +156,7 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     return compare(runs or [Path(output)], as_json)
 
 
-@ddp.command(options=from_fields("layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
+@ddp.command(options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
 @_run_argument
 @_as_json
 def verify(
@@ -196,8 +207,8 @@ def bundle(run: Path, target: Path | None) -> int:
     return bundle(run, target)
 
 
-@ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", default="digits", shell_complete=completion.complete_experiment)
+@ddp.command(options=partial(field_options, "settings", "data_dir"))
+@click.argument("experiment", default="digits", shell_complete=complete_experiment)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -234,7 +245,7 @@ def ledger(run: Path) -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("output"))
+@ddp.command(options=partial(field_options, "output"))
 @click.option(
     "--within",
     type=click.FLOAT,
@@ -259,7 +270,7 @@ def data() -> None:
     """Fetch a data set."""
 
 
-@data.command(options=from_fields("data_dir"))
+@data.command(options=partial(field_options, "data_dir"))
 @click.argument("name")
 def fetch(name: str, data_dir: str) -> int:
     """Download the data set NAME, checked and resumable."""
@@ -269,8 +280,8 @@ def fetch(name: str, data_dir: str) -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", required=False, shell_complete=completion.complete_experiment)
+@ddp.command(options=partial(field_options, "settings", "data_dir"))
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
 @_config()
 @_as_json
 @click.pass_context
@@ -310,7 +321,7 @@ def rendezvous(port: int, bind: str | None, check: str | None) -> int:
 
 
 @ddp.command("completion")
-@click.argument("shell", type=click.Choice(completion.SHELLS))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_(shell: str) -> int:
     """Print a script that lets a shell complete `ddp`.
 
@@ -319,5 +330,7 @@ def completion_(shell: str) -> int:
     zsh:  eval "$(ddp completion zsh)"           in ~/.zshrc
     fish: ddp completion fish | source           in ~/.config/fish/config.fish
     """
-    click.echo(completion.script(ddp, shell))
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ddp, {}, "ddp", COMPLETION_VARIABLE).source())
     return ExitCode.DONE

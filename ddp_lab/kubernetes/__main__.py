@@ -12,7 +12,7 @@ import click
 
 from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.streams import make_patient
-from ddp_core.cli.click_options import asked_in
+from ddp_core.cli.click_kinds import asked_in
 from ddp_core.cli.commands import train
 from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests
 
