@@ -109,11 +109,14 @@ def ddp(context: click.Context) -> int:
 @ddp.command(options=field_options, epilog=_EXAMPLES)
 @_config("What is trained, and from where on")
 @click.option(
-    "--dry-run", "only_said", is_flag=True, help="Say what would run, or why nothing can; start nothing, write nothing."
+    "--dry-run",
+    "is_dry_run",
+    is_flag=True,
+    help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
 @_local_rank
 @click.pass_context
-def train(context: click.Context, /, only_said: bool, **_: object) -> int:
+def train(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -121,14 +124,14 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     (ddp). The result does not depend on the layout.
     """
     _quiet()
-    from ddp_core.cli.train import train
+    from ddp_core.cli.train import carry_out
     from ddp_core.record.caller import stop_with_caller
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
     # What a file says is written out, so that the run's record needs the file no more.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
-    return train(asked, words, context.meta.get(IS_OWN_PROCESS, False), only_said, config.blamed())
+    return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
 
 
 @ddp.command("list")

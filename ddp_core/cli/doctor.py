@@ -59,7 +59,7 @@ def _machine() -> dict[str, Any]:
 
 def _launcher() -> str | None:
     """What a launcher has made of this process, and what `ddp train` would do with that; None without a launcher."""
-    from ddp_core.cli.following import follow_launcher
+    from ddp_core.cli.train import follow_launcher
     from ddp_core.config.options import Asked
 
     try:
