@@ -154,9 +154,9 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
 
     A name is a run directory or a folder of them. Without any name all runs below --output are shown.
     """
-    from ddp_core.cli.compare import compare
+    from ddp_core.cli.compare import compare_runs
 
-    return compare(runs or [Path(output)], as_json)
+    return compare_runs(runs or [Path(output)], as_json)
 
 
 @ddp.command(options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
@@ -176,10 +176,10 @@ def verify(
     runs the code in it.
     """
     _quiet()
-    from ddp_core.cli.verify import verify
-    from ddp_core.cli.verify_bundle import verify_bundle
+    from ddp_core.cli.bundle import verify_bundle
+    from ddp_core.cli.verify import verify_run
 
-    check = verify_bundle if run.is_file() else verify
+    check = verify_bundle if run.is_file() else verify_run
     if not as_json:
         return check(run, layout, device, nproc_per_node, data_dir)
     said = io.StringIO()
@@ -205,9 +205,9 @@ def bundle(run: Path, target: Path | None) -> int:
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere.
     """
     _quiet()
-    from ddp_core.cli.bundle import bundle
+    from ddp_core.cli.bundle import make_bundle
 
-    return bundle(run, target)
+    return make_bundle(run, target)
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
@@ -229,10 +229,10 @@ def verify_layouts(
     EXPERIMENT is digits, if none is named.
     """
     _quiet()
-    from ddp_core.cli.verify_layouts import verify_layouts
+    from ddp_core.cli.verify_layouts import compare_layouts
 
     with config_of(context).blamed():
-        return verify_layouts(experiment, settings, data_dir, device)
+        return compare_layouts(experiment, settings, data_dir, device)
 
 
 @ddp.command()
@@ -273,9 +273,9 @@ def data() -> None:
     """Fetch a data set."""
 
 
-@data.command(options=partial(field_options, "data_dir"))
+@data.command("fetch", options=partial(field_options, "data_dir"))
 @click.argument("name")
-def fetch(name: str, data_dir: str) -> int:
+def fetch_(name: str, data_dir: str) -> int:
     """Download the data set NAME, checked and resumable."""
     from ddp_core.data.fetch import fetch
 
@@ -295,10 +295,10 @@ def doctor(
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
-    from ddp_core.cli.doctor import doctor
+    from ddp_core.cli.doctor import diagnose
 
     with config_of(context).blamed():
-        return doctor(experiment, settings, Path(data_dir), as_json)
+        return diagnose(experiment, settings, Path(data_dir), as_json)
 
 
 @ddp.command()

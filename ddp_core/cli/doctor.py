@@ -19,7 +19,7 @@ _RANKS = (2, 4, 8)
 """Numbers of ranks for which the memory of a rank is told."""
 
 
-def doctor(
+def diagnose(
     experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data"), as_json: bool = False
 ) -> int:
     """Print what is here and, for an experiment, the memory that it needs; returns 0: a diagnosis is not a failure."""

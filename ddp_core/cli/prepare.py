@@ -107,7 +107,7 @@ def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) 
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
-    """Raises UserError (2) where several nodes have no place to meet, and (6) where the launcher started another number."""
+    """Raises UserError (2) where several nodes have no place to meet, (6) where the launcher started another number."""
     if asked.layout != "ddp":
         return
     low, high = asked.nnodes

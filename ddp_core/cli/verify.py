@@ -32,7 +32,7 @@ class _Different(Exception):
     """What is not as recorded, so that it makes no sense to train."""
 
 
-def verify(
+def verify_run(
     path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None = None
 ) -> int:
     """Repeat the run at `path`, on its own layout or another; 0 when the weights are the same bits.

@@ -30,7 +30,7 @@ Attempts = list[dict[str, Any]]
 """What is asked for on one layout: the attempts, of which all but the last end with a kill."""
 
 
-def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
+def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
     """Train on every layout that runs here and print the table; 0 when there is one digest.
 
     Includes a run that is killed and resumed on other layouts. Raises UserError where the exact reduction cannot be had
