@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpoint, describe, load, newest_valid, read_checkpoint
@@ -34,35 +33,27 @@ _P = ParamSpec("_P")
 _Choice = TypeVar("_Choice")
 
 
-def _by_rank_0(
-    choose: Callable[Concatenate[Collectives, _P], _Choice],
-) -> Callable[Concatenate[Collectives, _P], _Choice]:
-    """Decorate a choice: only rank 0 makes it, and every rank gets the result, or raises rank 0's UserError."""
-
-    @wraps(choose)
-    def chosen(collectives: Collectives, /, *words: _P.args, **named: _P.kwargs) -> _Choice:
-        answer: tuple[_Choice | None, UserError | None] = (None, None)
-        if collectives.world.is_first:
-            try:
-                answer = (choose(collectives, *words, **named), None)
-            except UserError as error:
-                answer = (None, error)
-        choice, failure = collectives.broadcast(answer)
-        if failure is not None:
-            raise failure
-        return choice  # type: ignore[no-any-return]
-
-    return chosen
+def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _P.args, **named: _P.kwargs) -> _Choice:
+    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError."""
+    answer: tuple[_Choice | None, UserError | None] = (None, None)
+    if collectives.world.is_first:
+        try:
+            answer = (choose(*words, **named), None)
+        except UserError as error:
+            answer = (None, error)
+    choice, failure = collectives.broadcast(answer)
+    if failure is not None:
+        raise failure
+    return choice  # type: ignore[no-any-return]
 
 
-@_by_rank_0
-def choose_directory(collectives: Collectives, request: Request, source: Source, samples: int) -> RunDirectory:
+def choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
     """The directory of the run: that of the run to continue, or a new one.
 
     `source`: the user's code today. `samples`: the number of training samples. Raises UserError (3) where the run to
     continue has other settings, or was begun with other code.
     """
-    world, output, experiment = collectives.world, Path(request.options.output), request.loaded.experiment
+    output, experiment = Path(request.options.output), request.loaded.experiment
     found: RunDirectory | None = None
     if request.resume not in ("auto", "never"):
         found = RunDirectory(Path(request.resume))
@@ -104,8 +95,7 @@ def _require_source(directory: RunDirectory, request: Request, source: Source, w
     )
 
 
-@_by_rank_0
-def choose_weights(_: Collectives, request: Request, directory: RunDirectory) -> InitialWeights | None:
+def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights | None:
     """The weights with which step 0 starts (`--init-from`); None for random weights."""
     if (directory.path / "run.json").exists():
         return recorded_weights(directory.read())
@@ -115,12 +105,11 @@ def choose_weights(_: Collectives, request: Request, directory: RunDirectory) ->
 
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
-    chosen = _newest_checkpoint(collectives, directory, console)
+    chosen = by_rank_0(collectives, _newest_checkpoint, directory, console)
     return None if chosen is None else read_checkpoint(chosen[0], sha256=chosen[1])
 
 
-@_by_rank_0
-def _newest_checkpoint(_: Collectives, directory: RunDirectory, console: Console) -> tuple[str, str] | None:
+def _newest_checkpoint(directory: RunDirectory, console: Console) -> tuple[str, str] | None:
     """The manifest of the newest valid checkpoint, and its SHA-256."""
     checkpoint = newest_valid(directory.checkpoints, console.say)
     return None if checkpoint is None else (str(checkpoint.manifest), checkpoint.sha256)

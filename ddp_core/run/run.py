@@ -43,7 +43,7 @@ from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
-from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, open_record, resume
+from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import try_metrics
 from ddp_core.trainers.loss_check import check_loss
@@ -89,7 +89,7 @@ def run_worker(request: Request, world: World) -> int:
     return ExitCode.DONE
 
 
-def run(request: Request, world: World) -> RunDirectory:
+def run(request: Request, world: World) -> None:
     """Train: meet the other workers, build the parts, choose where to start, and keep the record (rank 0).
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
@@ -106,10 +106,10 @@ def run(request: Request, world: World) -> RunDirectory:
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
-        directory = choose_directory(collectives, request, source, samples)
+        directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        origin = Origin(source, data, choose_weights(collectives, request, directory))
+        origin = Origin(source, data, by_rank_0(collectives, choose_weights, request, directory))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))
@@ -155,7 +155,6 @@ def run(request: Request, world: World) -> RunDirectory:
             result = record.finish(trainer, heartbeat.speed())
             if result is not None:
                 _add_prediction(request, record, job, result)
-    return directory
 
 
 def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mapping[str, Any]) -> None:
