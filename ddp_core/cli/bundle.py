@@ -12,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from io import BytesIO
+from collections.abc import Iterable, Iterator
+from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
@@ -44,8 +43,8 @@ _MOST_MEMBERS = 10_000
 _MOST_TEXT = 2**26
 """Bytes of a member that is read into memory as a whole."""
 
-Content = Callable[[], AbstractContextManager[BinaryIO]]
-"""Opens the content of a member."""
+Content = Path | bytes
+"""The content of a member: that of a file, or the bytes themselves."""
 
 
 def make_bundle(path: Path, target: Path | None) -> int:
@@ -88,9 +87,7 @@ def _members(path: Path, record: dict[str, Any]) -> dict[str, Content]:
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
     texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
-    return {name: _from_file(file) for name, file in files.items()} | {
-        name: _from_text(text) for name, text in texts.items()
-    }
+    return files | {name: text.encode() for name, text in texts.items()}
 
 
 def _checked_name(file: Path, sha256: str) -> str:
@@ -100,32 +97,26 @@ def _checked_name(file: Path, sha256: str) -> str:
     return _INITIAL_WEIGHTS + file.suffix
 
 
-def _from_file(file: Path) -> Content:
-    return lambda: file.open("rb")
-
-
-def _from_text(text: str) -> Content:
-    return lambda: BytesIO(text.encode())
+def _open(content: Content) -> BufferedReader | BytesIO:
+    return content.open("rb") if isinstance(content, Path) else BytesIO(content)
 
 
 def _write(file: Path, members: dict[str, Content]) -> None:
-    contents = members | {_MANIFEST: _from_text("".join(_manifest(members)))}
+    contents = members | {_MANIFEST: "".join(_manifest(members)).encode()}
     with ZipFile(file, "w", ZIP_STORED) as archive:
         archive.comment = BUNDLE_FORMAT.encode()
         for name, content in sorted(contents.items()):
             info = ZipInfo(name, _BEGINNING_OF_ZIP_TIME)
             info.create_system, info.external_attr = 3, _PLAIN_FILE  # as on Linux, wherever it is written
-            with content() as source, archive.open(info, "w", force_zip64=True) as member:
+            with _open(content) as source, archive.open(info, "w", force_zip64=True) as member:
                 shutil.copyfileobj(source, member, 1 << 20)
 
 
 def _manifest(members: dict[str, Content]) -> Iterator[str]:
+    """The lines of MANIFEST."""
     for name, content in sorted(members.items()):
-        digest = hashlib.sha256()
-        with content() as source:
-            while part := source.read(1 << 20):
-                digest.update(part)
-        yield f"{digest.hexdigest()}  {name}\n"
+        with _open(content) as source:
+            yield f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {name}\n"
 
 
 _DESCRIBED = {

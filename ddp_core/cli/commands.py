@@ -1,4 +1,4 @@
-"""The list of commands. Nothing heavy is imported before it is needed."""
+"""The commands of `ddp`, each with its options and its help. A command imports what it needs only when it is called."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import get_completion_class
@@ -28,9 +27,7 @@ from ddp_core.cli.click_kinds import (
 from ddp_core.cli.config import config_of, take_config
 
 if TYPE_CHECKING:
-    from ddp_core.config.layout import DeviceType, LayoutKind
-
-Function = TypeVar("Function", bound=Callable[..., int])
+    from ddp_core.config.layout import DeviceType
 
 IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
 """The key in `Context.meta` that tells whether this process ends with the command."""
@@ -51,7 +48,7 @@ Examples:
 
 
 def _quiet() -> None:
-    """Silence the libraries' messages; must be called before torch is imported."""
+    """Silence libraries; must be called before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -64,20 +61,18 @@ _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=P
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
-def _config(title: str | None = None) -> Callable[[Function], Function]:
-    """The option --config; `title` is the group under which it stands in the help."""
-    return click.option(
-        "--config",
-        cls=TitledOption,
-        title=title,
-        metavar="FILE",
-        is_eager=True,
-        expose_value=False,
-        callback=take_config,
-        shell_complete=complete_value,
-        help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line "
-        "overrides it. [default: none]",
-    )
+_config = partial(
+    click.option,
+    "--config",
+    cls=TitledOption,
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=take_config,
+    shell_complete=complete_value,
+    help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line overrides "
+    "it. [default: none]",
+)
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -107,7 +102,7 @@ def ddp(context: click.Context) -> int:
 
 
 @ddp.command(options=field_options, epilog=_EXAMPLES)
-@_config("What is trained, and from where on")
+@_config(title="What is trained, and from where on")
 @click.option(
     "--dry-run",
     "is_dry_run",
@@ -129,7 +124,7 @@ def train(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
-    # What a file says is written out, so that the run's record needs the file no more.
+    # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
 
@@ -162,14 +157,7 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
 @ddp.command(options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
 @_run_argument
 @_as_json
-def verify(
-    run: Path,
-    layout: LayoutKind | None,
-    device: str | None,
-    nproc_per_node: int | None,
-    data_dir: str | None,
-    as_json: bool,
-) -> int:
+def verify(run: Path, as_json: bool, **changes: Any) -> int:
     """Train RUN again from its record and compare the weights.
 
     It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
@@ -181,10 +169,10 @@ def verify(
 
     check = verify_bundle if run.is_file() else verify_run
     if not as_json:
-        return check(run, layout, device, nproc_per_node, data_dir)
+        return check(run, **changes)
     said = io.StringIO()
     with redirect_stdout(said):
-        code = check(run, layout, device, nproc_per_node, data_dir)
+        code = check(run, **changes)
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code

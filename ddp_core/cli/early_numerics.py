@@ -32,7 +32,7 @@ class EarlyNumerics:
     """
 
     def __init__(self, words: Sequence[str], is_own_process: bool) -> None:
-        # The variable is not for the workers, which may have to be started anew themselves.
+        # Workers must not inherit the variable: they may have to be started anew themselves.
         self._is_second = os.environ.pop(_SECOND_START, None) is not None
         self._words, self._is_own = words, is_own_process
         self._before = dict(os.environ)
@@ -81,6 +81,7 @@ def expected_numerics(asked: Asked) -> Numerics:
 
 
 def _recorded(record: Path) -> object:
+    """The numerics of the experiment in a run.json."""
     try:
         return json.loads(record.read_bytes())["experiment"].get("numerics")
     except (OSError, ValueError, LookupError, AttributeError):
@@ -94,11 +95,7 @@ def _is_written_portable(name_or_path: str) -> bool:
     except (OSError, SyntaxError, ValueError, UserError):
         return False  # the run itself says what is wrong with the file
     return any(
-        isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
-        and any(
-            each.arg == "numerics" and isinstance(each.value, ast.Constant) and each.value.value == "portable"
-            for each in node.keywords
-        )
+        "numerics='portable'" in map(ast.unparse, node.keywords)
         for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
     )
