@@ -59,8 +59,6 @@ def _quiet() -> None:
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-
-
 _config = partial(
     click.option,
     "--config",
@@ -101,7 +99,7 @@ def ddp(context: click.Context) -> int:
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
-@ddp.command(options=field_options, epilog=_EXAMPLES)
+@ddp.command("train", options=field_options, epilog=_EXAMPLES)
 @_config(title="What is trained, and from where on")
 @click.option(
     "--dry-run",
@@ -111,7 +109,7 @@ def ddp(context: click.Context) -> int:
 )
 @_local_rank
 @click.pass_context
-def train(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -154,10 +152,12 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     return compare_runs(runs or [Path(output)], as_json)
 
 
-@ddp.command(options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
+@ddp.command(
+    "verify", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
+)
 @_run_argument
 @_as_json
-def verify(run: Path, as_json: bool, **changes: Any) -> int:
+def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     """Train RUN again from its record and compare the weights.
 
     It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
