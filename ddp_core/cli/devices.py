@@ -24,7 +24,7 @@ def choose_layout(asked: Asked, world: World) -> Layout:
     Raises UserError for counts and a shard mode that contradict the kind of layout.
     """
     found = 0 if asked.device == "cpu" else gpus_here()
-    # A launcher counts processes, and the replicas of dp are threads of one process.
+    # A launcher counts processes; the replicas of dp are threads of one process, which it knows nothing of.
     if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
         nnodes, wanted = world.nnodes, world.nproc_per_node
         needed = 1

@@ -1,8 +1,8 @@
 """Sets the limits of portable numerics before torch is loaded, as they must be.
 
-But only the experiment's file says which numerics it is for, and to run that file takes torch. So the file is first
-read without running it, and what it writes as `numerics=` is expected to count. Where that proves wrong, because the
-file computes the value perhaps, the process starts itself anew once the request is known.
+The experiment says which numerics it is for, but its file can only be run with torch. So the file is first read without
+running it, and what it writes as `numerics=` is expected to count. Where that proves wrong, because the file computes
+the value perhaps, the process starts itself anew once the request is known.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _GPU_DRIVER = Path("/dev/nvidiactl")
 class EarlyNumerics:
     """The numerics of this process: set as expected before torch is loaded, and put right once the request is known.
 
-    `words`: those of the command. `is_own_process`: whether this process ends with the command; if not, its variables
-    stay as they are, and it is not started anew.
+    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command; if not, its
+    variables stay as they are, and it is not started anew.
     """
 
     def __init__(self, words: Sequence[str], is_own_process: bool) -> None:

@@ -29,8 +29,8 @@ def carry_out(
 ) -> int:
     """Train as asked, or for a dry run say what that would do; returns the exit code.
 
-    `words`: those of the command. `is_own_process`: whether this process ends with the command. `blamed`: the context
-    in which an error about a setting names the file of --config. Raises UserError.
+    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command. `blamed`: the
+    context in which an error about a setting names the file of --config. Raises UserError.
     """
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
