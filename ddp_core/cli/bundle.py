@@ -1,45 +1,53 @@
-"""`ddp bundle`: a finished run as one file, to hand it over.
+"""`ddp bundle` and `ddp verify BUNDLE`: a finished run as one file, to hand it over, and the check of such a file.
 
 A bundle (format `ddp-bundle/1`, which is the zip file's comment) is a zip file whose members are stored as they are,
 without compression, by sorted names and with one fixed time: the same run gives the same bytes. MANIFEST has the
 SHA-256 of each other member, as `sha256sum --check` reads it.
+
+A bundle may come from a stranger. So nothing of it is unpacked before all of it is checked: names, sizes, digests.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from io import BytesIO
+from collections.abc import Iterable, Iterator
+from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
-from zipfile import ZIP_STORED, ZipFile, ZipInfo
+from tempfile import TemporaryDirectory
+from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError, is_full, no_room
 from ddp_core.base.files import NewFile
+from ddp_core.cli.verify import DIFFERENT, verify_run
+from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import read_weights
-from ddp_core.record.pins import pins
+from ddp_core.record.pins import differences, pins
 
-FORMAT = "ddp-bundle/1"
-MANIFEST = "MANIFEST"
-PINS = "pins.txt"
-INITIAL_WEIGHTS = "init_from"
+BUNDLE_FORMAT = "ddp-bundle/1"
+_MANIFEST = "MANIFEST"
+_PINS = "pins.txt"
+_INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
 _ALWAYS = ("run.json", "metrics.jsonl", "log.txt", "model.safetensors")
 _WHERE_PRESENT = ("model_ema.safetensors", "data.json")
 _BEGINNING_OF_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
+_MOST_MEMBERS = 10_000
+_MOST_TEXT = 2**26
+"""Bytes of a member that is read into memory as a whole."""
 
-Content = Callable[[], AbstractContextManager[BinaryIO]]
-"""Opens the content of a member."""
+Content = Path | bytes
+"""The content of a member: that of a file, or the bytes themselves."""
 
 
-def bundle(path: Path, target: Path | None) -> int:
+def make_bundle(path: Path, target: Path | None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
 
     Raises UserError for a run that is not finished or whose files have changed, for a target that exists or lies in the
@@ -78,42 +86,37 @@ def _members(path: Path, record: dict[str, Any]) -> dict[str, Content]:
     missing = [str(file) for file in files.values() if not file.is_file()]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
-    texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
-    return {name: _opens(file) for name, file in files.items()} | {name: _says(text) for name, text in texts.items()}
+    texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
+    return files | {name: text.encode() for name, text in texts.items()}
 
 
 def _checked_name(file: Path, sha256: str) -> str:
+    """The name in the bundle of the weights that the run began with. Raises UserError where they have changed."""
     if not file.is_file() or weights_digest(read_weights(file)) != sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
-    return INITIAL_WEIGHTS + file.suffix
+    return _INITIAL_WEIGHTS + file.suffix
 
 
-def _opens(file: Path) -> Content:
-    return lambda: file.open("rb")
-
-
-def _says(text: str) -> Content:
-    return lambda: BytesIO(text.encode())
+def _open(content: Content) -> BufferedReader | BytesIO:
+    return content.open("rb") if isinstance(content, Path) else BytesIO(content)
 
 
 def _write(file: Path, members: dict[str, Content]) -> None:
-    contents = members | {MANIFEST: _says("".join(_manifest(members)))}
+    contents = members | {_MANIFEST: "".join(_manifest(members)).encode()}
     with ZipFile(file, "w", ZIP_STORED) as archive:
-        archive.comment = FORMAT.encode()
+        archive.comment = BUNDLE_FORMAT.encode()
         for name, content in sorted(contents.items()):
             info = ZipInfo(name, _BEGINNING_OF_ZIP_TIME)
             info.create_system, info.external_attr = 3, _PLAIN_FILE  # as on Linux, wherever it is written
-            with content() as source, archive.open(info, "w", force_zip64=True) as member:
+            with _open(content) as source, archive.open(info, "w", force_zip64=True) as member:
                 shutil.copyfileobj(source, member, 1 << 20)
 
 
 def _manifest(members: dict[str, Content]) -> Iterator[str]:
+    """The lines of MANIFEST."""
     for name, content in sorted(members.items()):
-        digest = hashlib.sha256()
-        with content() as source:
-            while part := source.read(1 << 20):
-                digest.update(part)
-        yield f"{digest.hexdigest()}  {name}\n"
+        with _open(content) as source:
+            yield f"{hashlib.file_digest(source, 'sha256').hexdigest()}  {name}\n"
 
 
 _DESCRIBED = {
@@ -121,18 +124,18 @@ _DESCRIBED = {
     "source": "the code: the experiment's file and the modules that it imports",
     "model.safetensors": "the final weights; their digest is `weights_sha256` in run.json",
     "model_ema.safetensors": "the moving average of the weights",
-    INITIAL_WEIGHTS: "the weights that the run began with",
+    _INITIAL_WEIGHTS: "the weights that the run began with",
     "metrics.jsonl": "losses and digests on the way",
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
-    PINS: "every installed package, as `pip install -r` takes it",
-    MANIFEST: "the SHA-256 of each file here",
+    _PINS: "every installed package, as `pip install -r` takes it",
+    _MANIFEST: "the SHA-256 of each file here",
 }
 
 
 def _readme(record: dict[str, Any], run: str, files: Iterable[str]) -> str:
-    here = {PINS, MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
-    here |= {INITIAL_WEIGHTS} if any(name.startswith(INITIAL_WEIGHTS) for name in files) else set()
+    here = {_PINS, _MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
+    here |= {_INITIAL_WEIGHTS} if any(name.startswith(_INITIAL_WEIGHTS) for name in files) else set()
     rows = "\n".join(f"{name:22} {words}" for name, words in _DESCRIBED.items() if name in here)
     return f"""\
 {record["experiment"]["name"]}: {record["question"]}
@@ -152,3 +155,96 @@ The weights, in a model that the code in source/ builds:
 This also serves a model whose layers share (tie) weights, which the file holds once. For any other model it is the same
 as model.load_state_dict(safetensors.torch.load_file("model.safetensors")).
 """
+
+
+def verify_bundle(
+    file: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None
+) -> int:
+    """Check the bundle's members, say how packages differ, then verify the run; the exit code is that of `verify`.
+
+    Raises UserError for a file that is no bundle or that could do harm when unpacked, and (4) for a full disk.
+    """
+    with TemporaryDirectory(prefix="ddp-bundle-") as folder:
+        if not _unpack_checked(file, Path(folder)):
+            return DIFFERENT
+        print("this runs the code in the bundle", flush=True)
+        return verify_run(Path(folder), layout, device, nproc_per_node, data_dir)
+
+
+def _unpack_checked(file: Path, folder: Path) -> bool:
+    """Unpack the bundle, if all of it is as it was packed, and say how packages differ; returns whether it is."""
+    try:
+        with ZipFile(file) as archive:
+            members = _safe_members(file, archive)
+            changed = _changed(archive, members)
+            if changed:
+                print(f"different bundle: {changed}. Nothing was trained.")
+                return False
+            record = json.loads(_text(archive, "run.json"))
+            print(f"bundle: {len(members)} files, each as MANIFEST says")
+            print(f"packages: {differences(_text(archive, _PINS), record['environment'])}")
+            _unpack(archive, members, folder)
+    except (BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
+        raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
+    except OSError as error:
+        if is_full(error):
+            raise no_room(folder.parent, error) from None
+        raise UserError(f"{file} cannot be unpacked: {error.strerror}") from None
+    return True
+
+
+def _safe_members(file: Path, archive: ZipFile) -> list[ZipInfo]:
+    """The members. Raises UserError where unpacking them could write elsewhere, or more than the file's own size."""
+    members = archive.infolist()
+    if archive.comment != BUNDLE_FORMAT.encode():
+        raise UserError(f"{file} is a zip file, but not a bundle of format {BUNDLE_FORMAT}")
+    if len(members) > _MOST_MEMBERS:
+        raise UserError(f"{file} is refused: {len(members)} files are more than any bundle has")
+    for member in members:
+        path = PurePosixPath(member.filename)
+        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or str(path) != member.filename:
+            raise UserError(f"{file} is refused: {member.filename!r} leads out of the folder that it is unpacked into")
+        if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
+            raise UserError(f"{file} is refused: {member.filename} is compressed, as in no bundle")
+    if len({member.filename for member in members}) < len(members):
+        raise UserError(f"{file} is refused: it holds two files of one name")
+    if sum(member.file_size for member in members) > file.stat().st_size:
+        raise UserError(f"{file} is refused: unpacked, it would be larger than the file")
+    return members
+
+
+def _changed(archive: ZipFile, members: list[ZipInfo]) -> str | None:
+    """What is wrong with the first member that differs from MANIFEST; None where each is as MANIFEST says."""
+    lines = _text(archive, _MANIFEST).splitlines()
+    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    here = {member.filename for member in members} - {_MANIFEST}
+    for name in sorted(here | named.keys()):
+        if name not in named:
+            return f"{name} is not in MANIFEST"
+        if name not in here:
+            return f"{name} is missing"
+        if _digest(archive, name) != named[name]:
+            return f"{name} was changed after the bundle was made"
+    return None
+
+
+def _digest(archive: ZipFile, name: str) -> str | None:
+    try:
+        with archive.open(name) as member:
+            return hashlib.file_digest(member, "sha256").hexdigest()  # type: ignore[arg-type]
+    except BadZipFile:  # the zip file's own checksum differs
+        return None
+
+
+def _text(archive: ZipFile, name: str) -> str:
+    if archive.getinfo(name).file_size > _MOST_TEXT:
+        raise ValueError(f"{name} is too large")
+    return archive.read(name).decode()
+
+
+def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
+    for member in members:
+        place = folder / member.filename
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(member) as source, place.open("xb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)

@@ -1,4 +1,4 @@
-"""The list of commands. Nothing heavy is imported before it is needed."""
+"""The commands of `ddp`, each with its options and its help. A command imports what it needs only when it is called."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.cli import completion
-from ddp_core.cli.click_options import asked_in, from_fields
+from ddp_core.cli.click_kinds import (
+    Group,
+    OpenGroup,
+    TitledOption,
+    asked_in,
+    complete_experiment,
+    complete_value,
+    field_options,
+)
 from ddp_core.cli.config import config_of, take_config
-from ddp_core.cli.kinds import Group, OpenGroup, TitledOption
 
 if TYPE_CHECKING:
-    from ddp_core.config.layout import DeviceType, LayoutKind
-
-Function = TypeVar("Function", bound=Callable[..., int])
+    from ddp_core.config.layout import DeviceType
 
 IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
-"""The key of click's notes that tells whether this process ends with the command."""
+"""The key in `Context.meta` that tells whether this process ends with the command."""
+
+COMPLETION_VARIABLE = "_DDP_COMPLETE"
+"""The environment variable by which a shell's script asks `ddp` for completions."""
 
 _EXAMPLES = """
 \b
@@ -40,7 +48,7 @@ Examples:
 
 
 def _quiet() -> None:
-    """Silence the libraries' messages; must be called before torch is imported."""
+    """Silence libraries; must be called before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -51,22 +59,18 @@ def _quiet() -> None:
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-
-
-def _config(title: str | None = None) -> Callable[[Function], Function]:
-    """The option --config; `title` is the group under which it stands in the help."""
-    return click.option(
-        "--config",
-        cls=TitledOption,
-        title=title,
-        metavar="FILE",
-        is_eager=True,
-        expose_value=False,
-        callback=take_config,
-        shell_complete=completion.complete_value,
-        help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line "
-        "overrides it. [default: none]",
-    )
+_config = partial(
+    click.option,
+    "--config",
+    cls=TitledOption,
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=take_config,
+    shell_complete=complete_value,
+    help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line overrides "
+    "it. [default: none]",
+)
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -95,14 +99,17 @@ def ddp(context: click.Context) -> int:
     return ExitCode.BAD_INPUT  # where there is no command; otherwise the command's own exit code counts
 
 
-@ddp.command(options=from_fields(), epilog=_EXAMPLES)
-@_config("What is trained, and from where on")
+@ddp.command("train", options=field_options, epilog=_EXAMPLES)
+@_config(title="What is trained, and from where on")
 @click.option(
-    "--dry-run", "only_said", is_flag=True, help="Say what would run, or why nothing can; start nothing, write nothing."
+    "--dry-run",
+    "is_dry_run",
+    is_flag=True,
+    help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
 @_local_rank
 @click.pass_context
-def train(context: click.Context, /, only_said: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -110,14 +117,14 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     (ddp). The result does not depend on the layout.
     """
     _quiet()
-    from ddp_core.cli.train import train
+    from ddp_core.cli.train import carry_out
     from ddp_core.record.caller import stop_with_caller
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
-    # What a file says is written out, so that the run's record needs the file no more.
+    # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
-    return train(asked, words, context.meta.get(IS_OWN_PROCESS, False), only_said, config.blamed())
+    return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
 
 
 @ddp.command("list")
@@ -132,7 +139,7 @@ def list_() -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("output"))
+@ddp.command(options=partial(field_options, "output"))
 @click.argument("runs", metavar="[RUN|DIR]...", nargs=-1, type=click.Path(path_type=Path))
 @_as_json
 def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
@@ -140,37 +147,32 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
 
     A name is a run directory or a folder of them. Without any name all runs below --output are shown.
     """
-    from ddp_core.cli.compare import compare
+    from ddp_core.cli.compare import compare_runs
 
-    return compare(runs or [Path(output)], as_json)
+    return compare_runs(runs or [Path(output)], as_json)
 
 
-@ddp.command(options=from_fields("layout", "device", "nproc_per_node", "data_dir", default="as recorded"))
+@ddp.command(
+    "verify", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
+)
 @_run_argument
 @_as_json
-def verify(
-    run: Path,
-    layout: LayoutKind | None,
-    device: str | None,
-    nproc_per_node: int | None,
-    data_dir: str | None,
-    as_json: bool,
-) -> int:
+def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     """Train RUN again from its record and compare the weights.
 
     It may be another layout: the exact reduction gives the same weights on all of them. RUN may also be a bundle; this
     runs the code in it.
     """
     _quiet()
-    from ddp_core.cli.verify import verify
-    from ddp_core.cli.verify_bundle import verify_bundle
+    from ddp_core.cli.bundle import verify_bundle
+    from ddp_core.cli.verify import verify_run
 
-    check = verify_bundle if run.is_file() else verify
+    check = verify_bundle if run.is_file() else verify_run
     if not as_json:
-        return check(run, layout, device, nproc_per_node, data_dir)
+        return check(run, **changes)
     said = io.StringIO()
     with redirect_stdout(said):
-        code = check(run, layout, device, nproc_per_node, data_dir)
+        code = check(run, **changes)
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code
@@ -191,13 +193,13 @@ def bundle(run: Path, target: Path | None) -> int:
     It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere.
     """
     _quiet()
-    from ddp_core.cli.bundle import bundle
+    from ddp_core.cli.bundle import make_bundle
 
-    return bundle(run, target)
+    return make_bundle(run, target)
 
 
-@ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", default="digits", shell_complete=completion.complete_experiment)
+@ddp.command(options=partial(field_options, "settings", "data_dir"))
+@click.argument("experiment", default="digits", shell_complete=complete_experiment)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -215,10 +217,10 @@ def verify_layouts(
     EXPERIMENT is digits, if none is named.
     """
     _quiet()
-    from ddp_core.cli.verify_layouts import verify_layouts
+    from ddp_core.cli.verify_layouts import compare_layouts
 
     with config_of(context).blamed():
-        return verify_layouts(experiment, settings, data_dir, device)
+        return compare_layouts(experiment, settings, data_dir, device)
 
 
 @ddp.command()
@@ -234,7 +236,7 @@ def ledger(run: Path) -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("output"))
+@ddp.command(options=partial(field_options, "output"))
 @click.option(
     "--within",
     type=click.FLOAT,
@@ -259,9 +261,9 @@ def data() -> None:
     """Fetch a data set."""
 
 
-@data.command(options=from_fields("data_dir"))
+@data.command("fetch", options=partial(field_options, "data_dir"))
 @click.argument("name")
-def fetch(name: str, data_dir: str) -> int:
+def fetch_(name: str, data_dir: str) -> int:
     """Download the data set NAME, checked and resumable."""
     from ddp_core.data.fetch import fetch_data_set
 
@@ -269,8 +271,8 @@ def fetch(name: str, data_dir: str) -> int:
     return ExitCode.DONE
 
 
-@ddp.command(options=from_fields("settings", "data_dir"))
-@click.argument("experiment", required=False, shell_complete=completion.complete_experiment)
+@ddp.command(options=partial(field_options, "settings", "data_dir"))
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
 @_config()
 @_as_json
 @click.pass_context
@@ -281,10 +283,10 @@ def doctor(
 
     With EXPERIMENT, also an estimate of the memory that training it takes.
     """
-    from ddp_core.cli.doctor import doctor
+    from ddp_core.cli.doctor import diagnose
 
     with config_of(context).blamed():
-        return doctor(experiment, settings, Path(data_dir), as_json)
+        return diagnose(experiment, settings, Path(data_dir), as_json)
 
 
 @ddp.command()
@@ -310,7 +312,7 @@ def rendezvous(port: int, bind: str | None, check: str | None) -> int:
 
 
 @ddp.command("completion")
-@click.argument("shell", type=click.Choice(completion.SHELLS))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_(shell: str) -> int:
     """Print a script that lets a shell complete `ddp`.
 
@@ -319,5 +321,7 @@ def completion_(shell: str) -> int:
     zsh:  eval "$(ddp completion zsh)"           in ~/.zshrc
     fish: ddp completion fish | source           in ~/.config/fish/config.fish
     """
-    click.echo(completion.script(ddp, shell))
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(ddp, {}, "ddp", COMPLETION_VARIABLE).source())
     return ExitCode.DONE

@@ -12,10 +12,10 @@ from ddp_core.base.fingerprint import differences
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import portable_cpu
 
-Run = tuple[RunDirectory, dict[str, Any]]
+RunAndRecord = tuple[RunDirectory, dict[str, Any]]
 
 
-def compare(places: Sequence[Path], as_json: bool = False) -> int:
+def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
     """Print one table per experiment, or all of them as JSON. Raises UserError where there is no run."""
     runs = [run for place in places for run in find_runs(place)]
     if not runs:
@@ -29,8 +29,8 @@ def compare(places: Sequence[Path], as_json: bool = False) -> int:
     return ExitCode.DONE
 
 
-def facts(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the table of these runs shows, in plain JSON types and SI units; None where a run does not tell."""
+def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
+    """What the table of these runs shows, in plain JSON types and SI units; None where a record does not say."""
     records = [record for _, record in runs]
     exact = _comparable(records)
     return {
@@ -42,40 +42,25 @@ def facts(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(runs: Sequence[RunAndRecord]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Where one of them is sharded, which is done for the sake of memory, it tells what the steps of each took of it.
+    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took.
     """
     name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
-    header = (
-        "layout",
-        "world",
-        "reduction",
-        "samples/s",
-        "speed-up",
-        "accuracy",
-        "loss",
-        "memory",
-        *(["in steps"] if sharded else []),
-        "data wait",
-        "weights",
-        "run",
+    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded) for directory, record in runs]
+    lines = [list(cells[0]), *(list(row.values()) for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    header, *rows = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-    rows = [_row(_facts_of(directory, record, _reference(runs)), sharded) for directory, record in runs]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [f"{name}"]
-    lines += [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    lines.insert(2, "  ".join("-" * width for width in widths))
-    return "\n".join([*lines, verdict([record for _, record in runs]), ""])
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([name, header, rule, *rows, verdict([record for _, record in runs]), ""])
 
 
 def verdict(records: Iterable[dict[str, Any]]) -> str:
-    """Whether the completed exact runs ended with the same weights, and if not, why that may be."""
+    """Whether the completed exact runs ended with the same weights; if not, the likely cause."""
     exact = _comparable(records)
     if len(exact) < 2:
         return "digests: fewer than two completed exact runs to compare"
@@ -96,7 +81,7 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
-    """What the weights follow from, beside the settings."""
+    """The digests of what decides the weights, beside the settings."""
     return {
         "code": (record.get("source") or {}).get("files"),
         "data": record.get("data_sha256"),
@@ -105,20 +90,21 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
-    """Names the CPUs of runs with portable numerics, where these are of several kinds; else nothing."""
+    """The end of a verdict that names the CPUs of runs with portable numerics, if these are of several kinds."""
     kinds = {cpu for record in records if (cpu := portable_cpu(record))}
     return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
 def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs that must have ended with the same weights."""
+    """The completed runs with the exact reduction, all of which must have ended with the same weights."""
     done = [record for record in records if record["status"] == "completed"]
     return [record for record in done if record["options"]["reduction"] == "exact"]
 
 
-def _reference(runs: Sequence[Run]) -> float | None:
-    """The speed that the others' is compared with: that of the newest run in a single process."""
-    return next((_speed(record) for _, record in reversed(runs) if _kind(record) == "single" and _speed(record)), None)
+def _reference(runs: Sequence[RunAndRecord]) -> float | None:
+    """The samples per second of the newest run in a single process, with which the other runs are compared."""
+    single = [record for _, record in runs if record["layout"]["kind"] == "single"]
+    return next((speed for record in reversed(single) if (speed := _speed(record))), None)
 
 
 def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float | None) -> dict[str, Any]:
@@ -142,31 +128,27 @@ def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float 
     }
 
 
-def _row(facts: dict[str, Any], sharded: bool) -> tuple[str, ...]:
-    return (
-        facts["layout"] + (" (threads)" if facts["simulated"] else ""),
-        str(facts["world_size"]),
-        facts["reduction"],
-        _number(facts["samples_per_second"] or None, "{:.0f}"),
-        _number(facts["speed_up"], "{:.2f}x"),
-        _number(facts["accuracy"], "{:.4f}"),
-        _number(facts["loss"], "{:.5f}"),
-        _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
-        *([_in_steps(facts["step_memory_bytes"], facts["predicted_memory_bytes"])] if sharded else []),
-        _number(facts["data_wait"], "{:.1f}%", 100),
-        (facts["weights_sha256"] or facts["status"])[:12],
-        Path(facts["run"]).name,
+def _row(facts: dict[str, Any], sharded: bool) -> dict[str, str]:
+    """The cells of a run by the names of their columns."""
+    predicted = facts["predicted_memory_bytes"]
+    # The memory of the steps alone, without evaluations and saves.
+    in_steps = _number(facts["step_memory_bytes"], "{:.0f} MB", 1e-6) + _number(
+        predicted, " (predicted {:.0f})", 1e-6, ""
     )
-
-
-def _in_steps(measured: float | None, predicted: float | None) -> str:
-    """The memory of the steps alone, without evaluations and saves, beside what it was to be."""
-    expected = "" if predicted is None else f" (predicted {predicted * 1e-6:.0f})"
-    return _number(measured, "{:.0f} MB", 1e-6) + expected
-
-
-def _kind(record: dict[str, Any]) -> str:
-    return str(record["layout"]["kind"])
+    return {
+        "layout": facts["layout"] + (" (threads)" if facts["simulated"] else ""),
+        "world": str(facts["world_size"]),
+        "reduction": facts["reduction"],
+        "samples/s": _number(facts["samples_per_second"] or None, "{:.0f}"),
+        "speed-up": _number(facts["speed_up"], "{:.2f}x"),
+        "accuracy": _number(facts["accuracy"], "{:.4f}"),
+        "loss": _number(facts["loss"], "{:.5f}"),
+        "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
+        **({"in steps": in_steps} if sharded else {}),
+        "data wait": _number(facts["data_wait"], "{:.1f}%", 100),
+        "weights": (facts["weights_sha256"] or facts["status"])[:12],
+        "run": Path(facts["run"]).name,
+    }
 
 
 def _speed(record: dict[str, Any]) -> float | None:
@@ -176,5 +158,5 @@ def _speed(record: dict[str, Any]) -> float | None:
     return None if speed is None else float(speed)
 
 
-def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * scale)
+def _number(value: float | None, form: str, scale: float = 1.0, without: str = "-") -> str:
+    return without if value is None else form.format(value * scale)

@@ -1,4 +1,4 @@
-"""Reads the file of `--config`: what `--set` says, and a table `[train]` with the options of `ddp train`.
+"""Reads the file of `--config`: settings as after `--set`, and a table `[train]` with the options of `ddp train`.
 
 In TOML, for example:
 
@@ -27,7 +27,7 @@ from click.core import ParameterSource
 from ddp_core.base.errors import UserError, nearest_name
 
 DEFAULT_MAP = ParameterSource.DEFAULT_MAP
-"""Where click says a value of the file comes from."""
+"""The source that click names for a value of the file."""
 
 _TABLE = "train"
 _META = "ddp_core.cli.config"
@@ -37,7 +37,7 @@ _META = "ddp_core.cli.config"
 class Config:
     """What a file asks for: settings as `--set` takes them, and values of options by the names of click's parameters.
 
-    The command line goes before the options, and its `--set` before the settings.
+    What stands on the command line overrides both.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Config:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Name the file in a UserError about one of its settings, which knows nothing of the file."""
+        """Within the block, a UserError about a setting of the file names the file."""
         try:
             yield
         except UserError as error:
@@ -73,7 +73,7 @@ def take_config(context: click.Context, _: click.Parameter, value: str | None) -
 
 
 def add_to_config(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """click's callback of `--set`: what is given there follows, and so overrides, what the file says."""
+    """click's callback of `--set`: these settings follow those of the file, and so override them."""
     if context.get_parameter_source(parameter.name or "") is DEFAULT_MAP:
         return value
     return (*config_of(context).settings, *value)
@@ -96,7 +96,19 @@ def _parse(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"--config {path} is not UTF-8 text; give a TOML, YAML or JSON file") from None
     try:
-        content = _reader(path)(text)
+        match path.suffix:
+            case ".toml":
+                import tomllib
+
+                content: Any = tomllib.loads(text)
+            case ".json":
+                content = json.loads(text)
+            case ".yaml" | ".yml":
+                content = _read_yaml(text)
+            case _:
+                raise UserError(
+                    f"--config {path}: its name must end in .toml, .yaml or .json, which says how to read it"
+                )
     except ValueError as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -104,21 +116,8 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _reader(path: Path) -> Any:
-    """The function that reads such a file, and raises ValueError for one that it cannot read."""
-    match path.suffix:
-        case ".toml":
-            import tomllib
-
-            return tomllib.loads
-        case ".json":
-            return json.loads
-        case ".yaml" | ".yml":
-            return _read_yaml
-    raise UserError(f"--config {path}: its name must end in .toml, .yaml or .json, which says how to read it")
-
-
 def _read_yaml(text: str) -> Any:
+    """The content of a YAML text. Raises ValueError where it is none."""
     try:
         import yaml
     except ImportError:
@@ -130,7 +129,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _settings(path: Path, content: Mapping[str, Any]) -> Iterator[str]:
-    """The settings in the order of the file. What is within a section is checked once the experiment is known."""
+    """The settings in the order of the file. Names within a section are checked later, when the experiment is known."""
     from ddp_core.config.experiment import common_settings
 
     known = common_settings()

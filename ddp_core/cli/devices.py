@@ -1,4 +1,4 @@
-"""Which devices a run takes: the GPUs of this node, which several replicas or ranks may share, or its CPU.
+"""Which devices a run takes: the GPUs of this node, or its CPU.
 
 `auto` takes GPUs where there is one for each replica or rank that was asked for, and else the CPU. `cuda` takes GPUs
 in any case, and shares them where there are too few. Under a launcher such as SLURM's, which may show each rank a GPU
@@ -19,12 +19,12 @@ from ddp_core.distributed.world import World
 
 
 def choose_layout(asked: Asked, world: World) -> Layout:
-    """The layout, with what was left open decided by the launcher, if there is one, and by the devices of this node.
+    """The layout; where the user left something open, the launcher decides, if there is one, and the devices here.
 
     Raises UserError for counts and a shard mode that contradict the kind of layout.
     """
     found = 0 if asked.device == "cpu" else gpus_here()
-    # A launcher counts processes. The replicas of dp are threads of one process, so its count says nothing of them.
+    # A launcher counts processes; the replicas of dp are threads of one process, which it knows nothing of.
     if World.is_set() and (asked.layout != "dp" or world.world_size > 1):
         nnodes, wanted = world.nnodes, world.nproc_per_node
         needed = 1
@@ -41,12 +41,12 @@ def choose_layout(asked: Asked, world: World) -> Layout:
     )
     layout.check()
     if found and device == "cpu":
-        say(world, f"on the CPU: {_counted(layout)}, but {_gpus(found)} here; with --device cuda they share it")
+        say_once(world, f"on the CPU: {_counted(layout)}, but {_gpus(found)} here; with --device cuda they share it")
     return layout
 
 
 def check_gpus(layout: Layout, reduction: Reduction, backend: str, world: World) -> None:
-    """Say so where replicas share GPUs. Raises UserError (4) where there are too few GPUs to run this at all."""
+    """Print a line where replicas share GPUs. Raises UserError (4) where there are too few GPUs to run at all."""
     if layout.device == "cpu":
         return
     found, count = gpus_here(), layout.nproc_per_node
@@ -72,7 +72,7 @@ def check_gpus(layout: Layout, reduction: Reduction, backend: str, world: World)
             ExitCode.RESOURCES,
         )
     if layout.kind == "dp":
-        say(world, f"{few}: they are shared, which is no faster than {one_each}")
+        say_once(world, f"{few}: they are shared, which is no faster than {one_each}")
 
 
 def gpus_here() -> int:
@@ -80,7 +80,7 @@ def gpus_here() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def say(world: World, line: str) -> None:
+def say_once(world: World, line: str) -> None:
     """Print a line about a decision, once: on rank 0."""
     if world.is_first:
         print(line, file=sys.stderr)

@@ -19,10 +19,8 @@ _RANKS = (2, 4, 8)
 """Numbers of ranks for which the memory of a rank is told."""
 
 
-def doctor(
-    experiment: str | None = None, settings: Sequence[str] = (), data_dir: Path = Path("data"), as_json: bool = False
-) -> int:
-    """Print what is here and, for an experiment, the memory that it needs; returns 0: a diagnosis is not a failure."""
+def diagnose(experiment: str | None, settings: Sequence[str], data_dir: Path, as_json: bool = False) -> int:
+    """Print what is here and, for an experiment, the memory that it needs; returns 0, whatever it finds."""
     found = _machine()
     if experiment is not None:
         found["memory"] = _memory(experiment, settings, data_dir)
@@ -39,17 +37,11 @@ def _machine() -> dict[str, Any]:
     """The facts that decide which layouts run here, in plain JSON types and bytes."""
     import torch
 
+    from ddp_core.cli.devices import gpus_here
     from ddp_core.record.environment import describe_environment
 
-    facts = describe_environment()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    shared = Path("/dev/shm")
-    return {
-        "python": facts["python"],
-        "packages": facts["packages"],
-        "cpu": facts["cpu"],
-        "cores": facts["cores"],
-        "memory_bytes": facts["memory_bytes"],
+    facts, count, shared = describe_environment(), gpus_here(), Path("/dev/shm")
+    return {name: facts[name] for name in ("python", "packages", "cpu", "cores", "memory_bytes")} | {
         "cuda_devices": [torch.cuda.get_device_name(number) for number in range(count)],
         "shared_memory_bytes": shutil.disk_usage(shared).total if shared.exists() else None,
         "launcher": _launcher(),
@@ -58,8 +50,8 @@ def _machine() -> dict[str, Any]:
 
 
 def _launcher() -> str | None:
-    """What a launcher has made of this process, and what `ddp train` would do with that; None without a launcher."""
-    from ddp_core.cli.following import follow_launcher
+    """Which rank or node a launcher made of this process, and what `ddp train` would do; None without a launcher."""
+    from ddp_core.cli.train import follow_launcher
     from ddp_core.config.options import Asked
 
     try:
@@ -92,10 +84,14 @@ def _describe_machine(found: dict[str, Any]) -> None:
 
 
 def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any]:
-    """The memory of one replica and of a rank of several, from one watched micro-batch on CPU, and what there is."""
+    """The memory that one replica, and a rank of several, would take, and whether that fits the devices here.
+
+    It is told from one micro-batch that is trained and watched on CPU.
+    """
     import psutil
     import torch
 
+    from ddp_core.cli.devices import gpus_here
     from ddp_core.cli.prepare import load_with_settings
     from ddp_core.experiment.request import build_parts
     from ddp_core.run.memory import replica_of, samples_at_once, way_of
@@ -105,9 +101,8 @@ def _memory(name: str, settings: Sequence[str], data_dir: Path) -> dict[str, Any
     parts, samples = build_parts(loaded, data_dir), samples_at_once(experiment)
     replica = replica_of(loaded, parts.model, parts.loss, parts.splits, samples)
     estimate = replica.estimate(way_of(experiment))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rooms = {"cpu": psutil.virtual_memory().available}
-    rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(count)}
+    rooms |= {f"cuda:{number}": torch.cuda.get_device_properties(number).total_memory for number in range(gpus_here())}
     return {
         "experiment": experiment.name,
         "samples": samples,
@@ -154,7 +149,7 @@ def _describe_memory(memory: dict[str, Any]) -> None:
 
 
 def _fits(estimate: MemoryEstimate, samples: int, room: int) -> str:
-    """Which kind of parallelism a replica of this size calls for on a device with `room` bytes."""
+    """Whether a replica of this size fits a device with `room` bytes; if not, what to do."""
     has = f"has {in_units(room)}"
     if estimate.peak <= room:
         return f"{has}: a replica fits, so data parallelism will do"
@@ -173,6 +168,7 @@ def in_units(size: int) -> str:
 
 
 def _commands(devices: int) -> list[str]:
+    """Commands that run on a machine with this number of GPUs."""
     lines = ["ddp train digits --device cpu"]
     lines += [f"ddp train digits --device cpu --layout {kind} --nproc-per-node 2" for kind in ("dp", "ddp")]
     if devices:

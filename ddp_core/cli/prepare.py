@@ -1,4 +1,4 @@
-"""Turns what the user asked of `ddp train` into a request; checks all that can be checked before a process starts."""
+"""Turns what the user asked of `ddp train` into a request, and checks all that can be checked before workers start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.devices import check_gpus, choose_layout, say
+from ddp_core.cli.devices import check_gpus, choose_layout, say_once
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
@@ -33,56 +33,54 @@ from ddp_core.sharding import Sharding
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
 
 
-def computes_with(numerics: Numerics) -> bool:
-    """Whether this process computes with these numerics: the limits of the portable ones are older than torch in it."""
+def holds(numerics: Numerics) -> bool:
+    """Whether this process computes with these numerics; with portable ones, if their limits were set before torch."""
     return numerics == "native" or limits_hold()
 
 
-def prepare(asked: Asked, command: str, computes_with: Callable[[Numerics], bool] = computes_with) -> Request:
+def prepare(asked: Asked, command: str, can_hold: Callable[[Numerics], bool] = holds) -> Request:
     """The request that `command` asks for; what it leaves open, the launcher and this machine decide.
 
-    `computes_with` says whether this process computes with certain numerics, or will once it is started anew.
-
-    Raises UserError where the parts do not fit together, or a launcher has started something else than was asked for.
+    `can_hold` says whether this process computes with certain numerics, or will once it is started anew. Raises
+    UserError where the parts do not fit together, or a launcher has started something else than was asked for.
     """
     loaded = load_with_settings(asked.experiment, asked.settings, Path(asked.record) if asked.record else None)
+    experiment = loaded.experiment
     world = World.from_environment()
     _check_nodes(asked, world)
     layout = choose_layout(asked, world)
-    Sharding.of(layout).check(
-        loaded.experiment,
-        is_plain=(asked.reduction or loaded.experiment.reduction) == "plain",
-        inexact_because=promise_broken_by(loaded.experiment),
-        cuda_graph=asked.cuda_graph,
-    )
-    reduction = asked.reduction or _default_reduction(loaded.experiment, world)
-    numerics, why_native = _numerics(asked, loaded.experiment, layout, computes_with)
-    options = Options(
-        **asked.model_dump(
-            include=Options.model_fields.keys() - {"reduction", "numerics", "deterministic", "launcher"}
-        ),
-        reduction=reduction,
-        numerics=numerics,
-        deterministic=_is_deterministic(asked, reduction, layout),
-        launcher=_launcher(asked),
-    )
+    inexact_because = promise_broken_by(experiment)
+    reduction = asked.reduction or experiment.reduction
+    Sharding.of(layout).check(experiment, reduction == "plain", inexact_because, asked.cuda_graph)
+    if asked.reduction is None and reduction == "exact" and inexact_because is not None:
+        reduction = "plain"
+        say_once(world, f"plain reduction instead of exact: {inexact_because}")
+    numerics, why_native = _numerics(asked, experiment, layout, can_hold)
+    decided = {
+        "reduction": reduction,
+        "numerics": numerics,
+        "deterministic": _is_deterministic(asked, reduction, layout),
+        "launcher": "in-process" if layout.kind != "ddp" else "external" if World.is_set() else asked.launcher,
+    }
+    options = Options(**asked.model_dump(include=set(Options.model_fields)) | decided)
     check_gpus(layout, options.reduction, options.backend, world)
     if why_native is not None:
-        say(world, f"native numerics instead of portable: {why_native}")
+        say_once(world, f"native numerics instead of portable: {why_native}")
     return Request(loaded, layout, options, asked.resume, command, asked)
 
 
 def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: Path | None = None) -> LoadedExperiment:
     """The experiment with its builders' defaults written out and `--set` applied. Raises UserError.
 
-    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied; the file gives
-    the builders only, and imports the modules that the run has kept.
+    With `record_file`, a run.json, the experiment is the one recorded there, with the settings applied. Its file then
+    gives the functions only, and imports the modules that the run has kept.
     """
     if record_file is not None:
         return _load_recorded(name_or_path, settings, RunDirectory(record_file.parent))
     loaded = load_experiment(name_or_path)
     record = loaded.experiment
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
+    # A component that a setting names anew begins without the options of the one that it replaces.
     names = {f"{component}.name" for component in components}
     naming = [setting for setting in settings if setting.partition("=")[0].strip() in names]
     for setting in naming:
@@ -110,11 +108,7 @@ def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) 
 
 
 def _check_nodes(asked: Asked, world: World) -> None:
-    """Check the number of nodes.
-
-    Raises UserError (2) where several nodes are asked for without a place to meet, and UserError (6) where the launcher
-    started another number of nodes than was asked for.
-    """
+    """Raises UserError (2) where several nodes have no place to meet, (6) where the launcher started another number."""
     if asked.layout != "ddp":
         return
     low, high = asked.nnodes
@@ -131,21 +125,12 @@ def _check_nodes(asked: Asked, world: World) -> None:
         )
 
 
-def _default_reduction(experiment: Experiment, world: World) -> Reduction:
-    """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
-    reason = promise_broken_by(experiment) if experiment.reduction == "exact" else None
-    if reason is None:
-        return experiment.reduction
-    say(world, f"plain reduction instead of exact: {reason}")
-    return "plain"
-
-
 def _numerics(
-    asked: Asked, experiment: Experiment, layout: Layout, computes_with: Callable[[Numerics], bool]
+    asked: Asked, experiment: Experiment, layout: Layout, can_hold: Callable[[Numerics], bool]
 ) -> tuple[Numerics, str | None]:
-    """What was asked for, else the experiment's own; native, and the reason, where that cannot be had.
+    """The numerics that were asked for, else the experiment's own; or native, and why the portable ones cannot be had.
 
-    Raises UserError where portable numerics were asked for and cannot be had.
+    Raises UserError where an option asks for portable numerics that cannot be had.
     """
     wanted = asked.numerics or experiment.numerics
     reason = None
@@ -153,7 +138,7 @@ def _numerics(
         on_gpu = "it is for CPUs, and this run is on a GPU" if layout.device == "cuda" else None
         reason = on_gpu or portable_refused_by()
     if reason is None:
-        if computes_with(wanted):
+        if can_hold(wanted):
             return wanted, None
         reason = limits_missed()
     if asked.numerics == "portable":
@@ -162,7 +147,7 @@ def _numerics(
 
 
 def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:
-    """Whether kernels must repeat their bits. Raises UserError where the exact reduction is to do without."""
+    """Whether kernels must repeat their bits. Raises UserError where the exact reduction is asked to do without."""
     if asked.deterministic == "never" and reduction == "exact":
         raise UserError(
             "--deterministic never: the exact reduction has the same bits on every layout only with kernels that "
@@ -173,16 +158,10 @@ def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> boo
     return asked.deterministic == "always"
 
 
-def _launcher(asked: Asked) -> str:
-    if asked.layout != "ddp":
-        return "in-process"
-    return "external" if World.is_set() else asked.launcher
-
-
 def check_request(request: Request, only_look: bool = False) -> None:
     """Check all that can be checked without starting a process. Raises UserError.
 
-    The output folder is made and written to, unless this shall `only_look`.
+    The output folder is made and written to; with `only_look`, nothing is.
     """
     experiment, options = request.loaded.experiment, request.options
     if options.profile:
@@ -198,7 +177,8 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
-    _check_graph(request)
+    if options.cuda_graph:
+        _check_graph(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
         raise UserError(
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
@@ -213,10 +193,8 @@ def check_request(request: Request, only_look: bool = False) -> None:
 
 
 def _check_graph(request: Request) -> None:
-    """Raises UserError where a CUDA graph is asked for that cannot be had."""
+    """Raises UserError where this request cannot have the CUDA graph that it asks for."""
     layout, options = request.layout, request.options
-    if not options.cuda_graph:
-        return
     if layout.device != "cuda":
         raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
     if layout.kind == "dp":
@@ -229,8 +207,13 @@ def _check_graph(request: Request) -> None:
 
 
 def _check_output(output: Path, only_look: bool) -> None:
+    """Raises UserError (4) where the folder cannot be made or written to."""
     try:
-        _look_at(output)
+        there = next(place for place in (output, *output.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if not only_look:
             output.mkdir(parents=True, exist_ok=True)
             # A random name, because other nodes of the launch may test the same folder at the same moment.
@@ -241,12 +224,3 @@ def _check_output(output: Path, only_look: bool) -> None:
             f"cannot write to {output}: {error.strerror}; choose another with --output DIR, or mend its owner and mode",
             ExitCode.RESOURCES,
         ) from None
-
-
-def _look_at(output: Path) -> None:
-    """Raises the OSError that writing to the folder, or making it, would meet."""
-    there = next(place for place in (output, *output.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

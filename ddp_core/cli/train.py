@@ -1,26 +1,36 @@
-"""`ddp train`: from what was asked to one request, and on to this process's own work or to a launcher's."""
+"""`ddp train`: from what was asked to one request, and on to this process's own work or to a launcher's.
+
+What a launcher outside decides (SLURM, MPI, Kubeflow, torchrun) is filled in first: so the same command on every node
+or rank is one training, and not as many trainings as there are processes.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 from ddp_core.base.errors import UserError
-from ddp_core.cli.early import EarlyNumerics, require_free
-from ddp_core.cli.following import follow_launcher
-from ddp_core.config.options import Asked
+from ddp_core.cli.early_numerics import EarlyNumerics
+from ddp_core.config.options import Asked, NodeRange
+from ddp_core.distributed.addresses import address_served, require_port
+from ddp_core.distributed.launchers import Node
 from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
+from ddp_core.record.lock import require_unlocked
+
+_ALONE = "for a training of its own in each process, say --nnodes 1"
 
 
-def train(
-    asked: Asked, words: Sequence[str], is_own_process: bool, only_said: bool, blamed: AbstractContextManager[None]
+def carry_out(
+    asked: Asked, words: Sequence[str], is_own_process: bool, is_dry_run: bool, blamed: AbstractContextManager[None]
 ) -> int:
-    """Carry out what was asked, or with `only_said` say what that would do; returns the exit code.
+    """Train as asked, or for a dry run say what that would do; returns the exit code.
 
-    `words` are those of the command, `is_own_process` tells whether this process ends with it, and `blamed` names the
-    file that a wrong setting stands in. Raises UserError.
+    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command. `blamed`: the
+    context in which an error about a setting names the file of --config. Raises UserError.
     """
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
@@ -31,18 +41,19 @@ def train(
     from ddp_core.base.threads import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
     from ddp_core.launch.launch import Meeting, launch
-    from ddp_core.run.worker import main, run_worker
+    from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
     with blamed:
         request = prepare(asked, shlex.join(["ddp", *words]), numerics.can_hold)
     numerics.start_anew_unless(request.options.numerics)
-    if only_said:
+    if is_dry_run:
         from ddp_core.cli.dry_run import dry_run
 
         return dry_run(request)
-    early = request.options.stop_signal
-    with stops_at_once(*([signal_named(early)] if early else []), silent=not world.is_first):
+    name = request.options.stop_signal
+    early_signals = [signal_named(name)] if name else []
+    with stops_at_once(*early_signals, silent=not world.is_first):
         if World.is_set():
             if request.layout.kind != "ddp" and world.world_size > 1:
                 raise UserError(
@@ -53,4 +64,70 @@ def train(
         check_request(request)
         if request.layout.kind != "ddp":
             return run_worker(request, world)
-        return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), main)
+        return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
+
+
+def follow_launcher(asked: Asked, world: World, node: Node | None) -> tuple[Asked, bool]:
+    """What was asked, with layout, nodes, ranks and meeting place from the launcher; and whether the nodes meet here.
+
+    `node`: the place of this process, if it was started once on each node. What the user has given is kept. Raises
+    UserError where it contradicts what the launcher has started.
+    """
+    given = asked.model_fields_set
+    if world.world_size > 1:
+        return (asked if "layout" in given else asked.model_copy(update={"layout": "ddp"})), False
+    if node is None or ("nnodes" in given and asked.nnodes.high == 1):
+        return asked, False
+    _require_whole(asked, node)
+    found: dict[str, Any] = {"layout": "ddp"}
+    if node.nnodes is not None and "nnodes" not in given:
+        found["nnodes"] = NodeRange(node.nnodes, node.nnodes)
+    if asked.rdzv_endpoint is None:
+        found["rdzv_endpoint"] = node.endpoint
+    if asked.rdzv_id is None:
+        found["rdzv_id"] = node.launch_id
+    if asked.nproc_per_node is None:
+        # One rank for each GPU given to the node, else one for each core asked for.
+        gpus = node.gpus if asked.device != "cpu" else None
+        if count := node.nproc_per_node or gpus or node.cpus:
+            found["nproc_per_node"] = count
+    return asked.model_copy(update=found), asked.rdzv_endpoint is None and node.is_first
+
+
+def _require_whole(asked: Asked, node: Node) -> None:
+    """Raises UserError where the options contradict the launcher, or both together do not tell enough."""
+    given = asked.model_fields_set
+    if "layout" in given and asked.layout != "ddp":
+        raise UserError(
+            f"this is {node.description}, but layout {asked.layout} is one process: each node would train the same by "
+            f"itself; use --layout ddp, or {_ALONE}"
+        )
+    low, high = asked.nnodes
+    if "nnodes" in given and node.nnodes is not None and not low <= node.nnodes <= high:
+        raise UserError(f"--nnodes {asked.nnodes}, but this is {node.description}")
+    wanted = {
+        "--nnodes N": node.nnodes is not None or "nnodes" in given,
+        "--rdzv-endpoint HOST:PORT": node.endpoint is not None or asked.rdzv_endpoint is not None,
+        "--rdzv-id ID": node.launch_id is not None or asked.rdzv_id is not None,
+    }
+    missing = [option for option, known in wanted.items() if not known]
+    if missing:
+        raise UserError(
+            f"this is {node.description}, which does not tell all that a launch of several nodes needs: add "
+            f"{', '.join(missing)}, the same on every node, with an id that was never used before; or {_ALONE}"
+        )
+
+
+def require_free(asked: Asked, world: World) -> None:
+    """Refuse early, before torch is loaded, where another process has the run directory or the port.
+
+    Either may still be taken a moment later: the run itself asks again, and then keeps both. Raises UserError (2) where
+    another run works in the directory to resume, and (4) where rank 0's port is in use.
+    """
+    if world.serves_store and asked.layout == "ddp":
+        assert world.store_port is not None
+        address = address_served(str(world.store_host))
+        require_port(address, world.store_port, world.port_name, "give the ranks another one")
+    elif not World.is_set() and asked.resume not in ("auto", "never") and asked.nnodes.high == 1:
+        # A worker of a launcher outside, or one of several nodes, may find the directory in use by its own launch.
+        require_unlocked(Path(asked.resume))

@@ -66,7 +66,7 @@ def _asked(
     settings: Mapping[str, Any] | Iterable[str],
     options: Mapping[str, Any],
 ) -> Asked:
-    """The request that the arguments of `train` mean. Raises UserError."""
+    """What the arguments of `train` ask for. Raises UserError."""
     fields = {name: field for name, field in Asked.model_fields.items() if not command_line(field).hidden}
     for name in options:
         if name == "experiment" or name not in fields:
@@ -88,7 +88,7 @@ def _asked(
 
 
 def _written(settings: Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
-    """The settings as words after `--set`. Raises UserError for a value that JSON does not have."""
+    """The settings as `--set` takes them. Raises UserError for a value that JSON does not have."""
     if isinstance(settings, str):
         return (settings,)
     if not isinstance(settings, Mapping):
@@ -100,9 +100,9 @@ def _written(settings: Mapping[str, Any] | Iterable[str]) -> tuple[str, ...]:
 
 
 def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
-    """Run a `ddp` command and print what it prints; its exit code, and the last line that was not empty.
+    """Run a `ddp` command and print what it prints; returns its exit code, and the last line that was not empty.
 
-    Raises KeyboardInterrupt once it has ended, where it was interrupted.
+    Raises KeyboardInterrupt where it was interrupted, but only once it has ended.
     """
     last = ""
     with (
@@ -134,7 +134,7 @@ def _follow(words: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
 
 
 class _Interrupts:
-    """Within `with`, Ctrl-C raises no KeyboardInterrupt: it is kept, and passed on once there is a process for it."""
+    """Within the block, Ctrl-C raises no KeyboardInterrupt, but is passed on to a process, once there is one."""
 
     def __init__(self) -> None:
         self.came = False
@@ -155,7 +155,7 @@ class _Interrupts:
             signal.signal(signal.SIGINT, signal.default_int_handler if self._before is None else self._before)
 
     def pass_on_to(self, process: subprocess.Popen[str]) -> None:
-        """From now on, pass on to `process`, also what came before."""
+        """Pass interrupts on to `process`, those that came before, too."""
         self._process = process
         self._pass_on()
 
@@ -171,7 +171,7 @@ class _Interrupts:
 
 
 def train_silently(asked: Asked) -> None:
-    """Run `ddp train` to its end. Raises UserError where it fails and no fault was asked for."""
+    """Run `ddp train` to its end, printing nothing. Raises UserError where it fails and no fault was asked for."""
     words = ["train", *asked.to_words()]
     code, errors = run_ddp(words)
     if code != 0 and not asked.faults:

@@ -29,16 +29,17 @@ DIFFERENT = 1
 
 
 class _Different(Exception):
-    """What is not as recorded, so that it makes no sense to train."""
+    """Code, data or initial weights are not as recorded, so training again would prove nothing."""
 
 
-def verify(
-    path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None = None
+def verify_run(
+    path: Path, layout: LayoutKind | None, device: str | None, nproc_per_node: int | None, data_dir: str | None
 ) -> int:
-    """Repeat the run at `path`, on its own layout or another; 0 when the weights are the same bits.
+    """Repeat the run at `path`, on its own layout or another; returns 0 when the weights are the same bits.
 
-    `path` is any directory with a run's run.json, source/ and model.safetensors; with metrics.jsonl and data.json,
-    differences can be placed. Raises UserError for a run that cannot be repeated, or whose repetition fails.
+    `path`: a directory with a run's run.json, source/ and model.safetensors. Where it also holds metrics.jsonl and
+    data.json, a difference is placed: at which step, or in which part of the data. Raises UserError for a run that
+    cannot be repeated, or whose repetition fails.
     """
     directory = RunDirectory(path)
     record = directory.read()
@@ -78,7 +79,7 @@ def verify(
 
 
 def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError for a run that no training repeats."""
+    """Raises UserError for a run that training cannot repeat."""
     if record["status"] != "completed":
         raise UserError(
             f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
@@ -100,7 +101,7 @@ def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
-    """What of the code is other today, though it does not take part. Raises _Different where the kept code is."""
+    """Notes on code that has changed since, but is not what is trained. Raises _Different where the run's copy has."""
     try:
         kept = read_source(directory.path, record["source"])
     except UserError as error:
@@ -120,7 +121,7 @@ def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]
 
 
 def _other_ddp(record: Mapping[str, Any]) -> str | None:
-    """How ddp_core itself is another one than when the run was made, None where it is the same."""
+    """A line on the versions of ddp_core, where the run was made with another one than this; else None."""
     there, here = record["environment"]["code"], describe_code()
     if (there["version"], there["commit"]) == (here["version"], here["commit"]):
         return None
@@ -143,7 +144,7 @@ def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked
 def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
     """The file with the weights that the run began with, or its copy in the directory; None for random weights.
 
-    Raises _Different where it is gone, or holds other weights.
+    Raises _Different where both are gone, or the file holds other weights.
     """
     weights = recorded_weights(record)
     if weights is None:
@@ -158,7 +159,7 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
 
 
 def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
-    """The recorded number of processes or replicas; at least two where the kind of layout is another, 1 for single."""
+    """The number of processes or replicas: 1 for single, else the recorded number, and at least 2 on another layout."""
     if kind == "single":
         return 1
     count: int = recorded["nnodes"] * recorded["nproc_per_node"]
@@ -179,6 +180,7 @@ def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirecto
 
 
 def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory) -> int:
+    """Print the verdict on the run in `directory` and its repetition `again`; returns the exit code."""
     repeated = again.read()
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
@@ -203,13 +205,13 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
 
 
 def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:
-    """Names the CPUs of a run with portable numerics and of its repetition, where they differ; else nothing."""
+    """The end of a verdict that names the CPUs of a run with portable numerics and its repetition, if these differ."""
     there, here = portable_cpu(record), portable_cpu(repeated)
     return f", on another kind of CPU: here {here}, there {there}" if here != there else ""
 
 
 def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:
-    """The name of a file that does not hold the weights that both records have; None where each does."""
+    """The name of a file of weights that differs between the runs, though their records agree; None if none does."""
     for name in ("model.safetensors", "model_ema.safetensors"):
         if name == "model.safetensors" or (ours.path / name).exists():
             here, there = (weights_digest(read_weights(run.path / name)) for run in (ours, theirs))
@@ -219,7 +221,7 @@ def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:
 
 
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
-    """The first step at which the recorded digests differ, with the losses there and the gap of the final weights."""
+    """In words: the first step at which the recorded digests differ, the losses there, the gap of the final weights."""
     here, there = ({entry["step"]: entry for entry in read_metrics(run.metrics, "digest")} for run in (ours, theirs))
     for step in sorted(here.keys() & there.keys()):
         if here[step]["weights_sha256"] != there[step]["weights_sha256"]:
@@ -233,6 +235,7 @@ def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
 
 
 def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
+    """In words: the parameter or buffer whose final values differ the most, and by how much."""
     here, there = (read_weights(run.path / "model.safetensors") for run in (ours, theirs))
     gaps = {
         name: (here[name].double() - there[name].double()).abs().max().item() for name in here.keys() & there.keys()

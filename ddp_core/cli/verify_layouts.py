@@ -1,4 +1,4 @@
-"""Train one experiment on every layout and compare the digests."""
+"""`ddp verify-layouts`: train one experiment on every layout and compare the digests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SHARDED_COUNTS = (2, 3)
 _MOST_MICRO_BATCHES = 8
 
 Attempts = list[dict[str, Any]]
-"""What is asked for on one layout: the attempts, of which all but the last end with a kill."""
+"""The options of each `ddp train` that makes up one run: all but the last are killed, and the next one resumes."""
 
 
-def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
-    """Train on every layout that runs here and print the table; 0 when there is one digest.
+def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: DeviceType = "cpu") -> int:
+    """Train on every layout that runs here and print a line for each; returns 0 when there is one digest.
 
-    Includes a run that is killed and resumed on other layouts. Raises UserError where the exact reduction cannot be had
-    for the experiment.
+    One of the runs is killed and resumed on other layouts. Raises UserError where the experiment cannot have the exact
+    reduction.
     """
     loaded = load_with_settings(name, settings)
     experiment = loaded.experiment
@@ -53,7 +53,7 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
         count = f"{experiment.micro_batches} micro-batch{'' if experiment.micro_batches == 1 else 'es'}"
         print(f"left out, as a step has only {count} to share: {', '.join(left_out)}", flush=True)
     try:
-        return _compare(name, settings, data_dir, device, layouts)
+        return _train_all(name, settings, data_dir, device, layouts)
     except UserError as error:
         if "plain reduction" not in str(error):
             raise
@@ -62,7 +62,7 @@ def verify_layouts(name: str, settings: Sequence[str], data_dir: str, device: De
 
 
 def _modes_for(experiment: Experiment, optimizer: Optimizer) -> Sequence[ShardMode]:
-    """The shard modes that can be had; where none can, says why."""
+    """The shard modes that the experiment can have; prints which are left out, and why."""
     reason = Sharding("optimizer").refused_by(experiment)
     try:
         if reason is None:
@@ -81,7 +81,7 @@ def _nothing_to_compare(experiment: Experiment, reason: str) -> UserError:
     return UserError(f"no two layouts promise the same bits for {experiment.name}: {reason}")
 
 
-def _compare(
+def _train_all(
     name: str, settings: Sequence[str], data_dir: str, device: DeviceType, layouts: dict[str, Attempts]
 ) -> int:
     digests, states = set(), set()
@@ -104,7 +104,7 @@ def _compare(
 
 
 def _micro_batch_for(experiment: Experiment) -> int:
-    """The size that gives the most micro-batches, up to eight; of two samples at least, which BatchNorm needs."""
+    """The size of micro-batch that gives the most of them, up to eight; 2 samples at least, which BatchNorm needs."""
     size = experiment.global_batch_size
     most = max(1, min(_MOST_MICRO_BATCHES, size // 2))
     return size // max(count for count in range(1, most + 1) if size % count == 0)
@@ -113,7 +113,7 @@ def _micro_batch_for(experiment: Experiment) -> int:
 def layouts_for(
     micro_batches: int, steps: int, device: DeviceType = "cpu", modes: Sequence[ShardMode] = SHARD_MODES
 ) -> tuple[dict[str, Attempts], list[str]]:
-    """The layouts by title, and the titles of those that have more ranks or replicas than a step has micro-batches."""
+    """The layouts by title, and the titles of those left out: they have more ranks than a step has micro-batches."""
     wanted: dict[str, tuple[int, Attempts]] = {"single": (1, [{}])}
     for kind, counts in _COUNTS.items():
         for count in counts:
@@ -133,7 +133,7 @@ def layouts_for(
 def _killed(micro_batches: int, steps: int) -> dict[str, tuple[int, Attempts]] | None:
     """A run that is killed after a quarter, half and three quarters of its steps, each time on another layout.
 
-    None where there are too few steps to be killed after one.
+    None where a run has too few steps for that.
     """
     kills = sorted({steps * part // 4 for part in (1, 2, 3)} - {0})
     if not kills:

@@ -5,8 +5,8 @@ import sys
 from ddp_core.distributed.stop import die_when_asked
 
 if __name__ == "__main__":
-    # Before torch is loaded, which takes seconds: the launcher sees from which signal this process has died.
+    # Before torch is loaded, which takes seconds: the launcher shall see which signal has ended this process.
     die_when_asked()
-    from ddp_core.run.worker import main
+    from ddp_core.run.run import worker_main
 
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(worker_main(sys.argv[1:]))

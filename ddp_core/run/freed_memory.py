@@ -1,12 +1,13 @@
-"""What becomes of freed memory: it stays with the process, which is fast, or goes back to the kernel, which is small.
+"""Whether freed memory stays with the process, which saves time, or goes back to the kernel, which saves memory.
 
 glibc returns large blocks to the kernel as soon as they are freed, and the kernel hands out each page anew, filled with
 zeros, at the first touch. A ResNet-18 on CPU spends a tenth to a fifth of its step on that, though every step allocates
-the same tensors again. Where a GPU trains, the host's part of loading allocates the same again
+tensors of the same sizes again. Where a GPU trains, so does the loading of data on the host
 (`python -m benchmarks.loader`).
 
-Where parameters are sharded, blocks of the model come and go within a step. What stays with the process is then cut
-into free pieces that fit nothing: of 25 million parameters on two ranks, 500 MB (`python -m benchmarks.shard_memory`).
+Where parameters are sharded, blocks of the model come and go within a step. Memory that stays with the process is then
+cut into free pieces that are too small for the next block: 500 MB of them with 25 million parameters on two ranks
+(`python -m benchmarks.shard_memory`).
 Sources: mallopt(3); glibc, malloc/malloc.c, "M_TRIM_THRESHOLD" and "M_MMAP_THRESHOLD".
 """
 
@@ -18,7 +19,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_KEPT = 1 << 30
 # The largest value that glibc before 2.35 accepts.
-_LARGEST_ONCE = 32 << 20
+_LARGEST_KEPT_BEFORE_2_35 = 32 << 20
 _SMALLEST_RETURNED = 256 << 10
 
 
@@ -27,7 +28,7 @@ def keep_freed_memory() -> bool:
 
     This changes no result: torch aligns every tensor to 64 bytes by itself.
     """
-    kept = _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT) or _set(_M_MMAP_THRESHOLD, _LARGEST_ONCE)
+    kept = _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT) or _set(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BEFORE_2_35)
     return kept and _set(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -1,10 +1,11 @@
-"""The directory of a run, the checkpoint and the weights that it continues from, chosen by rank 0 for every rank."""
+"""Where a run starts: its directory and record, and the checkpoint or the weights, chosen by rank 0 for every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
@@ -12,7 +13,9 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source, changed_files, diff, read_source, shortened
+from ddp_core.observe.heartbeat import clear_heartbeats
 from ddp_core.observe.metrics import Console, read_metrics
+from ddp_core.record.changes import Origin
 from ddp_core.record.continuing import (
     accepting_command,
     find_resumable,
@@ -22,30 +25,34 @@ from ddp_core.record.continuing import (
 )
 from ddp_core.record.directory import RunDirectory, find_launch
 from ddp_core.record.initial_weights import InitialWeights, find_weights
+from ddp_core.record.lock import RunLock
+from ddp_core.record.run_record import RunRecord
 from ddp_core.trainers import Trainer
 
-Value = TypeVar("Value")
+_P = ParamSpec("_P")
+_Choice = TypeVar("_Choice")
 
 
-def choose_directory(request: Request, source: Source, samples: int, collectives: Collectives) -> RunDirectory:
-    """The run's directory, chosen by rank 0: a resumed one or a fresh one.
+def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _P.args, **named: _P.kwargs) -> _Choice:
+    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError."""
+    answer: tuple[_Choice | None, UserError | None] = (None, None)
+    if collectives.world.is_first:
+        try:
+            answer = (choose(*words, **named), None)
+        except UserError as error:
+            answer = (None, error)
+    choice, failure = collectives.broadcast(answer)
+    if failure is not None:
+        raise failure
+    return choice  # type: ignore[no-any-return]
 
-    `samples`: of the training data. Raises UserError (3) on every rank where the run that is to be continued has other
-    settings, or was begun with other code.
+
+def choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
+    """The directory of the run: that of the run to continue, or a new one.
+
+    `source`: the user's code today. `samples`: the number of training samples. Raises UserError (3) where the run to
+    continue has other settings, or was begun with other code.
     """
-
-    def choose() -> str:
-        found = _find(request, samples, collectives.world)
-        if found is None:
-            output = Path(request.options.output)
-            return str(RunDirectory.create(output, request.loaded.experiment, request.layout).path)
-        _require_source(found, request, source, collectives.world)
-        return str(found.path)
-
-    return RunDirectory(Path(_decided_by_first(collectives, choose)))
-
-
-def _find(request: Request, samples: int, world: World) -> RunDirectory | None:
     output, experiment = Path(request.options.output), request.loaded.experiment
     found: RunDirectory | None = None
     if request.resume not in ("auto", "never"):
@@ -54,14 +61,18 @@ def _find(request: Request, samples: int, world: World) -> RunDirectory | None:
         found = find_launch(output, experiment, world.launch_id)
     if found is not None:
         require_continuable(found, request, samples)
-        return found
-    if request.resume == "auto":
-        return find_resumable(request, samples)
-    return find_unfinished(request) if world.restart_count > 0 else None
+    elif request.resume == "auto":
+        found = find_resumable(request, samples)
+    elif world.restart_count > 0:
+        found = find_unfinished(request)
+    if found is None:
+        return RunDirectory.create(output, experiment, request.layout)
+    _require_source(found, request, source, world)
+    return found
 
 
 def _require_source(directory: RunDirectory, request: Request, source: Source, world: World) -> None:
-    """Raises UserError (3), with what has changed, where the run was begun with other code and that is not accepted."""
+    """Raises UserError (3), with what has changed, where the run began with other code that is not accepted."""
     record = directory.read()
     accepted = request.asked is not None and request.asked.accept_changed_code
     if accepted or "source" not in record:
@@ -84,31 +95,57 @@ def _require_source(directory: RunDirectory, request: Request, source: Source, w
     )
 
 
-def choose_weights(request: Request, directory: RunDirectory, collectives: Collectives) -> InitialWeights | None:
-    """The weights that the run starts from (`--init-from`), chosen by rank 0; None for random ones."""
-
-    def choose() -> InitialWeights | None:
-        if (directory.path / "run.json").exists():
-            return recorded_weights(directory.read())
-        given = request.asked.init_from if request.asked is not None else None
-        return None if given is None else find_weights(given)
-
-    return _decided_by_first(collectives, choose)
+def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights | None:
+    """The weights with which step 0 starts (`--init-from`); None for random weights."""
+    if (directory.path / "run.json").exists():
+        return recorded_weights(directory.read())
+    given = request.asked.init_from if request.asked is not None else None
+    return None if given is None else find_weights(given)
 
 
-def choose_checkpoint(directory: RunDirectory, collectives: Collectives, console: Console) -> Checkpoint | None:
+def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
-
-    def choose() -> tuple[str, str] | None:
-        checkpoint = newest_valid(directory.checkpoints, console.say)
-        return None if checkpoint is None else (str(checkpoint.manifest), checkpoint.sha256)
-
-    chosen = _decided_by_first(collectives, choose)
+    chosen = by_rank_0(collectives, _newest_checkpoint, directory, console)
     return None if chosen is None else read_checkpoint(chosen[0], sha256=chosen[1])
 
 
+def _newest_checkpoint(directory: RunDirectory, console: Console) -> tuple[str, str] | None:
+    """The manifest of the newest valid checkpoint, and its SHA-256."""
+    checkpoint = newest_valid(directory.checkpoints, console.say)
+    return None if checkpoint is None else (str(checkpoint.manifest), checkpoint.sha256)
+
+
+@contextmanager
+def open_record(
+    collectives: Collectives,
+    request: Request,
+    directory: RunDirectory,
+    origin: Origin,
+    steps_per_epoch: int,
+    console: Console,
+) -> Iterator[RunRecord]:
+    """The record of the run; rank 0 begins it, and holds the lock of the run directory until the block ends."""
+    world, record = collectives.world, RunRecord(request, collectives, directory, origin, steps_per_epoch)
+    with ExitStack() as stack:
+        if world.is_first:
+            lock = RunLock(directory.path)
+            stack.callback(lock.release)
+            try:
+                lock.acquire()
+            except UserError:
+                # A worker of this launch that was stopped (SIGSTOP) may still hold the lock. This worker then trains
+                # without it: the fence keeps the other one from writing.
+                if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
+                    raise
+            record.start()
+            clear_heartbeats(directory.path)
+            console.log_to(directory.log)
+        record.attempt = collectives.broadcast(record.attempt)
+        yield record
+
+
 def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, notes: Sequence[str]) -> None:
-    """Continue at the checkpoint, if there is one, and say what is other than before (`notes`)."""
+    """Load the checkpoint `start`, if there is one; `notes` are lines on what has changed since the run began."""
     job = trainer.job
     for line in notes:
         job.console.say(line)
@@ -136,17 +173,3 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     trainer.state.load_state_dict(state)
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
-
-
-def _decided_by_first(collectives: Collectives, decide: Callable[[], Value]) -> Value:
-    """Rank 0's decision on every rank; a UserError of rank 0 is also raised on every rank."""
-    answer: tuple[Value | None, UserError | None] = (None, None)
-    if collectives.world.is_first:
-        try:
-            answer = (decide(), None)
-        except UserError as error:
-            answer = (None, error)
-    value, failure = collectives.broadcast(answer)
-    if failure is not None:
-        raise failure
-    return value  # type: ignore[no-any-return]

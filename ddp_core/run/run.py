@@ -1,31 +1,36 @@
-"""What every worker process of a run does, in order."""
+"""What a worker process does, in order; and how it ends: with an exit code and one report, whatever happened."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddp_core.base.deterministic_kernels import choose_kernels, has_tf32
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.streams import make_patient
+from ddp_core.base.threads import use_chosen_threads
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.reports import die_with_launcher, report_end, report_error
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Parts, Request, build_parts, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
-from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
+from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
 from ddp_core.observe.loggers.choosing import start_loggers
 from ddp_core.observe.loggers.logger import LoggedRun, loggable
-from ddp_core.observe.lost_peers import is_peer_loss
+from ddp_core.observe.lost_peers import is_peer_loss, reason_of
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
@@ -35,11 +40,10 @@ from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
-from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
-from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
+from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.sharding import Sharding
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.evaluation import try_metrics
@@ -47,8 +51,47 @@ from ddp_core.trainers.loss_check import check_loss
 from ddp_core.trainers.passes import Passes
 
 
-def run(request: Request, world: World) -> RunDirectory:
-    """Carry the request out as one worker of `world`; rank 0 keeps the run directory.
+@said_by("ddp")
+def worker_main(words: Sequence[str]) -> int:
+    """Carry out the request of a launcher of ours as one of its workers; returns the exit code.
+
+    `words`: the path of a file with the request (`Request.to_json`). Which rank this process is, the variables of the
+    launcher say.
+    """
+    (file,) = words
+    make_patient()
+    use_chosen_threads()
+    try:
+        world = World.from_environment()
+        if world.report_dir is not None:
+            die_with_launcher(world.report_dir)
+        request = Request.from_json(Path(file).read_text(encoding="utf-8")).for_nodes(world.nnodes)
+    except UserError as error:
+        return report_error(error)
+    return run_worker(request, world)
+
+
+def run_worker(request: Request, world: World) -> int:
+    """Carry the request out as one worker of `world`, and return the exit code.
+
+    How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
+    """
+    try:
+        run(request, world)
+    except UserError as error:
+        return report_end(world, error.exit_code, str(error))
+    except Exception as error:
+        if is_peer_loss(error):
+            return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
+        if known := shortage(error, world.place, Path(request.options.output)):
+            return report_end(world, known.exit_code, str(known))
+        exit_code, message = unforeseen(error)
+        return report_end(world, exit_code, f"{world.place}: {message}", traceback.format_exc())
+    return ExitCode.DONE
+
+
+def run(request: Request, world: World) -> None:
+    """Train: meet the other workers, build the parts, choose where to start, and keep the record (rank 0).
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
@@ -56,21 +99,23 @@ def run(request: Request, world: World) -> RunDirectory:
     with ExitStack() as stack:
         if request.options.numerics == "portable":
             stack.enter_context(portable_kernels())
-        stop = _stop_request(request, world)
+        launched = world.report_dir is not None
+        stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
-        parts = _build_the_same(request, collectives)
-        source, data = _digest_the_same(request, parts, collectives, console)
+        parts, source, data = _build_the_same(request, collectives, console)
+        samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
-        directory = choose_directory(request, source, len(parts.splits.train), collectives)
+        directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        origin = Origin(source, data, choose_weights(request, directory, collectives))
-        record = stack.enter_context(_open_record(request, parts, origin, directory, collectives, console))
+        origin = Origin(source, data, by_rank_0(collectives, choose_weights, request, directory))
+        each = request.loaded.experiment.steps_per_epoch(samples)
+        record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))
         with record.outcome():
-            start = choose_checkpoint(directory, collectives, console)
+            start = choose_checkpoint(collectives, directory, console)
             if start is None and origin.weights is not None:
                 put_weights(parts.model, origin.weights)
             heartbeat = Heartbeat(directory.path, world, record.usage)
@@ -111,14 +156,13 @@ def run(request: Request, world: World) -> RunDirectory:
             result = record.finish(trainer, heartbeat.speed())
             if result is not None:
                 _add_prediction(request, record, job, result)
-    return directory
 
 
 def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mapping[str, Any]) -> None:
-    """Put the memory that this run was to take beside what it took.
+    """Add the predicted memory to the result, beside the measured one.
 
-    A replica is built and watched for that. It comes last: the peak has been measured, and the run is complete
-    whatever becomes of the prediction.
+    The prediction builds a replica and watches a step of it. It comes last: the peak has been measured by then, and the
+    run is complete even where the prediction fails.
     """
     with suppress(Exception), generators_kept(job.device):
         found = predict(request, job.loss, job.splits, job.device)
@@ -127,14 +171,8 @@ def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mappi
             record.add_to_result(predicted_memory_bytes=predicted)
 
 
-def _stop_request(request: Request, world: World) -> StopRequest:
-    options = request.options
-    launched = world.report_dir is not None
-    return StopRequest(options.stop_signal, options.max_seconds, launched=launched, last=True)
-
-
 def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:
-    """Meet the other workers of the launch, on this process's own device."""
+    """The process group of all workers, on this process's own device."""
     options, layout = request.options, request.layout
     device = local_device(world, layout.device)
     if Sharding.of(layout).cuts_parameters and device.type == "cpu":
@@ -144,8 +182,11 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
 
 
-def _build_the_same(request: Request, collectives: Collectives) -> Parts:
-    """All parts. Raises UserError on every rank where the ranks' version of ddp_core or request differ."""
+def _build_the_same(request: Request, collectives: Collectives, console: Console) -> tuple[Parts, Source, DataDigest]:
+    """All parts, the user's code and the digest of the data.
+
+    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
+    """
     check_promise(request)
     collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
@@ -153,61 +194,12 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)
         try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
-    return parts
-
-
-def _digest_the_same(
-    request: Request, parts: Parts, collectives: Collectives, console: Console
-) -> tuple[Source, DataDigest]:
-    """The user's code, all of which is imported by now, and the data.
-
-    Raises UserError on every rank where the ranks' code or data differ.
-    """
+    # All modules of the user are imported by now.
     source = collect(request.loaded)
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return source, agreed_digest(parts.splits, collectives, console.say)
-
-
-@contextmanager
-def _open_record(
-    request: Request,
-    parts: Parts,
-    origin: Origin,
-    directory: RunDirectory,
-    collectives: Collectives,
-    console: Console,
-) -> Iterator[RunRecord]:
-    """The run's record, begun by rank 0, which holds the run directory's lock from here on."""
-    steps_per_epoch = request.loaded.experiment.steps_per_epoch(len(parts.splits.train))
-    world, record = collectives.world, RunRecord(request, collectives, directory, origin, steps_per_epoch)
-    with _hold(directory, world.launch_id) if world.is_first else nullcontext():
-        if world.is_first:
-            record.start()
-            clear_heartbeats(directory.path)
-            console.log_to(directory.log)
-        record.attempt = collectives.broadcast(record.attempt)
-        yield record
-
-
-@contextmanager
-def _hold(directory: RunDirectory, launch_id: str | None) -> Iterator[None]:
-    """Hold the directory's lock.
-
-    A stopped worker of the same launch may still hold the lock. This worker then goes on without it: the fence keeps
-    the stopped worker from writing.
-    """
-    lock = RunLock(directory.path)
-    try:
-        lock.acquire()
-    except UserError:
-        if launch_id is None or directory.read().get("launch_id") != launch_id:
-            raise
-    try:
-        yield
-    finally:
-        lock.release()
+    return parts, source, agreed_digest(parts.splits, collectives, console.say)
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
@@ -261,17 +253,17 @@ def _checkpointer(record: RunRecord, collectives: Collectives, console: Console)
 
 
 def _raise_failed_save(checkpointer: Checkpointer) -> None:
-    """Raise the UserError of a save in the background, if there was one.
+    """Raise the UserError with which a save in the background has failed, if one has.
 
-    All ranks leave where one of them cannot save its part. A rank may miss the first that leaves before it looks at
-    how the save ended.
+    All ranks leave where one of them cannot save its part. A rank may notice that another one has left before it learns
+    that the save has failed, and a lost peer would not tell the user why.
     """
     try:
         checkpointer.wait()
     except UserError:
         raise
     except Exception:
-        return  # the loss of a peer, which has ended the save as well
+        return  # the lost peer has ended the save as well
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import click
 
 from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.streams import make_patient
-from ddp_core.cli.click_options import asked_in
-from ddp_core.cli.commands import train
+from ddp_core.cli.click_kinds import asked_in
+from ddp_core.cli.commands import train_
 from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests
 
 
@@ -86,7 +86,7 @@ def _nodes(text: str) -> tuple[int, int]:
 def _experiment(options: Sequence[str]) -> str:
     """The experiment that these words name. Raises UserError where `ddp train` would not take the words."""
     try:
-        with train.make_context("ddp train", list(options)) as context:
+        with train_.make_context("ddp train", list(options)) as context:
             return asked_in(context).experiment
     except click.UsageError as error:
         raise UserError(f"{error.format_message().rstrip('.')} (see `ddp train --help`)") from None

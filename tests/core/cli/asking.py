@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_core.cli import main
-from ddp_core.cli.click_options import asked_in
+from ddp_core.cli.click_kinds import asked_in
 from ddp_core.cli.commands import ddp as group
 from ddp_core.config.options import Asked
 

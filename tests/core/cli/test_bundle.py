@@ -12,8 +12,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.bundle import FORMAT, bundle
-from ddp_core.cli.verify_bundle import verify_bundle
+from ddp_core.cli.bundle import BUNDLE_FORMAT, make_bundle, verify_bundle
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ddp, train, trained
 from tests.support.own_project import write_project
@@ -37,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run's bundle."""
     target = tmp_path_factory.mktemp("bundle") / "mine.zip"
-    assert bundle(run, target) == 0
+    assert make_bundle(run, target) == 0
     return target
 
 
@@ -47,7 +46,7 @@ def again(packed: Path, target: Path, change: Callable[[dict[str, bytes]], objec
         members = {name: archive.read(name) for name in archive.namelist()}
     change(members)
     with ZipFile(target, "w") as archive:
-        archive.comment = FORMAT.encode()
+        archive.comment = BUNDLE_FORMAT.encode()
         for name, content in members.items():
             archive.writestr(ZipInfo(name), content)
     return target
@@ -61,7 +60,7 @@ def refusal(file: Path) -> str:
 
 
 def test_the_same_run_gives_the_same_bytes(run: Path, packed: Path, tmp_path: Path) -> None:
-    assert bundle(run, tmp_path / "another.zip") == 0
+    assert make_bundle(run, tmp_path / "another.zip") == 0
     assert (tmp_path / "another.zip").read_bytes() == packed.read_bytes()
     assert list(tmp_path.iterdir()) == [tmp_path / "another.zip"]
     with ZipFile(packed) as archive:
@@ -91,7 +90,7 @@ def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> No
     file = write_project(tmp_path / "project")
     weights = shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors")
     train(tmp_path / "out", file, "--init-from", weights)
-    assert bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
+    assert make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
     Path(weights).unlink()
     with ZipFile(tmp_path / "b.zip") as archive:
         assert "init_from.safetensors" in archive.namelist()
@@ -99,7 +98,7 @@ def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> No
     ended = ddp("verify", tmp_path / "b.zip", module="tests.support.quick")
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.errors + ended.output
     with pytest.raises(UserError, match=r"first\.safetensors, whose weights the run began with, is gone"):
-        bundle(trained(tmp_path / "out")[0].path, tmp_path / "c.zip")
+        make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "c.zip")
 
 
 @pytest.mark.parametrize(
@@ -138,13 +137,13 @@ def test_places_outside_are_refused(name: str, packed: Path, tmp_path: Path) -> 
 def test_what_would_grow_is_refused(packed: Path, tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.zip"
     with ZipFile(bomb, "w", ZIP_DEFLATED) as archive:
-        archive.comment = FORMAT.encode()
+        archive.comment = BUNDLE_FORMAT.encode()
         archive.writestr("zeros", bytes(10_000_000))
     assert "zeros is compressed" in refusal(bomb)
 
     # Two entries of the directory that mean the same bytes.
     with ZipFile(bomb, "w") as archive:
-        archive.comment = FORMAT.encode()
+        archive.comment = BUNDLE_FORMAT.encode()
         archive.writestr("zeros", bytes(100_000))
         twin = ZipInfo("more")
         for field in ("header_offset", "CRC", "compress_size", "file_size"):
@@ -178,19 +177,19 @@ def test_what_cannot_be_handed_over_is_said(run: Path, tmp_path: Path) -> None:
     existing = tmp_path / "existing.zip"
     existing.touch()
     with pytest.raises(UserError, match=r"existing\.zip exists"):
-        bundle(run, existing)
+        make_bundle(run, existing)
     with pytest.raises(UserError, match="lies in the run's own directory"):
-        bundle(run, run / "b.zip")
+        make_bundle(run, run / "b.zip")
     with pytest.raises(UserError, match=r"cannot write .*missing") as failure:
-        bundle(run, tmp_path / "missing" / "b.zip")
+        make_bundle(run, tmp_path / "missing" / "b.zip")
     assert failure.value.exit_code == ExitCode.RESOURCES
     copy = RunDirectory(Path(shutil.copytree(run, tmp_path / "copy")))
     (copy.path / "source" / "beside.py").write_text("")
     with pytest.raises(UserError, match=r"beside\.py was changed after the run"):
-        bundle(copy.path, tmp_path / "b.zip")
+        make_bundle(copy.path, tmp_path / "b.zip")
     copy.update(status="stopped")
     with pytest.raises(UserError, match=r"is stopped, so it has no result to hand over; finish it: --resume .*copy"):
-        bundle(copy.path, tmp_path / "b.zip")
+        make_bundle(copy.path, tmp_path / "b.zip")
     assert not (tmp_path / "b.zip").exists()
 
 
@@ -200,7 +199,7 @@ def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, mon
     size = (tmp_path / "b.zip").stat().st_size
     assert ended.output.startswith(f"{tmp_path}/b.zip: 12 files, {size:,} bytes, sha256 ")
     monkeypatch.chdir(tmp_path)
-    assert bundle(run, None) == 0
+    assert make_bundle(run, None) == 0
     assert (tmp_path / f"mine-{run.name}.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
-from ddp_core.cli.compare import compare, table, verdict
+from ddp_core.cli.compare import compare_runs, table, verdict
 from ddp_core.config.layout import Layout
 from ddp_core.record.directory import FORMAT, RunDirectory
 from tests.support.commands import ROOT
@@ -142,7 +142,7 @@ def test_other_digests_of_other_code_or_data_are_no_surprise() -> None:
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, record())
     write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
-    assert compare([tmp_path]) == 0
+    assert compare_runs([tmp_path]) == 0
     output = capsys.readouterr().out
     assert output.count("samples/s") == 2
     assert {"mine", "other"} <= set(output.splitlines())
@@ -150,7 +150,7 @@ def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.C
 
 def test_no_run_is_an_error_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ddp train"):
-        compare([tmp_path])
+        compare_runs([tmp_path])
 
 
 def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +158,7 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
     write(tmp_path, 1, record(DP, speed=1500.0))
     write(tmp_path, 2, record(DDP, status="failed", weights_sha256=None, result={}))
     write(tmp_path, 3, record(experiment_sha256="f", experiment={"name": "other"}, options={"reduction": "plain"}))
-    assert compare([tmp_path], as_json=True) == 0
+    assert compare_runs([tmp_path], as_json=True) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["experiment"], first["identical"], first["verdict"][:8]) == ("mine", True, "digests:")
     assert first["runs"][1] == {

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddp_core.cli import early
-from ddp_core.cli.early import EarlyNumerics, expected_numerics
+from ddp_core.cli import early_numerics
+from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
 from ddp_core.config.options import Asked
 from ddp_core.numerics import limits
 from ddp_core.numerics.limits import LIMITS, portable_refused_by
@@ -34,7 +34,7 @@ OVERRULED = PORTABLE + 'experiment = experiment.model_copy(update={"numerics": "
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_GPU_DRIVER", Path("/nowhere"))
+    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", Path("/nowhere"))
 
 
 def mine(folder: Path, text: str) -> str:
@@ -74,7 +74,7 @@ def test_a_record_counts_before_the_file(tmp_path: Path) -> None:
 
 
 def test_where_there_may_be_a_gpu_nothing_is_set_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_GPU_DRIVER", tmp_path)
+    monkeypatch.setattr(early_numerics, "_GPU_DRIVER", tmp_path)
     file = mine(tmp_path, PORTABLE)
     assert expected_numerics(Asked(experiment=file)) == "native"
     assert expected_numerics(Asked(experiment=file, device="cpu")) == "portable"

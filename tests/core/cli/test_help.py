@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.cli import main
-from ddp_core.cli.kinds import _summary
+from ddp_core.cli.click_kinds import _summary
 from ddp_core.config.options import groups
 from ddp_core.config.written import option_name
 from tests.core.cli.asking import understood

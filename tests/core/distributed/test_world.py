@@ -130,7 +130,7 @@ def test_few_modules_touch_the_environment() -> None:
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "cli/training.py": "hands its environment on to the `ddp train` that it starts",
         "record/caller.py": "reads and tells which program has called `ddp_core.train`",
-        "cli/early.py": "sets those limits before torch is loaded, or starts the process anew",
+        "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
         "record/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_core.cli.doctor import _fits, doctor
+from ddp_core.cli.doctor import _fits, diagnose
 from ddp_core.cli.prepare import load_with_settings, prepare
 from ddp_core.config.experiment import Optimizer
 from ddp_core.config.layout import ShardMode
@@ -187,7 +187,7 @@ def test_the_advice_follows_from_what_fits(room: int, words: str) -> None:
 
 
 def test_doctor_prints_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert doctor("toy_mlp", [], tmp_path) == 0
+    assert diagnose("toy_mlp", [], tmp_path) == 0
     said = capsys.readouterr().out
     assert "toy_mlp, one replica, micro-batches of 4 samples" in said
     assert "data parallelism will do" in said

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from ddp_core.cli.click_options import asked_in
+from ddp_core.cli.click_kinds import asked_in
 from ddp_core.cli.commands import ddp as group
 from ddp_core.config.options import LoggerName
 from ddp_core.observe.metrics import read_metrics

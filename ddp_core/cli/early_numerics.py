@@ -1,9 +1,8 @@
-"""What `ddp train` does before it loads torch, which takes seconds: it refuses early, and sets the limits of numerics.
+"""Sets the limits of portable numerics before torch is loaded, as they must be.
 
-A directory or a port that is in use is refused. The limits of portable numerics must be set before torch is loaded,
-though only torch lets the experiment be run. Until then its file is read, but not run: what it writes as `numerics=` is
-expected to count. Where that proves wrong, for a file that computes the value perhaps, the process starts itself anew
-once the request is known.
+The experiment says which numerics it is for, but its file can only be run with torch. So the file is first read without
+running it, and what it writes as `numerics=` is expected to count. Where that proves wrong, because the file computes
+the value perhaps, the process starts itself anew once the request is known.
 """
 
 from __future__ import annotations
@@ -18,32 +17,29 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 from ddp_core.config.options import Asked
 from ddp_core.config.records import Numerics
-from ddp_core.distributed.addresses import address_served, require_port
-from ddp_core.distributed.world import World
 from ddp_core.experiment.file import find_experiment
 from ddp_core.numerics.limits import LIMITS, limits_hold, portable_refused_by
-from ddp_core.record.lock import require_unlocked
 
 _SECOND_START = "DDP_SECOND_START"
 _GPU_DRIVER = Path("/dev/nvidiactl")
 
 
 class EarlyNumerics:
-    """This process's numerics: expected before torch is loaded, and mended once the request is known.
+    """The numerics of this process: set as expected before torch is loaded, and put right once the request is known.
 
-    `words` are those of the command. A process that goes on after it (`is_own_process` is False) keeps its variables as
-    they are, and is not started anew.
+    `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command; if not, its
+    variables stay as they are, and it is not started anew.
     """
 
     def __init__(self, words: Sequence[str], is_own_process: bool) -> None:
-        # The variable is not for the workers, which may have to be started anew themselves.
+        # Workers must not inherit the variable: they may have to be started anew themselves.
         self._is_second = os.environ.pop(_SECOND_START, None) is not None
         self._words, self._is_own = words, is_own_process
         self._before = dict(os.environ)
         self._has_set_limits = False
 
     def expect(self, asked: Asked) -> None:
-        """Set the limits where the request is expected to be for portable numerics."""
+        """Set the limits, if the request will be for portable numerics as far as can be told."""
         is_decided = self._is_second or "torch" in sys.modules
         if self._is_own and not is_decided and expected_numerics(asked) == "portable":
             os.environ.update(LIMITS)
@@ -67,7 +63,7 @@ class EarlyNumerics:
 
 
 def expected_numerics(asked: Asked) -> Numerics:
-    """The numerics of the request, as far as can be told without loading torch."""
+    """The numerics that the request will have, as far as can be told without loading torch."""
     has_gpu = asked.device == "cuda" or (asked.device == "auto" and _GPU_DRIVER.exists())
     if has_gpu or portable_refused_by() is not None:
         return "native"
@@ -85,6 +81,7 @@ def expected_numerics(asked: Asked) -> Numerics:
 
 
 def _recorded(record: Path) -> object:
+    """The numerics of the experiment in a run.json."""
     try:
         return json.loads(record.read_bytes())["experiment"].get("numerics")
     except (OSError, ValueError, LookupError, AttributeError):
@@ -98,27 +95,7 @@ def _is_written_portable(name_or_path: str) -> bool:
     except (OSError, SyntaxError, ValueError, UserError):
         return False  # the run itself says what is wrong with the file
     return any(
-        isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
-        and any(
-            each.arg == "numerics" and isinstance(each.value, ast.Constant) and each.value.value == "portable"
-            for each in node.keywords
-        )
+        "numerics='portable'" in map(ast.unparse, node.keywords)
         for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
     )
-
-
-def require_free(asked: Asked, world: World) -> None:
-    """Refuse a request whose run directory or port another process has.
-
-    What is free now may be taken a moment later: the run itself asks again, and keeps both.
-
-    Raises UserError (2) where another run works in the directory to resume, and (4) where rank 0's port is in use.
-    """
-    if world.serves_store and asked.layout == "ddp":
-        assert world.store_port is not None
-        address = address_served(str(world.store_host))
-        require_port(address, world.store_port, world.port_name, "give the ranks another one")
-    elif not World.is_set() and asked.resume not in ("auto", "never") and asked.nnodes.high == 1:
-        # A worker of a launcher outside, or one of several nodes, may find the directory in use by its own launch.
-        require_unlocked(Path(asked.resume))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.cli.early import require_free
+from ddp_core.cli.train import require_free
 from ddp_core.config.options import Asked
 from ddp_core.distributed.world import World, free_port
 from ddp_core.record.lock import RunLock

@@ -1,0 +1,240 @@
+"""The kinds of click option, command and group that `ddp` uses.
+
+Options are made from the fields of `Asked`, and only when they are needed. A group may hold commands of other packages.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from ddp_core.base.errors import UserError, near_names, nearest_name
+from ddp_core.cli.config import add_to_config
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from ddp_core.config.options import Asked
+
+Items = list[CompletionItem[str]]
+"""What a shell offers when the user presses the tab key."""
+
+
+class TitledOption(click.Option):
+    """An option with the title of the group under which the help shows it."""
+
+    def __init__(self, *details: Any, title: str | None = None, **more: Any) -> None:
+        super().__init__(*details, **more)
+        self.title = title
+
+
+def field_options(*names: str, default: str | None = None) -> list[click.Parameter]:
+    """The options of these fields of `Asked`, or of all fields where none is named.
+
+    With `default`, no option has a default value, and the help shows this text in its place.
+    """
+    # Pydantic, which `Asked` needs, takes a moment to load.
+    from ddp_core.config.options import groups
+
+    return [
+        _parameter(name, field, default, None if names else title)
+        for title, fields in groups()
+        for name, field in fields.items()
+        if name in names or not names
+    ]
+
+
+def asked_in(context: click.Context) -> Asked:
+    """What the command line, the environment or the file of --config asks for; other fields keep their defaults."""
+    from ddp_core.config.options import Asked
+
+    return Asked(
+        **{
+            name: value
+            for name, value in context.params.items()
+            if name in Asked.model_fields and context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        }
+    )
+
+
+def _parameter(name: str, field: FieldInfo, default: str | None, title: str | None) -> click.Parameter:
+    from ddp_core.config.written import choices, command_line, default_text, is_repeated, option_name
+
+    if field.is_required():
+        return click.Argument([name], shell_complete=complete_experiment)
+    written, values = command_line(field), choices(field)
+    usual = default or default_text(field) + (f", or ${written.variable}" if written.variable else "")
+    details: dict[str, Any] = {"metavar": written.metavar, "envvar": written.variable, "hidden": written.hidden}
+    if name == "settings":
+        details |= {"callback": add_to_config, "shell_complete": complete_setting}
+    elif not values:
+        details |= {"shell_complete": complete_value}
+    if isinstance(field.default, bool):
+        # The option gives the opposite of the default: --synchronous-save turns asynchronous_save off.
+        details |= {"is_flag": True, "flag_value": not field.default}
+    elif is_repeated(field):
+        details |= {"multiple": True, "type": click.Choice(values) if values else None}
+    else:
+        details |= {"type": click.Choice(values) if values else _reader(field)}
+        details |= {"default": None if default else field.default}
+    return TitledOption(
+        [option_name(name, field), name], help=f"{field.description} [default: {usual}]", title=title, **details
+    )
+
+
+def _reader(field: FieldInfo) -> Callable[[Any], Any]:
+    """A function that reads the user's text as the field's type; for a wrong text click prints the reason."""
+
+    def read(value: Any) -> Any:
+        from pydantic import TypeAdapter, ValidationError
+
+        from ddp_core.config.records import Frozen, explain
+
+        kind = Annotated[field.annotation, *field.metadata]  # type: ignore[name-defined]
+        try:
+            return TypeAdapter(kind, config=Frozen.model_config).validate_python(value)
+        except ValidationError as error:
+            raise click.BadParameter(f"{value}: {explain(error)}") from None
+
+    return read
+
+
+def complete_experiment(_: click.Context, __: click.Parameter, begun: str) -> Items:
+    """The names of experiments that begin so, else files."""
+    from ddp_core.experiment.file import list_experiments
+
+    found = [entry for entry in list_experiments() if entry.name.startswith(begun)]
+    return [CompletionItem(entry.name, help=entry.question) for entry in found] or [CompletionItem(begun, type="file")]
+
+
+def complete_setting(_: click.Context, __: click.Parameter, begun: str) -> Items:
+    """The settings of every experiment; those of its model and data are not known without running its file."""
+    from ddp_core.config.experiment import common_settings
+
+    return [CompletionItem(f"{name}=") for name in common_settings() if name.startswith(begun)]
+
+
+def complete_value(_: click.Context, option: click.Parameter, begun: str) -> Items:
+    """Folders and files for an option that takes one."""
+    kind = {"DIR": "dir", "FILE": "file", "never|auto|RUN": "dir"}.get(option.metavar or "")
+    return [CompletionItem(begun, type=kind)] if kind else []
+
+
+def meant_by(wrong: str, options: Iterable[str]) -> str | None:
+    """The option of `ddp train`, or the setting, that an unknown option is most like; None where none is like it."""
+    from ddp_core.config.experiment import common_settings
+
+    meanings = {option.lstrip("-").replace("-", "_"): option for option in options}
+    for name in common_settings():
+        meanings |= {word: f"--set {name}=VALUE" for word in (name, name.rpartition(".")[2]) if word not in meanings}
+    near = near_names(wrong.lstrip("-").replace("-", "_"), list(meanings), likeness=0.6)
+    return meanings[near[0]] if near else None
+
+
+class Command(click.Command):
+    """A command whose options the function `options` makes when they are first needed."""
+
+    def __init__(self, *details: Any, options: Callable[[], list[click.Parameter]] | None = None, **more: Any) -> None:
+        super().__init__(*details, **more)
+        self._make_options = options
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """All parameters, as click asks for them."""
+        if self._make_options is not None:
+            self.params, self._make_options = [*self._make_options(), *self.params], None
+        return super().get_params(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options into the help, by group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Option) and (row := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "title", None) or "Options", []).append(row)
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class Group(click.Group):
+    """Commands in the order of the code; an unknown command gets an error with the nearest known name."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names for the help."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of that name. Raises UserError for an unknown name."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            hint = nearest_name(args[0], self.list_commands(ctx))
+            raise UserError(f"{ctx.command_path} has no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class OpenGroup(Group):
+    """A group with the commands of other packages beside its own.
+
+    A package offers a command as an entry point of the group `ddp.commands`: a function that takes a list of words and
+    returns an exit code.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names for the help: the own commands first."""
+        return [*self.commands, *sorted(_offered().keys() - self.commands.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, None for an unknown one."""
+        own = super().get_command(ctx, cmd_name)
+        if own is None and (entry := _offered().get(cmd_name)) is not None:
+            return _Offered(cmd_name, entry)
+        return own
+
+
+class _Offered(click.Command):
+    """A command of another package: all words go to its function, which is imported only when it is called."""
+
+    def __init__(self, name: str, entry: EntryPoint) -> None:
+        super().__init__(name, add_help_option=False)
+        self._entry = entry
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first line of the function's docstring, read from its file without running it."""
+        return _summary(self._entry)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Leave the words as they are."""
+        ctx.args = args
+        return args
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Call the function; returns its exit code."""
+        return int(self._entry.load()(ctx.args))
+
+
+@cache
+def _offered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="ddp.commands")}
+
+
+def _summary(entry: EntryPoint) -> str:
+    try:
+        spec = find_spec(entry.module)
+        tree = ast.parse(Path(spec.origin).read_bytes()) if spec is not None and spec.origin is not None else None
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return f"(cannot be read: {entry.value})"
+    for statement in tree.body if tree is not None else []:
+        if isinstance(statement, ast.FunctionDef) and statement.name == entry.attr:
+            return (ast.get_docstring(statement) or "").partition("\n")[0]
+    return ""
