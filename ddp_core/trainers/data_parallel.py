@@ -62,7 +62,7 @@ class DataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         scattered = self._scatter(batch)
         for replica in self.replicas[1:]:
             replica.copy_from(self.model)
@@ -78,8 +78,8 @@ class DataParallelTrainer(Trainer):
         for losses in found:
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
-                self.signals.put_loss(index, loss.to(self.device, non_blocking=True))
-        self.send_signals()
+                self.losses.put(index, loss.to(self.device, non_blocking=True))
+        self.send_losses()
         self._reduce()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class CudaDataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         for parameter in self.model.parameters():
             parameter.grad = None
         weight = self.passes.loss_weight(batch.samples)
@@ -212,9 +212,9 @@ class CudaDataParallelTrainer(Trainer):
                 [batch.tensors[member] for member in members], [part.stop - part.start for part in parts]
             )
             loss = self.passes.loss(self.module, inputs, targets)
-            self.signals.put_loss(parts[0].index, loss.detach())
+            self.losses.put(parts[0].index, loss.detach())
             self.passes.backward(loss, weight)
-        self.send_signals()
+        self.send_losses()
 
 
 def _joined(batches: Sequence[Batch], samples: Sequence[int]) -> Batch:

@@ -63,7 +63,7 @@ class DistributedTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         # DDP's own all-reduce divides by the number of ranks, and nothing else does.
         copies = self.job.layout.world_size if isinstance(self.reduction, PlainReduction) else 1
@@ -72,12 +72,12 @@ class DistributedTrainer(Trainer):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.passes.loss(self.module, inputs, targets)
-                self.signals.put_loss(part.index, loss.detach())
+                self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
                 if self.cut.is_strided:
                     self.observers.before_wait()  # each backward exchanges gradients, not only the last
                 if part is batch.micro_batches[-1]:
-                    self.send_signals()
+                    self.send_losses()
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
             if self.cut.is_strided:
@@ -119,14 +119,14 @@ class DistributedTrainer(Trainer):
     def _join_empty_handed(self) -> None:
         """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
         if not isinstance(self.reduction, PlainReduction):
-            self.send_signals()
+            self.send_losses()
             return
         # DDP's all-reduce runs in a backward only, so this rank runs the backward of one sample with a loss weight of
         # 0. The forward before it takes part in the broadcast of the buffers; in eval mode it does not change them.
         self.module.eval()
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
         loss = self.passes.loss(self.module, inputs, targets)
-        self.send_signals()
+        self.send_losses()
         self.passes.backward(loss, torch.zeros((), device=self.device))
         self.module.train()
 

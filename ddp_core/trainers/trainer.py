@@ -21,7 +21,6 @@ from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
-from ddp_core.trainers.bad_losses import BufferCopies, LossGate, first_bad, name_bad_loss, steps_between_reading
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.checkpoints import Saving
@@ -30,7 +29,14 @@ from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes
-from ddp_core.trainers.signals import StepSignals
+from ddp_core.trainers.step_losses import (
+    BufferCopies,
+    LossGate,
+    StepLosses,
+    first_bad,
+    name_bad_loss,
+    steps_between_reading,
+)
 from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
 from ddp_core.trainers.watch import Watch
@@ -60,7 +66,7 @@ class Trainer(ABC):
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
-        self.signals = StepSignals(job.collectives, self.cut.micro_batches)
+        self.losses = StepLosses(job.collectives, self.cut.micro_batches)
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
@@ -85,13 +91,13 @@ class Trainer(ABC):
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
 
-    def send_signals(self) -> None:
+    def send_losses(self) -> None:
         """Send the step's losses, and whether this process was asked to stop.
 
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.signals.send(self.job.stop.requested)
+        self.losses.send(self.job.stop.requested)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the exact gradient, the same on any layout; overridden where a rank has a part of it."""
@@ -117,7 +123,7 @@ class Trainer(ABC):
             for batch in stream:
                 self.observers.before_step(batch)
                 self.compute_gradients(batch)
-                stop, reports = self.receive_signals(batch)
+                stop, reports = self.receive_losses(batch)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
                 if bad is None:
@@ -153,15 +159,15 @@ class Trainer(ABC):
         every = self.options.digest_every
         return self.is_at_epoch_end or (every is not None and self.state.step % every == 0)
 
-    def receive_signals(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
+    def receive_losses(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
         """Whether a rank was asked to stop, and the reports of all steps not read yet; none where that is not due."""
-        stop = self.signals.receive()
+        stop = self.losses.receive()
         if self._gate is not None:
-            self._gate.see(self.signals.losses)
+            self._gate.see(self.losses.newest)
         done = batch.step + 1
         is_due = stop or done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
-        return stop, self.signals.read() if is_due or self.saving.is_due(done) else []
+        return stop, self.losses.read() if is_due or self.saving.is_due(done) else []
 
     def update_weights(self, batch: StepBatch) -> None:
         """Set the learning rate, clip the gradients, update the weights."""
