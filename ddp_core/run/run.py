@@ -41,9 +41,8 @@ from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
 from ddp_core.trainers import Job, Trainer, build_trainer
-from ddp_core.trainers.evaluation import try_metrics
-from ddp_core.trainers.loss_check import check_loss
 from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.trial import check_loss, try_metrics
 
 
 def run(request: Request, world: World) -> RunDirectory:
