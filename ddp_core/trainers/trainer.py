@@ -22,10 +22,10 @@ from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.checkpoints import Saving
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes
@@ -39,7 +39,6 @@ from ddp_core.trainers.step_losses import (
 )
 from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
-from ddp_core.trainers.watch import Watch
 
 
 class Trainer(ABC):
@@ -75,11 +74,11 @@ class Trainer(ABC):
         overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
-        self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
+        self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks else []
-        self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *called, *job.observers])
+        self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
@@ -188,14 +187,14 @@ class Trainer(ABC):
 
     def end_epoch(self, batch: StepBatch) -> bool:
         """Keep the epoch's mean loss, and evaluate where that is due; returns whether the result is the best so far."""
-        self.watch.epoch_done(batch)
+        self.figures.epoch_done(batch)
         self.state.end_epoch()
         with self.clock.aside():
             self.settle_buffers()
             is_best = False
             if self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0:
                 is_best = self.state.take_evaluation(self.evaluate())
-                self.watch.evaluated(batch)
+                self.figures.evaluated(batch)
             self.callbacks.epoch_done(batch.epoch)
             return is_best
 
