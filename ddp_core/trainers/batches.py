@@ -51,7 +51,7 @@ class Batches:
         return self._mine[samples]
 
     def owner(self, step: int, micro_batch: int) -> int:
-        """The number of the share that a micro-batch belongs to. Raises IndexError if the step has none such."""
+        """The number of the share that a micro-batch belongs to. Raises IndexError for one that the step lacks."""
         samples = self.samples_of(step)
         for share in range(self.cut.shares):
             if any(part.index == micro_batch for part in self.cut.share(share, samples)):
@@ -59,19 +59,19 @@ class Batches:
         raise IndexError(micro_batch)
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
-        """The steps [first_step, stop_step), in order."""
-        asked: deque[list[Ids]] = deque()
+        """The batches of the steps from `first_step` to before `stop_step`."""
+        # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
+        waiting: deque[list[Ids]] = deque()
 
-        def wanted() -> Iterator[StepIds]:
-            # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
+        def ids_of_steps() -> Iterator[StepIds]:
             for step in range(first_step, stop_step):
-                asked.append([self.ids(step, part) for part in self.mine(step)])
-                yield step // self.steps_per_epoch, asked[-1]
+                waiting.append([self.ids(step, part) for part in self.mine(step)])
+                yield step // self.steps_per_epoch, waiting[-1]
 
-        with contextlib.closing(self.loader.stream(wanted())) as stream:
+        with contextlib.closing(self.loader.stream(ids_of_steps())) as stream:
             for step in range(first_step, stop_step):
                 before = time.perf_counter()
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
                 epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
-                yield StepBatch(step, epoch, samples, self.mine(step), asked.popleft(), tensors, seconds)
+                yield StepBatch(step, epoch, samples, self.mine(step), waiting.popleft(), tensors, seconds)

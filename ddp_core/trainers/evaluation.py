@@ -41,9 +41,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
-    With `metrics` also its figures, `test_<name>`.
-    `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch. With
-    `keep_pace` every rank calls it as often as the others do, so that it may be a collective.
+    With `metrics` there are also its figures, `test_<name>`. `forward(inputs, targets)` gives outputs, targets on the
+    outputs' device, and the loss summed over the batch. With `keep_pace` all ranks call `forward` equally often, so
+    that it may be a collective.
     """
     samples, size = len(dataset), settings.samples_per_batch
     batches = math.ceil(samples / size)

@@ -19,7 +19,7 @@ class SingleTrainer(Trainer):
         self.model.train()
 
     def shares(self) -> range:
-        """The only share: the whole global batch."""
+        """The only share, which is the whole global batch."""
         return range(1)
 
     def compute_gradients(self, batch: StepBatch) -> None:
