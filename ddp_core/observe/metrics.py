@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ddp_core.distributed.stop import Stopped
-from ddp_core.observe.loggers.background import BackgroundLogger
-from ddp_core.observe.loggers.logger import Ending
+from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
 
 class MetricsWriter:

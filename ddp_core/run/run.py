@@ -23,8 +23,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat, clear_heartbeats
 from ddp_core.observe.ledger import Ledger
-from ddp_core.observe.loggers.choosing import start_loggers
-from ddp_core.observe.loggers.logger import LoggedRun, loggable
+from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
 from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
