@@ -13,7 +13,7 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
-from ddp_core.observe.lost_peers import is_peer_loss, reason_of
+from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.run.run import run
 
 
@@ -47,7 +47,7 @@ def run_worker(request: Request, world: World) -> int:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
         if is_peer_loss(error):
-            return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
+            return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {short_message(error)}")
         if known := shortage(error, world.place, Path(request.options.output)):
             return report_end(world, known.exit_code, str(known))
         exit_code, message = unforeseen(error)
