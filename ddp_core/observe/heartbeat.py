@@ -35,7 +35,7 @@ _DYING_SECONDS = 0.5
 
 
 class Heartbeat(StepObserver):
-    """One rank's heartbeat: once a second it writes the file and samples `usage`; other steps cost little."""
+    """Writes one rank's heartbeat, and samples `usage`, after a step, but at most once a second."""
 
     def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
         self._usage = usage
@@ -152,7 +152,7 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
 
 
 def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
-    """The ranks of this host whose process is stopped or dead, but for ranks that noticed the loss and then left.
+    """The ranks among `beats` whose process is stopped or dead, in words; not those that noticed the loss and left.
 
     Looks again for half a second, because a dying process closes its connections before it is dead.
     """

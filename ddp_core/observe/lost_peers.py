@@ -15,8 +15,8 @@ from ddp_core.distributed.nccl_errors import is_own_fault, last_line
 from ddp_core.distributed.world import World
 from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 
-# gloo raises plain RuntimeErrors; a lost peer is recognised by these words of gloo's transport.
-_WORDS = (
+# gloo raises plain RuntimeErrors; those of a lost peer have one of these phrases of gloo's transport.
+_PHRASES = (
     "connection closed by peer",
     "connection reset",
     "connection refused",
@@ -51,13 +51,13 @@ class PeersLost(UserError):
 def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone or silent.
 
-    The words alone do not tell: a data set may lose the connection to its storage, for example. So the error must also
-    come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless NCCL
-    tells of a fault of this process or its machine.
+    A RuntimeError's words alone do not tell: a data set may lose the connection to its storage, for example. So it must
+    also come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless
+    NCCL tells of a fault of this process or its machine.
     """
     if isinstance(error, DistError | PeersLost):
         return isinstance(error, PeersLost) or not is_own_fault(str(error))
-    if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _WORDS):
+    if not isinstance(error, RuntimeError) or not any(words in str(error).lower() for words in _PHRASES):
         return False
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(files) and any(files[-1].is_relative_to(place) for place in _COLLECTIVES)

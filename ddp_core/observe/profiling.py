@@ -1,4 +1,4 @@
-"""A trace of a window of steps on every rank, for Perfetto or chrome://tracing, and one view of all ranks."""
+"""Traces of some steps, one of each rank and one of all ranks together, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

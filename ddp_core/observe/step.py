@@ -1,4 +1,4 @@
-"""One step of training as an observer sees it: the batch, the losses of all ranks, and the moments of the step.
+"""One step of training as an observer sees it: the batch, the losses of all ranks, and when it is called.
 
 Needs no torch, so that commands which only read what observers have written start quickly.
 """

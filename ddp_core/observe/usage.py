@@ -107,7 +107,7 @@ class Usage:
 
 
 def of_all(parts: list[RankTotals]) -> Totals:
-    """The usage of several ranks: the most memory, the mean of each share, and what was left to others."""
+    """The usage of all ranks: the most memory, the mean of each share, and the cores that other programs kept busy."""
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
     machines = {part["machine"]: [other for other in parts if other["machine"] == part["machine"]] for part in parts}
     others = [
@@ -164,8 +164,7 @@ def _peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak - _held_by_others()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _held_by_others()
 
 
 def _held_by_others() -> int:

@@ -15,7 +15,7 @@ from ddp_core.sampler import GlobalOrder, Ids
 
 
 class Batches:
-    """The batches of a run, from any step on, for the shares that this process computes.
+    """The batches of a run, from any step on, cut to the shares of the global batch that this process computes.
 
     `shares` holds the numbers of these shares: one for a rank of `ddp`, one for each replica in the one process of
     `dp`. `samples` is the number of training samples.
@@ -44,19 +44,17 @@ class Batches:
         return self.order.ids(epoch, start + micro_batch.start, start + micro_batch.stop)
 
     def mine(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step that this process computes, in canonical order."""
+        """The micro-batches of a step that this process computes, in the order of their numbers."""
         samples = self.samples_of(step)
         if samples not in self._mine:
             self._mine[samples] = [part for share in self.shares for part in self.cut.share(share, samples)]
         return self._mine[samples]
 
     def owner(self, step: int, micro_batch: int) -> int:
-        """The number of the share that a micro-batch belongs to. Raises IndexError for one that the step lacks."""
+        """The number of the share that a micro-batch of the step belongs to."""
         samples = self.samples_of(step)
-        for share in range(self.cut.shares):
-            if any(part.index == micro_batch for part in self.cut.share(share, samples)):
-                return share
-        raise IndexError(micro_batch)
+        shares = (self.cut.share(share, samples) for share in range(self.cut.shares))
+        return next(share for share, parts in enumerate(shares) if any(part.index == micro_batch for part in parts))
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
         """The batches of the steps from `first_step` to before `stop_step`."""

@@ -129,10 +129,11 @@ def steps_between_reading(options: Options, state: TrainState, device: torch.dev
 
 
 class LossGate:
-    """Closes, on the device, at the first loss that is not finite, and lets no update through from then on.
+    """Lets no update through from the first loss on that is not finite, without a word from the host.
 
-    The fused optimizers of torch change neither weights nor their own state where `found_inf` is 1, and exactly 1: so
-    what a GradScaler found and what the losses say are not added. The host learns of it when it reads the losses.
+    The fused optimizers of torch change neither weights nor their own state where their `found_inf`, a number on the
+    device, is exactly 1: so the gate takes the larger of its own and a GradScaler's `found_inf`, not their sum. The
+    host learns of the loss when it reads the losses.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
