@@ -8,13 +8,23 @@ others may use is in the `__all__` of the modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddp_core.base.torchvision_import import import_torchvision
+
 __all__: list[str] = []
 
 
-def missing(adapter: str, package: str) -> ModuleNotFoundError:
-    """The error of an adapter whose package is not installed; it says what to install."""
-    return ModuleNotFoundError(
-        f"ddp_core.adapters.{adapter} needs the package {package}: pip install {package}, "
-        "or install ddp-core with its extra `peers`",
-        name=package,
-    )
+@contextmanager
+def imports_of(adapter: str, package: str) -> Iterator[None]:
+    """Around an adapter's imports of its package: raises ModuleNotFoundError that says what to install."""
+    import_torchvision()  # all these packages do, where it is installed
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"ddp_core.adapters.{adapter} needs the package {package}: pip install {package}, "
+            "or install ddp-core with its extra `peers`",
+            name=package,
+        ) from error

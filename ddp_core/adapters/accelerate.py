@@ -9,18 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torchvision_import import import_torchvision
 
-from . import missing
+from . import imports_of
 from .dealing import accumulation_steps
 from .micro_steps import MicroSteps
 
-import_torchvision()  # accelerate does, where it is installed
-try:
+with imports_of("accelerate", "accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, DistributedType
-except ModuleNotFoundError as error:
-    raise missing("accelerate", "accelerate") from error
 
 __all__ = ["ExactAccelerator"]
 
@@ -53,7 +49,7 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def steps(self) -> MicroSteps:
-        """The steps, how many of them are done, and whether one is whole. Raises UserError before `prepare`."""
+        """How many steps are done, and whether one is whole. Raises UserError before `prepare`."""
         if self._exact_steps is None:
             raise UserError(
                 "no model has been prepared: model, optimizer, … = accelerator.prepare(model, optimizer, …)"

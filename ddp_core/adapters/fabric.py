@@ -13,18 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torchvision_import import import_torchvision
 
-from . import missing
+from . import imports_of
 from .dealing import accumulation_steps, deal
 from .micro_steps import MicroSteps
 
-import_torchvision()  # Lightning does, through torchmetrics
-try:
+with imports_of("fabric", "lightning"):
     from lightning.fabric.strategies import DDPStrategy
-except ModuleNotFoundError as error:
-    raise missing("fabric", "lightning") from error
-
 
 __all__ = ["ExactFabricStrategy"]
 
@@ -46,7 +41,10 @@ class ExactFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def steps(self) -> MicroSteps:
-        """The steps and their state, for a checkpoint. Raises UserError before `fabric.setup`."""
+        """How many steps are done, whether one is whole, and the state for a checkpoint.
+
+        Raises UserError before `fabric.setup`.
+        """
         if self._exact_steps is None:
             raise UserError("no module has been set up: model, optimizer = fabric.setup(model, optimizer)")
         return self._exact_steps
@@ -81,7 +79,7 @@ class ExactFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
 
 class _NothingToHoldBack:
-    """What `fabric.no_backward_sync` asks: a backward exchanges nothing that could be held back."""
+    """What `fabric.no_backward_sync` calls; there is nothing to hold back, so it does nothing."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()

@@ -13,18 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torchvision_import import import_torchvision
 
-from . import missing
+from . import imports_of
 from .dealing import accumulation_steps, deal
 from .micro_steps import MicroSteps
 
-import_torchvision()  # Lightning does, through torchmetrics
-try:
+with imports_of("lightning", "lightning"):
     from lightning.pytorch.strategies import DDPStrategy
-except ModuleNotFoundError as error:
-    raise missing("lightning", "lightning") from error
-
 
 __all__ = ["ExactStrategy"]
 

@@ -9,18 +9,13 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torchvision_import import import_torchvision
 
-from . import missing
+from . import imports_of
 from .dealing import WholeSteps, accumulation_steps
 from .micro_steps import MicroSteps
 
-import_torchvision()  # transformers does, where it is installed
-try:
+with imports_of("transformers", "transformers"):
     from transformers import Trainer
-except ModuleNotFoundError as error:
-    raise missing("transformers", "transformers") from error
-
 
 __all__ = ["ExactTrainer"]
 
@@ -43,7 +38,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         args.gradient_accumulation_steps = accumulation_steps(micro_batches, args.world_size)
         self._micro_batches = micro_batches
         self._steps: MicroSteps | None = None
-        # As for evaluation: without DistributedDataParallel.
+        # A model that is prepared as for evaluation stays without DistributedDataParallel.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -75,7 +70,7 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
             self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         )
         scale = 1.0 if divided else 1 / self._micro_batches
-        # It would multiply the loss by the number of ranks, because DistributedDataParallel divides gradients by that.
+        # If True, the Trainer would multiply the loss by the number of ranks, by which DistributedDataParallel divides.
         args.average_tokens_across_devices = False
         try:
             with self._steps.backward(scale):

@@ -24,7 +24,7 @@ from ddp_core.experiment.request import Request, build_splits, check_promise, pr
 from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
 from ddp_core.observe.faults import Fault
-from ddp_core.observe.loggers.choosing import check_loggers
+from ddp_core.observe.loggers.logger import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory

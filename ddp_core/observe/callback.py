@@ -46,7 +46,7 @@ class Moment:
 
 
 class Callback:
-    """Something of the user's that is called while a run goes on. It overrides the methods that it needs.
+    """The base class of a user's object that is called while a run goes on. It overrides the methods that it needs.
 
     What it raises ends the run as a mistake in the experiment. It must not change weights in a way that depends on the
     rank: the result would depend on the layout.

@@ -47,7 +47,10 @@ class Fault:
 
 
 class FaultScript(StepObserver):
-    """Makes one rank's faults happen: `nan` before its step is computed, all others after their step."""
+    """Makes the faults of one rank happen: `nan` before its step is computed, the others after their step.
+
+    Without a `directory` nothing is noted, and a fault happens each time its step is trained.
+    """
 
     def __init__(self, faults: Sequence[str] = (), rank: int = 0, directory: Path | None = None) -> None:
         self._faults = [fault for fault in map(Fault.parse, faults) if fault.rank == rank]
@@ -64,7 +67,7 @@ class FaultScript(StepObserver):
         step = batch.step + 1
         for fault in self._due(step, ("kill", "pause", "raise", "slow", "exit")):
             if self._first_time(fault):
-                # An exception made on purpose stands for one of the user's.
+                # A scripted exception stands for one of the user's code.
                 with user_code("a scripted fault"):
                     self._strike(fault)
         if self._slow:

@@ -27,28 +27,33 @@ from ddp_core.observe.step import StepBatch, StepObserver
 if TYPE_CHECKING:
     from ddp_core.observe.usage import Usage
 
-_INTERVAL = 1.0
-_REMEMBERED = 200
-_SLOW = 1.5
-_SILENT = 5.0
-_DYING = 0.5
+_BEAT_SECONDS = 1.0
+_STEPS_KEPT = 200
+_SLOW_FACTOR = 1.5
+_SILENT_SECONDS = 5.0
+_DYING_SECONDS = 0.5
 
 
 class Heartbeat(StepObserver):
-    """One rank's heartbeat: once a second it writes the file and samples `usage`; other steps cost little."""
+    """Writes one rank's heartbeat, and samples `usage`, after a step, but at most once a second."""
 
     def __init__(self, directory: Path, world: World, usage: Usage | None = None) -> None:
         self._usage = usage
         self._path = directory / "heartbeats" / f"rank-{world.rank}.json"
         self._path.parent.mkdir(exist_ok=True)
+        host = socket.gethostname()
+        try:
+            address = socket.gethostbyname(host)
+        except OSError:
+            address = "127.0.0.1"
         self._facts = {
             "rank": world.rank,
             "node_rank": world.node_rank,
-            "host": socket.gethostname(),
-            "address": _address(),
+            "host": host,
+            "address": address,
             "pid": os.getpid(),
         }
-        self._own_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._own_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._step_began = time.perf_counter()
         self._own_part: float | None = None
         self._next = 0.0
@@ -70,7 +75,7 @@ class Heartbeat(StepObserver):
         now = time.time()
         if now < self._next:
             return
-        self._next = now + _INTERVAL
+        self._next = now + _BEAT_SECONDS
         if self._usage is not None:
             self._usage.sample()
         # A full disk must not end the run here: the next checkpoint reports it properly.
@@ -108,10 +113,10 @@ def clear_heartbeats(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sign_again(directory: Path, world: World) -> None:
+def renew_heartbeat(directory: Path, world: World) -> None:
     """Renew this rank's heartbeat without a step, and note in it that this rank has noticed the loss of a peer.
 
-    So no other rank takes this rank for the lost one, even if it ends now.
+    With that note no other rank takes this rank for the lost one, even if this rank ends now.
     """
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, json.JSONDecodeError):
@@ -120,10 +125,10 @@ def sign_again(directory: Path, world: World) -> None:
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:
-    """Names the ranks that are likely gone, or 'a peer' where nothing tells.
+    """The ranks that are likely gone, in words; 'a peer' where nothing tells which.
 
-    Looked for in this order: a process of this host that is dead or stopped; the rank that has been silent for longest;
-    the ranks at the address in `message`, the error of a collective.
+    Looked for in this order: the ranks of this host whose process is dead or stopped; the rank that has been silent for
+    longest; the ranks at the address in `message`, the error of a collective.
     """
     others = [beat for beat in read_heartbeats(directory) if beat["rank"] != world.rank]
     if not others:
@@ -132,7 +137,7 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
         return here
     now = time.time()
     silent = min(others, key=lambda beat: beat["time"])
-    if now - silent["time"] >= _SILENT:
+    if now - silent["time"] >= _SILENT_SECONDS:
         return (
             f"rank {silent['rank']} (node {silent['node_rank']}), "
             f"silent for {now - silent['time']:.0f} s since step {silent['step']},"
@@ -147,11 +152,11 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
 
 
 def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
-    """The ranks of this host whose process is stopped or dead, but for ranks that noticed the loss and then left.
+    """The ranks among `beats` whose process is stopped or dead, in words; not those that noticed the loss and left.
 
     Looks again for half a second, because a dying process closes its connections before it is dead.
     """
-    deadline = time.monotonic() + _DYING
+    deadline = time.monotonic() + _DYING_SECONDS
     while beats and time.monotonic() < deadline:
         states = {beat["rank"]: state_of(beat["pid"]) for beat in beats}
         for beat in read_heartbeats(directory):
@@ -174,19 +179,12 @@ def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
         return None
     rank, node, speed = max(known, key=lambda entry: entry[2]["mean_seconds"])
     others = median(entry[2]["mean_seconds"] for entry in known if entry[0] != rank)
-    if speed["mean_seconds"] < _SLOW * others:
+    if speed["mean_seconds"] < _SLOW_FACTOR * others:
         return None
     return (
         f"slowest: rank {rank} (node {node}), p95 {speed['p95_seconds'] * 1e3:.0f} ms per step "
         f"before it waits for others, who take {others * 1e3:.0f} ms"
     )
-
-
-def _address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
 
 
 def check_health(output: Path, within: float) -> str:

@@ -20,7 +20,7 @@ from ddp_core.observe.step import StepBatch, StepObserver
 
 
 class Ledger(StepObserver):
-    """One rank's lines of one attempt: steps counted from 1, their epoch, and the samples that this rank trained."""
+    """Writes one rank's lines of one attempt: steps counted from 1, their epoch, and the ids of their samples."""
 
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
@@ -44,7 +44,7 @@ class Ledger(StepObserver):
 
 
 def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
-    """For each step that is done and not cancelled: its epoch and the ids that all ranks trained.
+    """For each step that is done and not cancelled: its epoch and the ids of the samples that all ranks trained.
 
     Raises UserError where there is no ledger.
     """

@@ -13,10 +13,10 @@ from torch.distributed import DistError
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.nccl_errors import is_own_fault, last_line
 from ddp_core.distributed.world import World
-from ddp_core.observe.heartbeat import name_lost_peer, sign_again
+from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
 
-# gloo raises plain RuntimeErrors; a lost peer is recognised by these words of gloo's transport.
-_WORDS = (
+# gloo raises plain RuntimeErrors; those of a lost peer have one of these phrases of gloo's transport.
+_PHRASES = (
     "connection closed by peer",
     "connection reset",
     "connection refused",
@@ -38,7 +38,7 @@ _COLLECTIVES = (
     _TORCH / "nn" / "parallel" / "distributed.py",
     _TORCH / "autograd" / "graph.py",
 )
-_SIGNING_SECONDS = 0.5
+_RENEWING_SECONDS = 0.5
 
 
 class PeersLost(UserError):
@@ -51,31 +51,31 @@ class PeersLost(UserError):
 def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another process is gone or silent.
 
-    The words alone do not tell: a data set may lose the connection to its storage, for example. So the error must also
-    come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless NCCL
-    tells of a fault of this process or its machine.
+    A RuntimeError's words alone do not tell: a data set may lose the connection to its storage, for example. So it must
+    also come from a file in which collectives run. Errors of torch.distributed's own kind count as lost peers, unless
+    NCCL tells of a fault of this process or its machine.
     """
     if isinstance(error, DistError | PeersLost):
         return isinstance(error, PeersLost) or not is_own_fault(str(error))
-    if not isinstance(error, RuntimeError) or not any(word in str(error).lower() for word in _WORDS):
+    if not isinstance(error, RuntimeError) or not any(words in str(error).lower() for words in _PHRASES):
         return False
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(files) and any(files[-1].is_relative_to(place) for place in _COLLECTIVES)
 
 
-def reason_of(error: BaseException) -> str:
-    """What a collective's error says in one line, without the place in gloo's sources and without gloo's advice."""
+def short_message(error: BaseException) -> str:
+    """The message of a collective's error in one line, without the place in gloo's sources and gloo's advice."""
     line = last_line(str(error)).partition(". This is typically caused by")[0]
     return re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\] ?", "", line)
 
 
 def peers_lost(error: BaseException, directory: Path, world: World, step: int) -> PeersLost:
     """The error for the user: which rank noticed the loss, at which step, and which rank is likely gone."""
-    reason = reason_of(error)
-    sign_again(directory, world)
+    reason = short_message(error)
+    renew_heartbeat(directory, world)
     if "time" in reason.lower():
         # In a timeout all ranks stand at the same step. Ranks that only waited, as this one did, renew their heartbeats
         # within a moment.
-        time.sleep(_SIGNING_SECONDS)
+        time.sleep(_RENEWING_SECONDS)
     who = name_lost_peer(directory, world, reason)
     return PeersLost(f"{world.place} lost {who} at step {step} ({reason}); continue with --resume auto")

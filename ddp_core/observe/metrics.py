@@ -1,4 +1,4 @@
-"""What a run tells while it trains: JSON lines, plain lines or a progress bar for people, loggers on request.
+"""What a run tells while it trains: records in metrics.jsonl and to loggers, lines or a progress bar for people.
 
 metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
 data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from ddp_core.distributed.stop import Stopped
-from ddp_core.observe.loggers.background import BackgroundLogger
-from ddp_core.observe.loggers.logger import Ending
+from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
 
 class MetricsWriter:
     """Appends records to metrics.jsonl, in whole lines, so that the file can be read at any time; tells the loggers.
 
-    `may_write` is called before each record and raises where another process has taken over.
+    Without a `path` it writes and tells nothing. `may_write` is called before each record, and raises where another
+    process has taken the run over.
     """
 
     def __init__(
@@ -36,19 +35,21 @@ class MetricsWriter:
     ) -> None:
         self._may_write = may_write
         self._loggers = loggers
-        self._file: IO[str] | None = path.open("a", buffering=1) if path else None
-        if self._file is not None and path is not None and _is_cut_short(path):
-            # A full disk or a crash has cut the last line; the next record must not become a part of that line.
-            self._file.write("\n")
+        self._file: IO[str] | None = None
+        if path is not None:
+            self._file = path.open("a", buffering=1)
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                # A full disk or a crash has cut the last line; the next record must not become a part of that line.
+                self._file.write("\n")
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
         if self._file is None:
             return
         self._may_write()
-        record = {"kind": kind, "time": round(time.time(), 3)}
-        record |= {name: _finite(value) for name, value in fields.items()}
-        self._file.write(json.dumps(record) + "\n")
+        record = {"kind": kind, "time": round(time.time(), 3)} | fields
+        gaps = {name: None for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._file.write(json.dumps(record | gaps) + "\n")
         values = {name: value for name, value in fields.items() if isinstance(value, float)}
         for logger in self._loggers:
             logger.record(kind, fields.get("step", 0), values)
@@ -75,39 +76,20 @@ class MetricsWriter:
         self.close("completed" if error is None else "stopped" if isinstance(error, Stopped) else "failed")
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and value - value != 0 else value
-
-
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The records, or those of one `kind`, without rolled-back steps and half-written lines."""
     records: list[dict[str, Any]] = []
-    for record in _lines(path):
-        if record.get("kind") == "resume":
-            records = [old for old in records if old.get("step", 0) <= record["step"]]
-        records.append(record)
-    return [record for record in records if kind is None or record.get("kind") == kind]
-
-
-def _is_cut_short(path: Path) -> bool:
-    """Whether the file's last line lacks its newline."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(record, dict):
-            yield record
+        if not isinstance(record, dict):
+            continue
+        if record.get("kind") == "resume":
+            records = [old for old in records if old.get("step", 0) <= record["step"]]
+        records.append(record)
+    return [record for record in records if kind is None or record.get("kind") == kind]
 
 
 SILENT_SECONDS = 60.0
@@ -118,17 +100,16 @@ class Console:
     """Prints for the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, log: Path | None = None) -> None:
-        self.rank = rank
-        self.prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
-        self.speaks = rank == 0
-        self.draws = self.speaks and sys.stderr.isatty()
+        self._is_first = rank == 0
+        self._prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
+        self.draws = self._is_first and sys.stderr.isatty()
         """Whether there is a terminal to draw a bar on."""
         self._log: IO[str] | None = None
         if log is not None:
             self.log_to(log)
         self._bar: Any = None
-        self._spoke = time.monotonic()
-        self._began: tuple[int, float] | None = None
+        self._printed_at = time.monotonic()
+        self._first_step: tuple[int, float] | None = None
         """The number of the first step that this process made, and the time of its end in seconds (monotonic clock)."""
 
     def log_to(self, path: Path) -> None:
@@ -138,33 +119,30 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line for the user, on rank 0 only."""
-        self._keep(text)
-        if self.speaks:
-            self._print(text, sys.stdout)
+        self._print(text, sys.stdout if self._is_first else None)
 
     def warn(self, text: str) -> None:
         """Print a warning with its rank, on any rank."""
-        text = f"{self.prefix}warning: {text}"
-        self._keep(text)
-        self._print(text, sys.stderr)
+        self._print(f"{self._prefix}warning: {text}", sys.stderr)
 
     def progress(self, step: int, total: int, loss: float) -> None:
         """Show how far the run is; to be called after every step.
 
         On a terminal this is a bar. Elsewhere it is a line, but only when nothing was printed for a minute.
         """
-        if not self.speaks:
+        if not self._is_first:
             return
         now = time.monotonic()
-        if self._began is None:
-            self._began = (step, now)
+        if self._first_step is None:
+            self._first_step = (step, now)
         if self.draws:
             self._draw(step, total, loss)
-        elif now - self._spoke > SILENT_SECONDS:
-            first, began = self._began
-            left = (total - step) * (now - began) / max(1, step - first)
+        elif now - self._printed_at > SILENT_SECONDS:
+            first, began = self._first_step
+            minutes = round((total - step) * (now - began) / max(1, step - first) / 60)
+            left = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
             figures = [f"step {step:6d} of {total}", *([f"loss {loss:.4f}"] if math.isfinite(loss) else [])]
-            self.say("  ".join([*figures, f"about {_duration(left)} left"]))
+            self.say("  ".join([*figures, f"about {left} left"]))
 
     def _draw(self, step: int, total: int, loss: float) -> None:
         if self._bar is None:
@@ -188,18 +166,14 @@ class Console:
             self._log.close()
             self._log = None
 
-    def _keep(self, text: str) -> None:
+    def _print(self, text: str, stream: IO[str] | None) -> None:
+        """Write a line to the log and, with a `stream`, there."""
         if self._log is not None:
             self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
-
-    def _print(self, text: str, stream: IO[str]) -> None:
-        self._spoke = time.monotonic()
+        if stream is None:
+            return
+        self._printed_at = time.monotonic()
         if self._bar is not None:
             self._bar.write(text, file=stream)
         else:
             print(text, file=stream, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,11 +1,10 @@
-"""A trace of a window of steps on every rank, for Perfetto or chrome://tracing, and one view of all ranks."""
+"""Traces of some steps, one of each rank and one of all ranks together, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -41,11 +40,8 @@ class StepProfiler(StepObserver):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._profiler is not None:
-            self._finish()
+    def __exit__(self, *error: object) -> None:
+        self._finish()
 
     def _finish(self) -> None:
         profiler, self._profiler = self._profiler, None
@@ -71,8 +67,7 @@ def merge_traces(directory: Path) -> Path | None:
         with contextlib.suppress(OSError, json.JSONDecodeError):
             found = json.loads(path.read_text())["traceEvents"]
             events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-            # Each rank is a process in the merged trace, under its rank instead of the operating system's process
-            # number.
+            # In the merged trace the number of a process is its rank.
             events += [event | {"pid": rank} for event in found if event.get("name") != "process_name"]
     if not events:
         return None

@@ -1,4 +1,4 @@
-"""One step of training as an observer sees it: the batch, the losses of all ranks, and the moments of the step.
+"""One step of training as an observer sees it: the batch, the losses of all ranks, and when it is called.
 
 Needs no torch, so that commands which only read what observers have written start quickly.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepBatch:
-    """What one process computes of one step: its micro-batches with their sample ids, inputs and targets."""
+    """One process's part of a step: the micro-batches that it computes, with their sample ids, inputs and targets."""
 
     step: int
     """Counted from 0: the number of steps before this one."""
@@ -36,12 +36,13 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The same on every rank: the summed loss of each micro-batch of the step."""
+    """The losses of a step, the same on every rank."""
 
     step: int
     """Counted from 0, as in StepBatch."""
     samples: int
     losses: list[float]
+    """Of each micro-batch, summed over its samples."""
 
     @cached_property
     def loss(self) -> float:
@@ -55,7 +56,7 @@ class StepReport:
 
 
 class StepObserver:
-    """Something that is called at the moments of every step; the methods come in the order of the step.
+    """Something that is called at the moments of every step; the methods stand in the order in which they are called.
 
     An observer may wait, write, or raise to end the run. It overrides the methods that it needs; the others do nothing.
     """
@@ -64,7 +65,7 @@ class StepObserver:
         """The batch is loaded, and nothing of it has been computed yet."""
 
     def before_wait(self) -> None:
-        """What follows in the step waits for other ranks; where it is called again in a step, the first call counts."""
+        """This rank will now wait for other ranks; of several calls in a step, the first one counts."""
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         """Every `.grad` holds the mean gradient; weights change next. `reports` are those read now, oldest first."""

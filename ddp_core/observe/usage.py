@@ -19,29 +19,36 @@ _FIRST_STEPS = 2
 
 
 class _Used(TypedDict):
-    """Bytes of memory when counting began, at the peak of the first steps and at that of all; cores kept busy (1.0: one
-    core all the time); and the share of time in which kernels ran on the CUDA device (None without a CUDA device or
-    without NVML)."""
+    """What a rank used, or all ranks."""
 
     memory_at_start_bytes: int
+    """When counting began."""
     step_memory_bytes: int
+    """The peak of the first steps."""
     peak_memory_bytes: int
+    """The peak of all steps, evaluations and saves."""
     cpu_utilisation: float
+    """Cores that the process kept busy: 1.0 is one core all the time."""
     gpu_utilisation: float | None
+    """Share of the time in which kernels ran on the CUDA device; None without a CUDA device or without NVML."""
 
 
 class RankTotals(_Used):
-    """What one rank used, and how many cores its machine kept busy: all in all, and for this rank with its children."""
+    """What one rank used, and how busy its machine was."""
 
     machine: str
+    """A name that containers on one machine share, and no other machine has."""
     machine_cores_busy: float
+    """Cores that all programs together kept busy on the machine."""
     own_cores_busy: float
+    """Cores that this process and its descendants kept busy."""
 
 
 class Totals(_Used):
-    """What all ranks used, and how many cores other programs kept busy on the machine that was disturbed most."""
+    """What all ranks used."""
 
     other_cores_busy: float
+    """Cores that other programs kept busy, on the machine where these were most."""
 
 
 class Usage:
@@ -56,9 +63,12 @@ class Usage:
 
     def restart(self) -> None:
         """Count from now on; the peak of memory is kept."""
-        self._memory_at_start = _memory(self._device)
+        if self._device.type == "cuda":
+            self._memory_at_start = torch.cuda.memory_allocated(self._device)
+        else:
+            self._memory_at_start = psutil.Process().memory_info().rss - _held_by_others()
         self._began, self._processor = time.perf_counter(), time.process_time()
-        self._machine_seconds, self._own_seconds = _machine_seconds(), _own_seconds()
+        self._machine_seconds, self._own_seconds = _processor_seconds()
         self._shares.clear()
 
     def sample(self) -> None:
@@ -82,21 +92,22 @@ class Usage:
     def totals(self) -> RankTotals:
         """What has been used until now."""
         seconds = time.perf_counter() - self._began
+        machine_seconds, own_seconds = _processor_seconds()
         return {
             "memory_at_start_bytes": self._memory_at_start,
             "step_memory_bytes": self._step_memory,
-            # What other processes share is not counted, and may be more by now than it was after the first steps.
+            # Pages that other processes share are not counted, and may be more by now than after the first steps.
             "peak_memory_bytes": max(self._step_memory, _peak_memory(self._device)),
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
             "machine": _machine(),
-            "machine_cores_busy": (_machine_seconds() - self._machine_seconds) / seconds,
-            "own_cores_busy": (_own_seconds() - self._own_seconds) / seconds,
+            "machine_cores_busy": (machine_seconds - self._machine_seconds) / seconds,
+            "own_cores_busy": (own_seconds - self._own_seconds) / seconds,
         }
 
 
 def of_all(parts: list[RankTotals]) -> Totals:
-    """The usage of several ranks: the most memory, the mean of each share, and what was left to others."""
+    """The usage of all ranks: the most memory, the mean of each share, and the cores that other programs kept busy."""
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
     machines = {part["machine"]: [other for other in parts if other["machine"] == part["machine"]] for part in parts}
     others = [
@@ -123,34 +134,26 @@ def disturbance(record: Mapping[str, Any]) -> str | None:
 
 
 def _machine() -> str:
-    """A name that containers on one machine share, and no other machine has: the kernel's boot id."""
+    """The boot id of the machine's kernel, which containers share; where it cannot be read, the host's name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname()
 
 
-def _machine_seconds() -> float:
-    """Processor time of everything that runs on this machine, and what its hypervisor gave to other machines."""
+def _processor_seconds() -> tuple[float, float]:
+    """Processor time of everything on this machine, and of this process with its descendants, living or ended.
+
+    The machine's has also the time that its hypervisor gave to other machines.
+    """
     times: dict[str, float] = psutil.cpu_times()._asdict()
     # Linux counts the time of guests as user time, too.
-    return sum(seconds for part, seconds in times.items() if part not in ("idle", "iowait", "guest", "guest_nice"))
-
-
-def _own_seconds() -> float:
-    """Processor time of this process and its descendants, such as data loaders, living or ended."""
-    this, seconds = psutil.Process(), 0.0
+    machine = sum(seconds for part, seconds in times.items() if part not in ("idle", "iowait", "guest", "guest_nice"))
+    this, own = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            seconds += sum(process.cpu_times()[:4])
-    return seconds
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes now, counted as `_peak_memory` does."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return psutil.Process().memory_info().rss - _held_by_others()
+            own += sum(process.cpu_times()[:4])
+    return machine, own
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -161,8 +164,7 @@ def _peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return peak - _held_by_others()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _held_by_others()
 
 
 def _held_by_others() -> int:

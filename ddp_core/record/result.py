@@ -14,7 +14,7 @@ from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.watch import in_words
+from ddp_core.trainers.figures import readable
 
 _FEW_PARAMETERS = 16
 
@@ -83,7 +83,7 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
 def summary(result: dict[str, Any]) -> str:
     """The figures that a person looks for, in one line."""
     named = ("train_loss", "test_", "ema_test_")
-    figures = in_words({name: value for name, value in result.items() if name.startswith(named)})
+    figures = readable({name: value for name, value in result.items() if name.startswith(named)})
     figures += [f"{name} {values[0]:.4f}" for name, values in result.get("values", {}).items() if len(values) == 1]
     if result["samples_per_second"]:
         figures.append(f"{result['samples_per_second']:.0f} samples/s")

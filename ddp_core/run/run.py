@@ -28,9 +28,8 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
-from ddp_core.observe.loggers.choosing import start_loggers
-from ddp_core.observe.loggers.logger import LoggedRun, loggable
-from ddp_core.observe.lost_peers import is_peer_loss, reason_of
+from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
+from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
@@ -46,9 +45,8 @@ from ddp_core.run.memory import predict
 from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.sharding import Sharding
 from ddp_core.trainers import Job, Trainer, build_trainer
-from ddp_core.trainers.evaluation import try_metrics
-from ddp_core.trainers.loss_check import check_loss
 from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.trial import check_loss, try_metrics
 
 
 @said_by("ddp")
@@ -82,7 +80,7 @@ def run_worker(request: Request, world: World) -> int:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
         if is_peer_loss(error):
-            return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {reason_of(error)}")
+            return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {short_message(error)}")
         if known := shortage(error, world.place, Path(request.options.output)):
             return report_end(world, known.exit_code, str(known))
         exit_code, message = unforeseen(error)

@@ -16,7 +16,7 @@ from ddp_core.sampler import GlobalOrder, Ids
 
 
 class Batches:
-    """The batches of a run, from any step on, for the shares that this process computes.
+    """The batches of a run, from any step on, cut to the shares of the global batch that this process computes.
 
     `shares` holds the numbers of these shares: one for a rank of `ddp`, one for each replica in the one process of
     `dp`. `samples` is the number of training samples.
@@ -45,34 +45,32 @@ class Batches:
         return self.order.ids(epoch, start + micro_batch.start, start + micro_batch.stop)
 
     def mine(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step that this process computes, in canonical order."""
+        """The micro-batches of a step that this process computes, in the order of their numbers."""
         samples = self.samples_of(step)
         if samples not in self._mine:
             self._mine[samples] = [part for share in self.shares for part in self.cut.share(share, samples)]
         return self._mine[samples]
 
     def owner(self, step: int, micro_batch: int) -> int:
-        """The number of the share that a micro-batch belongs to. Raises IndexError if the step has none such."""
+        """The number of the share that a micro-batch of the step belongs to."""
         samples = self.samples_of(step)
-        for share in range(self.cut.shares):
-            if any(part.index == micro_batch for part in self.cut.share(share, samples)):
-                return share
-        raise IndexError(micro_batch)
+        shares = (self.cut.share(share, samples) for share in range(self.cut.shares))
+        return next(share for share, parts in enumerate(shares) if any(part.index == micro_batch for part in parts))
 
     def starting_at(self, first_step: int, stop_step: int) -> Generator[StepBatch]:
-        """The steps [first_step, stop_step), in order."""
-        asked: deque[list[Ids]] = deque()
+        """The batches of the steps from `first_step` to before `stop_step`."""
+        # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
+        waiting: deque[list[Ids]] = deque()
 
-        def wanted() -> Iterator[StepIds]:
-            # The loader prepares later steps in advance, so the ids of those steps wait here for their tensors.
+        def ids_of_steps() -> Iterator[StepIds]:
             for step in range(first_step, stop_step):
-                asked.append([self.ids(step, part) for part in self.mine(step)])
-                yield step // self.steps_per_epoch, asked[-1]
+                waiting.append([self.ids(step, part) for part in self.mine(step)])
+                yield step // self.steps_per_epoch, waiting[-1]
 
-        with contextlib.closing(self.loader.stream(wanted())) as stream:
+        with contextlib.closing(self.loader.stream(ids_of_steps())) as stream:
             for step in range(first_step, stop_step):
                 before = time.perf_counter()
                 tensors = next(stream)
                 seconds = time.perf_counter() - before
                 epoch, samples = step // self.steps_per_epoch, self.samples_of(step)
-                yield StepBatch(step, epoch, samples, self.mine(step), asked.popleft(), tensors, seconds)
+                yield StepBatch(step, epoch, samples, self.mine(step), waiting.popleft(), tensors, seconds)

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: laps of a stopwatch, by the host's clock, or on CUDA by events on the device."""
+"""Where the seconds of a step go, part by part: by the host's clock, or on CUDA by events on the device."""
 
 from __future__ import annotations
 
@@ -17,36 +17,43 @@ PARTS = ("data", "forward", "backward", "forward_backward", "exposed_communicati
 
 
 class StepClock(StepObserver):
-    """Adds up laps. A lap costs about 0.2 microseconds, on CUDA a few.
+    """Divides the time of training into laps, and adds up the laps of each part.
 
-    On CUDA the host only launches kernels, and runs ahead of them. So the moments there are events, which the device
-    records when it comes to them; their times are read later, of steps that are over, and nothing waits for the device.
-    Not run on a GPU yet.
+    A lap costs about 0.2 microseconds, on CUDA a few.
+
+    On CUDA the host only launches kernels, and runs ahead of them. So a lap there begins and ends with an event, which
+    the device records when it comes to it; its time is read after a later step, and nothing waits for the device. Not
+    run on a GPU yet.
 
     Communication that runs while backward computes takes no time of its own. Exposed communication begins when the last
-    gradient is done. The model's first parameter is the last to get a gradient, so a hook on that parameter marks the
-    moment. Without a `model` there is no hook, and no moment is marked. The replicas of `dp` run forward and backward
-    in threads; both count together as `forward_backward`.
+    gradient is done. The model's first parameter is the last to get a gradient, so a hook on that parameter notes the
+    time. Without a `model` there is no hook. The replicas of `dp` run forward and backward in threads; both count
+    together as `forward_backward`.
     """
 
     def __init__(self, model: nn.Module | None, device: torch.device | None = None) -> None:
-        self._stopwatch = _DeviceStopwatch(device) if device is not None and device.type == "cuda" else _HostStopwatch()
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        # The laps that are not added up yet: part, begin, end, and the seconds in which the host waited for data.
+        self._laps: deque[tuple[str, Any, Any, float]] = deque()
         self.seconds_aside = 0.0
         """Seconds of the host's clock spent in blocks of `aside`."""
         self._steps = 0
-        self._is_marked = False
+        self._lap_began = self._now()
+        self._last_gradient: Any = None
         parameters = model.parameters() if model is not None else ()
         first = next((parameter for parameter in parameters if parameter.requires_grad), None)
         if first is not None:
-            first.register_post_accumulate_grad_hook(self._mark)
+            first.register_post_accumulate_grad_hook(self._note_last_gradient)
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by part; on CUDA, those that the device is done with."""
-        return self._stopwatch.seconds
+        self._add_up()
+        return self._seconds
 
     def before_step(self, batch: StepBatch) -> None:
-        self._stopwatch.lap("other", waited=batch.wait_seconds)
+        self.lap("other", waited=batch.wait_seconds)
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         self.lap("exposed_communication")
@@ -54,19 +61,25 @@ class StepClock(StepObserver):
     def after_step(self, batch: StepBatch) -> None:
         self.lap("optimizer")
         self._steps += 1
-        self._stopwatch.settle()
+        self._add_up()
 
-    def lap(self, part: str) -> None:
-        """Count the time since the last lap as `part`."""
-        self._stopwatch.lap(part)
+    def lap(self, part: str, waited: float = 0.0, ended: Any = None) -> None:
+        """Count the time since the last lap, until `ended` or now, as `part`; `waited` seconds of it as data.
+
+        A lap may be shorter than `waited`: on CUDA it is data only as far as the device stood still, too.
+        """
+        ended = self._now() if ended is None else ended
+        self._laps.append((part, self._lap_began, ended, waited))
+        self._lap_began = ended
 
     def lap_backward(self) -> None:
         """Count the time since the last lap as backward; after the last gradient, as exposed communication."""
-        if self._is_marked:
-            self._is_marked = False
-            self._stopwatch.lap_marked("backward", "exposed_communication")
-        else:
+        if self._last_gradient is None:
             self.lap("backward")
+        else:
+            self.lap("backward", ended=self._last_gradient)
+            self._last_gradient = None
+            self.lap("exposed_communication")
 
     @contextlib.contextmanager
     def aside(self, part: str | None = None) -> Iterator[None]:
@@ -84,80 +97,30 @@ class StepClock(StepObserver):
 
     def restart(self) -> None:
         """Do not count the time since the last lap."""
-        self._stopwatch.restart()
+        self._lap_began = self._now()
 
     def per_step(self) -> dict[str, float]:
         """Seconds per step, by part; empty before the first step has ended. On CUDA this waits for the device."""
-        self._stopwatch.settle(wait=True)
+        if self._device is not None and self._laps:
+            self._laps[-1][2].synchronize()
         return {part: seconds / self._steps for part, seconds in self.seconds.items()} if self._steps else {}
 
-    def _mark(self, _: Tensor) -> None:
-        self._stopwatch.mark()
-        self._is_marked = True
-
-
-class _HostStopwatch:
-    """Laps by the host's clock."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._last = self._marked = self._now()
-
-    def lap(self, part: str, waited: float = 0.0) -> None:
-        """Count the time since the last lap as `part`; the `waited` seconds of it, or as many as there are, as data."""
-        now = self._now()
-        self._count(part, self._last, now, waited)
-        self._last = now
-
-    def mark(self) -> None:
-        """Remember this moment within a lap."""
-        self._marked = self._now()
-
-    def lap_marked(self, before: str, after: str) -> None:
-        """Count the time since the last lap, up to the mark as `before`, and from there as `after`."""
-        now = self._now()
-        self._count(before, self._last, self._marked)
-        self._count(after, self._marked, now)
-        self._last = now
-
-    def restart(self) -> None:
-        """Do not count the time since the last lap."""
-        self._last = self._now()
-
-    def settle(self, wait: bool = False) -> None:
-        """Add up laps that are not counted yet and are over; with `wait`, all."""
+    def _note_last_gradient(self, _: Tensor) -> None:
+        self._last_gradient = self._now()
 
     def _now(self) -> Any:
-        return time.perf_counter()
-
-    def _count(self, part: str, began: Any, ended: Any, waited: float = 0.0) -> None:
-        self._add(part, ended - began, waited)
-
-    def _add(self, part: str, seconds: float, waited: float) -> None:
-        waited = min(waited, seconds)
-        self.seconds[part] += seconds - waited
-        self.seconds["data"] += waited
-
-
-class _DeviceStopwatch(_HostStopwatch):
-    """Laps between events of a CUDA device. What the host waited for is data only where the device stood still, too."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._laps: deque[tuple[str, torch.cuda.Event, torch.cuda.Event, float]] = deque()
-        super().__init__()
-
-    def settle(self, wait: bool = False) -> None:
-        if wait and self._laps:
-            self._laps[-1][2].synchronize()
-        while self._laps and self._laps[0][2].query():
-            part, began, ended, waited = self._laps.popleft()
-            self._add(part, began.elapsed_time(ended) / 1000, waited)
-
-    def _now(self) -> Any:
+        """The host's time in seconds, or an event that is put on the device's stream."""
+        if self._device is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _count(self, part: str, began: Any, ended: Any, waited: float = 0.0) -> None:
-        self._laps.append((part, began, ended, waited))
+    def _add_up(self) -> None:
+        """Add the laps up; on CUDA, those that the device has ended."""
+        while self._laps and (self._device is None or self._laps[0][2].query()):
+            part, began, ended, waited = self._laps.popleft()
+            seconds = ended - began if self._device is None else began.elapsed_time(ended) / 1000
+            waited = min(waited, seconds)
+            self._seconds[part] += seconds - waited
+            self._seconds["data"] += waited

@@ -34,11 +34,9 @@ from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.trainer import Trainer
 
-Gradients = list[Tensor | None]
-
 
 class DataParallelTrainer(Trainer):
-    """`dp`, but for the plain reduction on CUDA: each replica of the model runs in a thread of its own.
+    """The trainer of `dp`, except for the plain reduction on CUDA: each replica of the model runs in its own thread.
 
     On CUDA the replicas are dealt to the devices in turn, so several may share a device. No thread chooses a stream:
     all of a device's work is queued on its default stream, whichever thread queues it, and torch makes a copy between
@@ -61,7 +59,7 @@ class DataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         scattered = self._scatter(batch)
         for replica in self.replicas[1:]:
             replica.copy_from(self.model)
@@ -72,13 +70,13 @@ class DataParallelTrainer(Trainer):
             replica.thread.submit(replica.apply, share, weight)
             for replica, share, weight in zip(self.replicas, scattered, weights, strict=True)
         ]
-        found = [future.result() for future in applied]
+        losses_of_replicas = [future.result() for future in applied]
         self.clock.lap("forward_backward")
-        for losses in found:
+        for losses in losses_of_replicas:
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
-                self.signals.put_loss(index, loss.to(self.device, non_blocking=True))
-        self.send_signals()
+                self.losses.put(index, loss.to(self.device, non_blocking=True))
+        self.send_losses()
         self._reduce()
 
     def close(self) -> None:
@@ -94,7 +92,7 @@ class DataParallelTrainer(Trainer):
             own = slice(start, stop)
             tensors = batch.tensors[own]
             if replica.device != self.device:
-                # All at once, before the devices are busy: a copy makes each of its devices wait for the other.
+                # Copied here for all replicas, before the devices are busy: a copy makes both its devices wait.
                 bring = methodcaller("to", replica.device, non_blocking=True)
                 tensors = [(map_tensors(bring, inputs), map_tensors(bring, targets)) for inputs, targets in tensors]
             parts.append(replace(batch, micro_batches=batch.micro_batches[own], ids=batch.ids[own], tensors=tensors))
@@ -105,7 +103,9 @@ class DataParallelTrainer(Trainer):
         first, *others = self.replicas
         if self.exact:
             gradients = fold_replicas([replica.tree for replica in self.replicas])
-            first.statistics.finish(self._statistics_total())
+            statistics = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
+            assert statistics is not None
+            first.statistics.finish(statistics.to(self.device, non_blocking=True))
             for replica in others:
                 replica.statistics.restore()
         else:
@@ -116,16 +116,11 @@ class DataParallelTrainer(Trainer):
             # Where the first replica had no gradient, the sum lies on another replica's device.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, non_blocking=True)
 
-    def _statistics_total(self) -> Tensor:
-        total = fold_replicas([replica.statistics_tree for replica in self.replicas])[0]
-        assert total is not None
-        return total.to(self.device, non_blocking=True)
-
 
 class _Replica:
     """A replica of the model on `device`, its thread, and what it has computed in one step.
 
-    A micro-batch is computed inside of `turn`.
+    The replica computes each micro-batch while it holds `turn`: on CUDA the lock of its device.
     """
 
     def __init__(
@@ -145,7 +140,7 @@ class _Replica:
         self.statistics = BatchStatistics(self.module)
         self.random = KeyedRandom(trainer.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
-        self.gradients: Gradients = []
+        self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
 
     @torch.no_grad()
@@ -155,7 +150,10 @@ class _Replica:
         foreach_copy_(ours, theirs, non_blocking=True)
 
     def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
-        """Forward and backward of this replica's micro-batches; returns their losses. `weight` is the loss_weight."""
+        """Forward and backward of this replica's micro-batches; returns their numbers and losses.
+
+        `weight` is the loss_weight.
+        """
         trainer = self.trainer
         count = trainer.cut.count(share.samples)
         own = share_of(count, self.number, trainer.cut.shares)
@@ -165,7 +163,7 @@ class _Replica:
             self.statistics.begin()
         losses = []
         for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
-            # Backward belongs to the turn: where activations are computed again, it uses the generator, too.
+            # The turn lasts to the end of backward, which uses the generator where it computes activations again.
             with self._turn:
                 with self.random.micro_batch(share.step, part.index):
                     loss = self.passes.loss(self.module, inputs, targets)
@@ -184,7 +182,10 @@ def _device_of(job: Job, number: int) -> torch.device:
 
 
 class CudaDataParallelTrainer(Trainer):
-    """nn.DataParallel itself, over CUDA devices, for the plain reduction: each round takes a micro-batch per device."""
+    """The trainer of `dp` for the plain reduction on CUDA: nn.DataParallel itself.
+
+    A step goes in rounds; in each, every device computes one micro-batch.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -199,7 +200,7 @@ class CudaDataParallelTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         for parameter in self.model.parameters():
             parameter.grad = None
         weight = self.passes.loss_weight(batch.samples)
@@ -211,9 +212,9 @@ class CudaDataParallelTrainer(Trainer):
                 [batch.tensors[member] for member in members], [part.stop - part.start for part in parts]
             )
             loss = self.passes.loss(self.module, inputs, targets)
-            self.signals.put_loss(parts[0].index, loss.detach())
+            self.losses.put(parts[0].index, loss.detach())
             self.passes.backward(loss, weight)
-        self.send_signals()
+        self.send_losses()
 
 
 def _joined(batches: Sequence[Batch], samples: Sequence[int]) -> Batch:
@@ -239,7 +240,7 @@ def _joined(batches: Sequence[Batch], samples: Sequence[int]) -> Batch:
 
 
 def _rounds(batch: StepBatch, shares: int, count: int) -> list[Sequence[int]]:
-    """The rounds, as positions in the batch: round n has the n-th micro-batch of every share."""
+    """The rounds of a step: round n has the n-th micro-batch of every share, as its position in `micro_batches`."""
     positions = {part.index: number for number, part in enumerate(batch.micro_batches)}
     owned = [share_of(count, share, shares) for share in range(shares)]
     longest = max(len(share) for share in owned)

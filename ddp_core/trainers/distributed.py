@@ -64,19 +64,19 @@ class DistributedTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.passes.loss(self.module, inputs, targets)
-                self.signals.put_loss(part.index, loss.detach())
+                self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
                 if self.cut.is_strided:
                     self.observers.before_wait()  # each backward exchanges gradients, not only the last
                 if part is batch.micro_batches[-1]:
-                    self.send_signals()
+                    self.send_losses()
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
             if self.cut.is_strided:
@@ -92,7 +92,7 @@ class DistributedTrainer(Trainer):
 
     def join_empty_handed(self) -> None:
         """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
-        self.send_signals()
+        self.send_losses()
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
@@ -161,6 +161,6 @@ class PlainDistributedTrainer(DistributedTrainer):
         self.module.eval()
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
         loss = self.passes.loss(self.module, inputs, targets)
-        self.send_signals()
+        self.send_losses()
         self.passes.backward(loss, torch.zeros((), device=self.device))
         self.module.train()

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset
 
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Evaluation
@@ -23,10 +22,8 @@ from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
-from ddp_core.distributed.world import World
 from ddp_core.model.losses import Loss
 from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
-from ddp_core.trainers.trial import unchanged
 
 
 @torch.no_grad()
@@ -43,9 +40,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
-    With `metrics` also its figures, `test_<name>`.
-    `forward(inputs, targets)` gives outputs, targets on their device, and the loss summed over the batch. With
-    `keep_pace` every rank calls it as often as the others do, so that it may be a collective.
+    With `metrics` there are also its figures, `test_<name>`. `forward(inputs, targets)` gives outputs, targets on the
+    outputs' device, and the loss summed over the batch. With `keep_pace` all ranks call `forward` equally often, so
+    that it may be a collective.
     """
     samples, size = len(dataset), settings.samples_per_batch
     batches = math.ceil(samples / size)
@@ -81,21 +78,3 @@ def evaluate(
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples
     return result if sums is None else result | sums.totals(collectives)
-
-
-def try_metrics(
-    model: nn.Module,
-    forward: Callable[[Tree, Tree], tuple[Tree, Tree, Tensor]],
-    metrics: NamedMetrics,
-    dataset: Dataset,
-    collate: Collate | None = None,
-) -> None:
-    """Evaluate a batch of two samples and one of one: so a mistake is found before training, not after an epoch.
-
-    Leaves everything as it was. Raises what `evaluate` raises.
-    """
-    few: Subset[Any] = Subset(dataset, range(min(3, len(dataset))))  # type: ignore[arg-type]
-    device = next(model.parameters()).device
-    with unchanged(model, device):
-        alone = Collectives(World(), device)
-        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, metrics)

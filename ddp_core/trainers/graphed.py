@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as CUDA graphs: hundreds of kernels that the host launches by two calls."""
+"""Forward and backward of a micro-batch as CUDA graphs: the host launches hundreds of kernels by two calls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GraphedPasses(Passes):
         batch = (inputs, targets)
         if self._recorded is None:
             self._recorded = self._record(module, batch)
-        if self._recorded.signature != _signature(self._recorded.parts, batch):
+        if self._recorded.signature != _signature(self._recorded.modules, self._recorded.weights, batch):
             return super().loss(module, inputs, targets)
         for ours, theirs in zip(self._recorded.inputs, tensors_of(batch), strict=True):
             ours.copy_(theirs, non_blocking=True)
@@ -146,37 +146,37 @@ class GraphedPasses(Passes):
                 buffer.copy_(value)
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient
-        parts = [*module.modules()], [*module.parameters()]
-        return _Recorded(_signature(parts, batch), parts, list(tensors_of(static)), *replays, parameters, gradients)
-
-
-Parts = tuple[list[nn.Module], list[nn.Parameter]]
+        modules, weights = [*module.modules()], [*module.parameters()]
+        signature = _signature(modules, weights, batch)
+        return _Recorded(signature, modules, weights, [*tensors_of(static)], *replays, parameters, gradients)
 
 
 class _Recorded(NamedTuple):
     """A recorded micro-batch."""
 
     signature: Tree
-    parts: Parts
+    modules: list[nn.Module]
+    weights: list[nn.Parameter]
+    """All parameters, also those that are not trained."""
     inputs: list[Tensor]
     """What the forward reads: inputs and targets."""
     forward: Replay
     backward: Replay
     parameters: list[nn.Parameter]
+    """Those that are trained."""
     gradients: list[Tensor | None]
     """What the backward leaves, by parameter; each replay overwrites them."""
 
 
-def _signature(parts: Parts, batch: Tree) -> Tree:
+def _signature(modules: Sequence[nn.Module], weights: Sequence[nn.Parameter], batch: Tree) -> Tree:
     """What decides which kernels are launched: the modes of the layers, what is trained, shapes and types."""
-    modules, parameters = parts
     shapes = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
-    return [*map(attrgetter("training"), modules)], [*map(attrgetter("requires_grad"), parameters)], shapes
+    return [*map(attrgetter("training"), modules)], [*map(attrgetter("requires_grad"), weights)], shapes
 
 
 @torch.no_grad()
 def _add_to_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    """Add to each `.grad`, or begin it with a copy: what is given here will be overwritten."""
+    """Add the gradients to each `.grad`, which begins as a copy: the next replay overwrites `gradients`."""
     begun: list[tuple[Tensor, Tensor]] = []
     fresh: list[tuple[Tensor, Tensor]] = []
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from ddp_core.base.torch_internals import TorchDispatchMode
 class KeyedRandom:
     """Gives the random operations of one thread's forward numbers of their own, keyed by (seed, step, micro-batch).
 
-    The numbers are those that the device's default generator would have given after `MicroBatchSeed`, so one process
-    and replicas in threads drop the same units. On the CPU each thread gets a generator of its own. On CUDA that cannot
-    be: the operation behind dropout takes no generator. There the default generator is seeded, so the replicas that
-    share a device must take turns.
+    The numbers are those that the device's default generator gives after `MicroBatchSeed`, so one process and replicas
+    in threads drop the same units. On the CPU each thread gets its own generator. CUDA's operation behind dropout takes
+    no generator: there the default generator is seeded, so the replicas that share a device must take turns.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -64,7 +63,7 @@ class _NoDraws(TorchDispatchMode):
 
 
 class _OwnGenerator(TorchDispatchMode):
-    """Hands `generator` to every random operation of this thread that was called without one."""
+    """Hands `generator` to every random operation that this thread calls without a generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,12 +76,9 @@ class _OwnGenerator(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **given)
         if given.get("generator") is None:
-            func, given["generator"] = _with_generator(func), self.generator
+            # The overload that takes a generator has a name of its own, or is this one.
+            packet, overload = func.overloadpacket, func.name().partition(".")[2]
+            name = f"{overload}_generator" if overload else "generator"
+            func = getattr(packet, name) if name in packet.overloads() else func
+            given["generator"] = self.generator
         return func(*args, **given)
-
-
-def _with_generator(func: Any) -> Callable[..., Any]:
-    """The overload of a random operation that takes a generator: its sibling of that name, or the operation itself."""
-    packet, overload = func.overloadpacket, func.name().partition(".")[2]
-    sibling = f"{overload}_generator" if overload else "generator"
-    return getattr(packet, sibling) if sibling in packet.overloads() else func  # type: ignore[no-any-return]

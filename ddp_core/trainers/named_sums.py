@@ -1,8 +1,8 @@
 """The experiment's own figures of an evaluation: named sums and counts, exact on every layout.
 
-Whole numbers are added as int64, in any sequence. Floating-point numbers go into a table of zeros with a row for each
-batch, as the losses do (ddp_core/trainers/evaluation.py), so that the sum over ranks is exact and `math.fsum` rounds
-once. Figures on a GPU are read when all batches are done, so that the host does not wait for each.
+Whole numbers are added as int64, which is exact in any sequence. Floating-point numbers go into a table of zeros with a
+row for each batch, as the losses do (ddp_core/trainers/evaluation.py), so that the sum over ranks is exact and
+`math.fsum` rounds once. Figures on a GPU are read when all batches are done, so that the host does not wait for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_core.distributed.process_group import Collectives
 NamedMetrics = Callable[..., Any]
 """`metrics(outputs, targets)` of an experiment file: a dict of name -> (sum, count), or of name -> total."""
 
-_TAKEN = ("loss", "accuracy")
+_TAKEN = ("loss", "accuracy")  # names of figures that every evaluation has
 _Kinds = dict[str, tuple[tuple[bool, tuple[int, ...]], ...]]
 """For each name, of its total or of its sum and count: whether it is a floating-point number, and its shape."""
 
@@ -37,7 +37,7 @@ class NamedSums:
         self._rows: dict[int, list[Tensor]] = {}
 
     def add(self, batch: int, outputs: Any, targets: Any) -> None:
-        """Take in one batch. Raises UserError where the function returns something else than it should."""
+        """Add the figures of one batch. Raises UserError where the function returns something else than it should."""
         with user_code("your metrics"):
             values = self._metrics(outputs, targets)
         found = {name: _parts(name, value) for name, value in _checked(values).items()}
@@ -82,7 +82,8 @@ class NamedSums:
                 zeros = torch.zeros(shape, dtype=torch.int64)
                 flat = collectives.sum_(self._whole.get((name, number), zeros).cpu()).flatten().tolist()
             values.setdefault(name, []).append(np.array(flat, dtype=object).reshape(shape))
-        return {f"test_{name}": _reported(parts) for name, parts in values.items()}
+        quotients = np.vectorize(_quotient, otypes=[object])
+        return {f"test_{name}": quotients(*parts).tolist() for name, parts in values.items()}
 
 
 def _checked(found: Any) -> Mapping[str, Any]:
@@ -99,7 +100,7 @@ def _checked(found: Any) -> Mapping[str, Any]:
 
 
 def _parts(name: str, value: Any) -> tuple[Tensor, ...]:
-    """The total, or the sum and the count, in int64 or float64, on the device where the function left them."""
+    """The total of a figure, or its sum and count, in int64 or float64, on the device where the function left them."""
     parts = tuple(_number(name, part) for part in (value if isinstance(value, tuple | list) else (value,)))
     if isinstance(value, tuple | list) and len(parts) != 2:
         raise UserError(f"metrics: {name} has {len(parts)} parts; it is a pair (sum, count) or one tensor")
@@ -138,16 +139,9 @@ def _in_words(kinds: tuple[tuple[bool, tuple[int, ...]], ...]) -> str:
     return " and ".join(f"{'float' if is_floating else 'int'} {list(shape)}" for is_floating, shape in kinds)
 
 
-def _reported(parts: list[Any]) -> Any:
-    """The total, or sum / count element by element, as a number or nested lists."""
-    total, *counts = parts
-    value = np.vectorize(_mean if counts else _finite, otypes=[object])(total, *counts)
-    return value.tolist()
-
-
-def _mean(total: float, count: float) -> float | None:
-    return _finite(total / count) if count else None
-
-
-def _finite(value: float) -> float | None:
+def _quotient(total: float, count: float | None = None) -> float | None:
+    """The total, or sum / count; None where that is not a finite number."""
+    if count == 0:
+        return None
+    value = total if count is None else total / count
     return value if math.isfinite(value) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -24,15 +25,13 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def call(module: nn.Module, inputs: Tree) -> Tree:
     """What the module returns for a tensor, for a tuple or list of arguments, or for a dict of named arguments."""
-    if isinstance(inputs, Tensor):
-        return module(inputs)
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
 class Passes:
-    """Outputs, losses and gradients of micro-batches, for any module that wraps the model."""
+    """Computes outputs, losses and gradients of micro-batches; `module` is the model, or what wraps it."""
 
     def __init__(self, experiment: Experiment, loss: Loss, device: torch.device) -> None:
         self._loss, self._device = loss, device
@@ -47,18 +46,19 @@ class Passes:
         All three are on the model's device. Inputs, outputs and targets are trees of tensors.
         """
         if self._device.type != "cpu":
-            inputs, targets = map_tensors(self._to_device, (inputs, targets))
+            bring = methodcaller("to", self._device, non_blocking=True)
+            inputs, targets = map_tensors(bring, (inputs, targets))
         if self._memory_format != "contiguous":
             inputs = map_tensors(partial(laid_out, memory_format=self._memory_format), inputs)
         with user_code("your model"), self.autocast():
             outputs = call(module, inputs)
         if self._precision is not None:
-            outputs = map_tensors(_to_float32, outputs)
+            outputs = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
         with user_code("your loss"):
             return outputs, targets, self._loss(outputs, targets)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The experiment's precision for the forwards inside, of this thread alone."""
+        """While in the block, this thread's forwards run in the experiment's precision."""
         if self._precision is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._precision)
@@ -75,22 +75,19 @@ class Passes:
     def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
         """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.
 
-        A scalar tensor on the model's device, in fp16 multiplied by the scaler's scale. `copies` is the number of ranks
-        where the all-reduce divides by that number, else 1.
+        A scalar tensor on the model's device, in fp16 multiplied by the scaler's scale. Where the all-reduce divides
+        by the number of ranks, `copies` is that number.
         """
         if samples not in self._loss_weights:
             self._loss_weights[samples] = torch.tensor(copies / samples, device=self._device)
         weight = self._loss_weights[samples]
         return weight if self.scaler is None else self.scaler.scale(weight)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
-
 
 class InPrecision(nn.Module):
     """A module whose forward enters the experiment's precision by itself.
 
-    nn.DataParallel's threads do take over that autocast is on, but not its dtype: bf16 would become fp16 there.
+    nn.DataParallel's threads inherit that autocast is on, but not its dtype: bf16 would become fp16 there.
     """
 
     def __init__(self, module: nn.Module, passes: Passes) -> None:
@@ -101,7 +98,3 @@ class InPrecision(nn.Module):
         """What the module returns."""
         with self._passes.autocast():
             return self.module(*inputs, **named)
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor

@@ -19,23 +19,23 @@ class SingleTrainer(Trainer):
         self.model.train()
 
     def shares(self) -> range:
-        """The only share: the whole global batch."""
+        """The only share, which is the whole global batch."""
         return range(1)
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up the gradients."""
-        self.signals.begin(batch)
+        self.losses.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
             self.seed_micro_batch(batch.step, part.index)
             with self.reduction.micro_batch(part.index, part.stop - part.start):
                 loss = self.passes.loss(self.model, inputs, targets)
-                self.signals.put_loss(part.index, loss.detach())
+                self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
-        self.send_signals()
+        self.send_losses()
         self.reduction.finish()
 
     def close(self) -> None:

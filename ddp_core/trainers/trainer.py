@@ -21,19 +21,24 @@ from ddp_core.model.memory_format import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
-from ddp_core.trainers.bad_losses import BufferCopies, LossGate, first_bad, name_bad_loss, steps_between_reading
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.callbacks import CallbackCalls
 from ddp_core.trainers.checkpoints import Saving
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes
-from ddp_core.trainers.signals import StepSignals
+from ddp_core.trainers.step_losses import (
+    BufferCopies,
+    LossGate,
+    StepLosses,
+    first_bad,
+    name_bad_loss,
+    steps_between_reading,
+)
 from ddp_core.trainers.train_state import TrainState
 from ddp_core.trainers.updating import WeightUpdate
-from ddp_core.trainers.watch import Watch
 
 
 class Trainer(ABC):
@@ -60,7 +65,7 @@ class Trainer(ABC):
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
-        self.signals = StepSignals(job.collectives, self.cut.micro_batches)
+        self.losses = StepLosses(job.collectives, self.cut.micro_batches)
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
@@ -68,11 +73,11 @@ class Trainer(ABC):
         overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
-        self.watch = Watch(self.state, self.clock, job.metrics, job.console, job.options.log_every, self.total_steps)
+        self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks else []
-        self.observers = StepObservers([self.clock, self.saving, self.watch, *copies, *called, *job.observers])
+        self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
@@ -84,13 +89,13 @@ class Trainer(ABC):
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
 
-    def send_signals(self) -> None:
+    def send_losses(self) -> None:
         """Send the step's losses, and whether this process was asked to stop.
 
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.signals.send(self.job.stop.requested)
+        self.losses.send(self.job.stop.requested)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -119,7 +124,7 @@ class Trainer(ABC):
             for batch in stream:
                 self.observers.before_step(batch)
                 self.compute_gradients(batch)
-                stop, reports = self.receive_signals(batch)
+                stop, reports = self.receive_losses(batch)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
                 if bad is None:
@@ -155,15 +160,15 @@ class Trainer(ABC):
         every = self.options.digest_every
         return self.is_at_epoch_end or (every is not None and self.state.step % every == 0)
 
-    def receive_signals(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
+    def receive_losses(self, batch: StepBatch) -> tuple[bool, list[StepReport]]:
         """Whether a rank was asked to stop, and the reports of all steps not read yet; none where that is not due."""
-        stop = self.signals.receive()
+        stop = self.losses.receive()
         if self._gate is not None:
-            self._gate.see(self.signals.losses)
+            self._gate.see(self.losses.newest)
         done = batch.step + 1
         is_due = stop or done % self._read_every == 0 or done % self.steps_per_epoch == 0 or done == self.total_steps
         # Losses are read before every save, so that no checkpoint is saved after a bad loss.
-        return stop, self.signals.read() if is_due or self.saving.is_due(done) else []
+        return stop, self.losses.read() if is_due or self.saving.is_due(done) else []
 
     def update_weights(self, batch: StepBatch) -> None:
         """Set the learning rate, clip the gradients, update the weights."""
@@ -184,14 +189,14 @@ class Trainer(ABC):
 
     def end_epoch(self, batch: StepBatch) -> bool:
         """Keep the epoch's mean loss, and evaluate where that is due; returns whether the result is the best so far."""
-        self.watch.epoch_done(batch)
+        self.figures.epoch_done(batch)
         self.state.end_epoch()
         with self.clock.aside():
             self.settle_buffers()
             is_best = False
             if self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0:
                 is_best = self.state.take_evaluation(self.evaluate())
-                self.watch.evaluated(batch)
+                self.figures.evaluated(batch)
             self.callbacks.epoch_done(batch.epoch)
             return is_best
 

@@ -1,19 +1,98 @@
-"""Passes made to find a mistake before training begins, which leave no trace in what is trained."""
+"""Passes made before the first step to find a mistake in the experiment's loss or metrics; they leave no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Subset
 
+from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
+from ddp_core.config.experiment import Evaluation
+from ddp_core.data.collating import Collate
+from ddp_core.data.splits import Dataset
+from ddp_core.data.trees import Tree
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.model.losses import LOSSES
+from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.named_sums import NamedMetrics
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.trainer import Trainer
+
+_SAMPLES = 2  # many models cannot take a single one
+_SAME = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}
+"""How far the ratio of a mean may be from 1, by precision: the rounding of a sum depends on how many are added."""
+_DOUBLED = 0.05
+"""How far the ratio of a sum may be from 2."""
+
+
+def check_loss(trainer: Trainer) -> None:
+    """Warn of a loss that is no sum over samples. Raises UserError, on every rank, for one that averages.
+
+    The trainer adds up the losses of the micro-batches and divides by the samples of the global batch, so with a loss
+    that averages all gradients are too small, and nothing later shows that. The loss of two samples is compared with
+    that of the same two samples twice in one batch: a sum doubles, a mean does not.
+
+    There is no verdict where the loss raises, or is 0 or not finite, and none is needed for the losses of `ddp_core` or
+    for micro-batches of one sample, whose sum and mean are the same.
+    """
+    job, experiment, batches = trainer.job, trainer.experiment, trainer.batches
+    if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
+        return
+    ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
+    with _unchanged(trainer.model, trainer.device), torch.no_grad():
+        try:
+            once, twice = (
+                float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
+                for numbers in (ids, np.concatenate((ids, ids)))
+            )
+        except Exception:  # training meets it, too, and says on which rank
+            return
+    ratio = twice / once if once else math.nan
+    if not math.isfinite(ratio):
+        return
+    found = f"loss {experiment.loss} gives {once:.6g} for {_SAMPLES} samples and {twice:.6g} for the same samples twice"
+    if abs(ratio - 1) <= _SAME[experiment.precision]:
+        raise UserError(
+            f"{found}: it averages, so a micro-batch of {trainer.cut.micro_batch} samples would count as one sample; "
+            "let it return the sum over the samples, by reduction='sum', or its mean times the number of samples"
+        )
+    if abs(ratio - 2) > _DOUBLED:
+        job.console.say(
+            f"warning: {found}, and a sum over samples would double: a part of it, such as a regulariser, does not "
+            "count per sample, and the weight of that part depends on micro_batch"
+        )
+
+
+def try_metrics(
+    model: nn.Module,
+    forward: Callable[[Tree, Tree], tuple[Tree, Tree, Tensor]],
+    metrics: NamedMetrics,
+    dataset: Dataset,
+    collate: Collate | None = None,
+) -> None:
+    """Evaluate a batch of two samples and one of one, so that metrics which fail do so now, not after an epoch.
+
+    Raises what `evaluate` raises.
+    """
+    few: Subset[Any] = Subset(dataset, range(min(3, len(dataset))))  # type: ignore[arg-type]
+    device = next(model.parameters()).device
+    with _unchanged(model, device):
+        alone = Collectives(World(), device)
+        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, metrics)
 
 
 @contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in eval mode; afterwards its mode, its buffers and every state of random numbers are as before."""
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model into eval mode; put its mode, its buffers and every state of random numbers back afterwards."""
     training, buffers = model.training, [buffer.clone() for buffer in model.buffers()]
     with generators_kept(device):
         model.eval()

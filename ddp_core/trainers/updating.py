@@ -17,10 +17,10 @@ from ddp_core.trainers.train_state import TrainState
 class WeightUpdate:
     """Updates the weights of a state from the gradients in `.grad`.
 
-    `clip` limits their norm to the number that it is given.
+    `clip(max_norm)` limits the norm of the gradients.
 
-    A built-in schedule is applied to each parameter group from the rate that the group was made with. A schedule of the
-    experiment's own is moved on after each update, and not where a step was skipped.
+    A built-in schedule sets each parameter group's rate, from the rate that the group was made with. A schedule of the
+    experiment's own takes a step after each update, but not where the update was skipped.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ import pytest
 
 from ddp_core.distributed.processes import await_processes, end_processes, state_of
 from ddp_core.distributed.world import World
-from ddp_core.observe.heartbeat import name_lost_peer, sign_again
-from ddp_core.observe.lost_peers import reason_of
+from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
+from ddp_core.observe.lost_peers import short_message
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
 
@@ -80,7 +80,7 @@ def test_what_a_dead_worker_leaves_in_its_group_goes_with_it() -> None:
     ],
 )
 def test_what_gloo_says_is_shortened_to_what_happened(text: str, reason: str) -> None:
-    assert reason_of(RuntimeError(text)) == reason
+    assert short_message(RuntimeError(text)) == reason
 
 
 def beat(directory: Path, rank: int, **fields: object) -> None:
@@ -103,7 +103,7 @@ def test_one_that_noticed_the_loss_and_left_is_not_named(tmp_path: Path) -> None
     for rank, process in enumerate(gone, 1):
         process.wait()
         beat(tmp_path, rank, host=socket.gethostname(), pid=process.pid)
-    sign_again(tmp_path, World(2, 3))
+    renew_heartbeat(tmp_path, World(2, 3))
     assert name_lost_peer(tmp_path, World(0, 3), "Connection reset") == "rank 1 (node 1), which is dead,"
 
 

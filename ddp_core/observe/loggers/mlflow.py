@@ -21,7 +21,7 @@ _CHANGING = ("layout", "reduction")
 """Settings in which attempts of one run may differ: tags, because MLflow's parameters cannot be changed."""
 
 
-class Run:
+class RunLogger:
     """Parameters and metrics of one MLflow run."""
 
     def __init__(self, run: LoggedRun) -> None:

@@ -9,7 +9,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from ddp_core.observe.loggers.logger import Ending, LoggedRun
 
 
-class Run:
+class RunLogger:
     """Scalars at each step; at the end the hyper-parameters beside the result, for TensorBoard's table."""
 
     def __init__(self, run: LoggedRun) -> None:

@@ -24,7 +24,7 @@ def require_login() -> None:
         raise UserError("--log-to wandb needs a login: run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline")
 
 
-class Run:
+class RunLogger:
     """Configuration, history and summary of one W&B run."""
 
     def __init__(self, run: LoggedRun) -> None:

@@ -85,8 +85,8 @@ class Stepper:
         for _ in range(times):
             batch = next(self._stream)
             trainer.compute_gradients(batch)
-            trainer.signals.receive()
-            trainer.signals.read()
+            trainer.losses.receive()
+            trainer.losses.read()
             trainer.update_weights(batch)
             trainer.state.step += 1
 

@@ -17,13 +17,13 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
-from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, reason_of
+from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, short_message
 
 
 def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_peers, "_SIGNING_SECONDS", 0.3)
+    monkeypatch.setattr(lost_peers, "_RENEWING_SECONDS", 0.3)
     (tmp_path / "heartbeats").mkdir()
     # A rank writes its heartbeat at most once a second. So the paused rank 0 may have the youngest of the three.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
@@ -118,7 +118,7 @@ def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:
     error = dist.DistBackendError(text)
     assert is_peer_loss(error)
     assert shortage(error, "rank 1 (node 0)", Path()) is None
-    assert reason_of(error) == reason
+    assert short_message(error) == reason
 
 
 @pytest.mark.parametrize(

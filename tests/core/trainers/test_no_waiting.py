@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ddp_core.base.torch_internals import TorchDispatchMode
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.trainers.bad_losses import LossGate
+from ddp_core.trainers.step_losses import LossGate
 from tests.core.trainers.test_trainers import batch_norm_and_dropout, experiment, mlp, samples, trainer_of
 
 META = torch.device("meta")

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from ddp_core.observe.loggers.logger import LoggedRun
-from ddp_core.observe.loggers.tensorboard import Run
+from ddp_core.observe.loggers.tensorboard import RunLogger
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import find_runs
 from tests.support.commands import ddp
@@ -44,11 +44,11 @@ def test_a_runs_scalars_and_hyper_parameters_are_readable(tmp_path: Path) -> Non
 
 def test_steps_that_a_resume_rolls_back_are_gone(tmp_path: Path) -> None:
     run = LoggedRun(tmp_path, "toy", {})
-    first = Run(run)
+    first = RunLogger(run)
     for step in (1, 2, 3):
         first.record("step", step, {"loss": float(step)})
     first.close("stopped")
-    second = Run(run)
+    second = RunLogger(run)
     second.record("resume", 1, {})
     second.record("step", 2, {"loss": 20.0})
     second.close("completed")

@@ -1,4 +1,4 @@
-"""What a step's signals send and wait for on a device: here the meta device, which computes nothing."""
+"""What is sent and waited for of a step's losses, on a device: here the meta device, which computes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.observe.step import StepBatch
-from ddp_core.trainers.signals import StepSignals
+from ddp_core.trainers.step_losses import StepLosses
 
 META = torch.device("meta")
 
@@ -41,27 +41,27 @@ class Gone(TwoRanks):
         raise RuntimeError("Connection closed by peer")
 
 
-def sent(collectives: Collectives, stop: bool = False) -> StepSignals:
-    signals = StepSignals(collectives, 3)
-    signals.begin(StepBatch(0, 0, 12, [], [], []))
-    signals.put_loss(1, torch.zeros((), device=META))
-    signals.send(stop)
-    return signals
+def sent(collectives: Collectives, stop: bool = False) -> StepLosses:
+    losses = StepLosses(collectives, 3)
+    losses.begin(StepBatch(0, 0, 12, [], [], []))
+    losses.put(1, torch.zeros((), device=META))
+    losses.send(stop)
+    return losses
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(False, 0.0), (True, 0.0), (False, 1.0), (True, 1.0)])
 def test_a_request_to_stop_is_known_without_reading_the_device(ours: bool, theirs: float) -> None:
     collectives = TwoRanks(theirs)
-    signals = sent(collectives, ours)
-    assert signals.receive() == (ours or theirs > 0)
+    losses = sent(collectives, ours)
+    assert losses.receive() == (ours or theirs > 0)
     assert collectives.finished == ["cpu", "meta"]
-    assert signals.losses.device == META
-    assert signals.losses.shape[0] == 3
+    assert losses.newest.device == META
+    assert losses.newest.shape[0] == 3
 
 
 def test_a_lost_peer_is_met_before_the_device_is_waited_for() -> None:
     collectives = Gone()
-    signals = sent(collectives)
+    losses = sent(collectives)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        signals.receive()
+        losses.receive()
     assert collectives.finished == ["cpu"]

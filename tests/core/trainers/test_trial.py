@@ -18,7 +18,7 @@ from torch.nn import functional
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.model.losses import cross_entropy
-from ddp_core.trainers.loss_check import check_loss
+from ddp_core.trainers.trial import check_loss
 from tests.core.test_bad_input import MODES, one_line
 from tests.core.trainers.test_trainers import CLASSES, FEATURES, experiment, trainer_of
 from tests.support.commands import ddp

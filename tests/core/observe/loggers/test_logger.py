@@ -10,9 +10,8 @@ import pytest
 
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.stop import Stopped
-from ddp_core.observe.loggers import background, choosing
-from ddp_core.observe.loggers.background import BackgroundLogger
-from ddp_core.observe.loggers.logger import Ending, Logger, loggable
+from ddp_core.observe.loggers import logger as logger_module
+from ddp_core.observe.loggers.logger import BackgroundLogger, Ending, Logger, check_loggers, loggable
 from ddp_core.observe.metrics import MetricsWriter, read_metrics
 from tests.support.processes import HANG
 
@@ -95,7 +94,7 @@ def test_a_logger_that_fails_is_left_out_with_one_warning(tmp_path: Path, moment
 
 
 def test_a_logger_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_WAITING_RECORDS", 5)
+    monkeypatch.setattr(logger_module, "_WAITING_RECORDS", 5)
     free, warnings = threading.Event(), list[str]()
 
     def wait(moment: str) -> None:
@@ -121,7 +120,7 @@ def test_settings_are_flat_and_have_no_gaps() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
+    monkeypatch.setattr(logger_module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^--log-to mlflow .* pip install mlflow-skinny sqlalchemy alembic$") as caught:
-        choosing.check_loggers(["mlflow"])
+        check_loggers(["mlflow"])
     assert caught.value.exit_code == 2

@@ -1,0 +1,141 @@
+"""What training tells while it goes on: figures to metrics.jsonl and the console, and moments to the user's callbacks.
+
+Only this file calls the callbacks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ddp_core.base.user_code import user_code
+from ddp_core.observe.callback import Moment
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.clock import StepClock
+from ddp_core.trainers.job import Job
+from ddp_core.trainers.train_state import TrainState
+
+
+def readable(figures: Mapping[str, Any]) -> list[str]:
+    """The figures that are single numbers, for people: 'test loss 0.1234'."""
+    return [
+        f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
+
+
+class Figures(StepObserver):
+    """Counts losses, samples and seconds of the steps, and writes a record every `log_every` steps.
+
+    Its seconds are those of training: without what the clock keeps aside.
+    """
+
+    def __init__(self, job: Job, state: TrainState, clock: StepClock, total_steps: int) -> None:
+        self._metrics, self._console, self._every = job.metrics, job.console, job.options.log_every
+        self._state, self._clock, self._total_steps = state, clock, total_steps
+        self._is_warm = False
+        self._loss = math.nan
+        self._start_record()
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        for report in reports:
+            loss = report.loss
+            if math.isfinite(loss):
+                self._state.epoch_loss += loss
+                self._state.epoch_samples += report.samples
+            self._loss = loss / report.samples
+
+    def after_step(self, batch: StepBatch) -> None:
+        self._samples += batch.samples
+        self._waited += batch.wait_seconds
+        if not self._is_warm:
+            # The first step of a process is slow (lazy initialisation), so no speed includes it.
+            self._is_warm = True
+            self._start_record()
+        elif (batch.step + 1) % self._every == 0:
+            self._write(batch)
+        self._console.progress(batch.step + 1, self._total_steps, self._loss)
+
+    def epoch_done(self, batch: StepBatch) -> None:
+        """Write a record of the steps that no record covers yet."""
+        if self._samples:
+            self._write(batch)
+
+    def evaluated(self, batch: StepBatch) -> None:
+        """Write the evaluation to the metrics and print it."""
+        state = self._state
+        self._metrics.write("evaluation", step=state.step, epoch=batch.epoch, **state.evaluation)
+        figures = [f"train loss {state.last_epoch_loss:.4f}"] if state.last_epoch_loss is not None else []
+        figures += readable(state.evaluation)
+        self._console.say(f"epoch {batch.epoch + 1:3d}  step {state.step:6d}  " + "  ".join(figures))
+
+    def _write(self, batch: StepBatch) -> None:
+        seconds = time.perf_counter() - self._began - (self._clock.seconds_aside - self._aside_before)
+        state = self._state
+        state.trained_seconds += seconds
+        state.trained_samples += self._samples
+        speed = self._samples / seconds if seconds > 0 else 0.0
+        self._metrics.write(
+            "step",
+            step=batch.step + 1,
+            epoch=batch.epoch,
+            loss=self._loss,
+            lr=state.learning_rate,
+            samples_per_second=round(speed, 2),
+            data_wait=round(min(1.0, self._waited / seconds), 5) if seconds > 0 else 0.0,
+        )
+        self._start_record()
+
+    def _start_record(self) -> None:
+        """Count samples and seconds from here on for the next record."""
+        self._samples, self._waited = 0, 0.0
+        self._aside_before = self._clock.seconds_aside
+        self._began = time.perf_counter()
+
+
+class CallbackCalls(StepObserver):
+    """Calls the callbacks of this rank."""
+
+    def __init__(self, job: Job, state: TrainState) -> None:
+        self._job, self._state = job, state
+        first = job.collectives.world.is_first
+        self._callbacks = [callback for callback in job.callbacks if first or callback.ranks == "all"]
+        self._loss: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether this rank has a callback."""
+        return bool(self._callbacks)
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        self._loss = reports[-1].loss / reports[-1].samples if reports else None
+
+    def after_step(self, batch: StepBatch) -> None:
+        self._call("on_step", batch.epoch, self._loss)
+
+    def epoch_done(self, epoch: int) -> None:
+        """Call every `on_epoch`."""
+        self._call("on_epoch", epoch, self._state.last_epoch_loss)
+
+    def end(self, epoch: int) -> None:
+        """Call every `on_end`."""
+        self._call("on_end", epoch, self._state.last_epoch_loss)
+
+    def _call(self, method: Literal["on_step", "on_epoch", "on_end"], epoch: int, loss: float | None) -> None:
+        state = self._state
+        moment = Moment(
+            step=state.step,
+            epoch=epoch,
+            loss=loss,
+            learning_rate=state.learning_rate,
+            evaluation=state.evaluation,
+            model=state.model,
+            averaged_model=None if state.average is None else state.average.module,
+            rank=self._job.collectives.world.rank,
+            directory=self._job.directory,
+        )
+        with user_code("your callback"):
+            for callback in self._callbacks:
+                getattr(callback, method)(moment)

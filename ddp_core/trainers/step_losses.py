@@ -1,0 +1,183 @@
+"""The losses of a step: summed over the ranks, read by the host, and what is done where one is NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
+from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.train_state import TrainState
+
+
+class StepLosses:
+    """Sums every micro-batch's loss, and the requests to stop, over the ranks, while backward runs.
+
+    Only one rank gives each loss and the others give zero, so the sum is exact and the report has the same bits on
+    every layout. A NaN stays at the micro-batch that it came from. A run of one process sums nothing.
+
+    On the CPU one sum carries the losses and the requests to stop. On CUDA the losses stay on the device until `read`,
+    so that the loop need not wait for the device in every step. There a second sum, of a CPU tensor over gloo, carries
+    the requests, so that every rank follows them at the end of the same step. Not run on a GPU yet.
+    """
+
+    def __init__(self, collectives: Collectives, micro_batches: int) -> None:
+        self._collectives = collectives
+        self._micro_batches = micro_batches
+        self._step = self._samples = 0
+        self._by_micro_batch: dict[int, Tensor] = {}
+        self._stop = False
+        self._requests: Tensor | None = None
+        self._sums: list[dist.Work] = []
+        # On CUDA, the end of the last step's gradients.
+        self._event: torch.cuda.Event | None = None
+        # Of each step that has not been read: number, samples, micro-batches and their losses.
+        self._unread: list[tuple[int, int, Sequence[int], Tensor]] = []
+
+    def begin(self, batch: StepBatch) -> None:
+        """Start a step."""
+        self._step, self._samples = batch.step, batch.samples
+        self._by_micro_batch = {}
+
+    def put(self, micro_batch: int, loss: Tensor) -> None:
+        """Take the loss of one micro-batch, summed over its samples."""
+        self._by_micro_batch[micro_batch] = loss
+
+    def send(self, stop: bool) -> None:
+        """Start the sums; call this once per step on every rank, after its last forward.
+
+        `stop` says whether this rank was asked to stop.
+        """
+        self._stop = stop
+        if self._collectives.world.world_size == 1:
+            losses = torch.stack(list(self._by_micro_batch.values()))
+            self._unread.append((self._step, self._samples, list(self._by_micro_batch), losses))
+            return
+        device = self._collectives.device
+        vector = torch.zeros(self._micro_batches + 1, device=device)
+        for micro_batch, loss in self._by_micro_batch.items():
+            vector[micro_batch] = loss
+        self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1)
+        if stop:
+            self._requests.fill_(1.0)
+        sent = [vector] if device.type == "cpu" else [self._requests, vector]
+        begun = [self._collectives.start_sum(tensor) for tensor in sent]
+        self._sums = [work for work in begun if work is not None]
+        self._unread.append((self._step, self._samples, range(self._micro_batches), vector[:-1]))
+
+    def receive(self) -> bool:
+        """Wait for the sums of this step; whether any rank was asked to stop.
+
+        Call this before anything that waits for the device. Where a peer is gone, the sum over gloo raises at once,
+        while a wait for the device does not end as long as a kernel of NCCL waits for that peer.
+        """
+        for begun in self._sums:
+            self._collectives.finish_sum(begun)
+        self._sums = []
+        if self._collectives.device.type == "cuda":
+            # The host runs one step ahead of the device and no more. That keeps the device busy. A request to stop, or
+            # a lost peer, would otherwise be met only after all steps that the host has asked for since it last read
+            # the losses.
+            before, self._event = self._event, torch.cuda.Event()
+            self._event.record()
+            if before is not None:
+                self._collectives.await_event(before)
+        return self._stop if self._requests is None else self._requests.item() > 0
+
+    @property
+    def newest(self) -> Tensor:
+        """The losses of the step just received, on the device."""
+        return self._unread[-1][3]
+
+    def read(self) -> list[StepReport]:
+        """The reports of the steps since the last call, oldest first."""
+        if self._event is not None:
+            self._collectives.await_event(self._event)
+        values = iter(torch.cat([losses for *_, losses in self._unread]).tolist())
+        reports = []
+        for step, samples, micro_batches, _ in self._unread:
+            row = [0.0] * self._micro_batches
+            for micro_batch in micro_batches:
+                row[micro_batch] = next(values)
+            reports.append(StepReport(step, samples, row))
+        self._unread.clear()
+        return reports
+
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def steps_between_reading(options: Options, state: TrainState, device: torch.device) -> int:
+    """After how many steps the host reads the losses: `log_every` on CUDA, where reading makes it wait for the device.
+
+    1 on the CPU, and wherever a LossGate cannot hold an update back: with an optimizer that is not one of torch's fused
+    ones, with a schedule or an average, which move after each update, and where bad steps are to be skipped.
+    """
+    groups = state.optimizer.param_groups
+    holds_back = type(state.optimizer) in _FUSED and all(group.get("fused") for group in groups)
+    if device.type == "cpu" or options.on_nan == "skip" or not holds_back:
+        return 1
+    return options.log_every if state.schedule is None and state.average is None else 1
+
+
+class LossGate:
+    """Lets no update through from the first loss on that is not finite, without a word from the host.
+
+    The fused optimizers of torch change neither weights nor their own state where their `found_inf`, a number on the
+    device, is exactly 1: so the gate takes the larger of its own and a GradScaler's `found_inf`, not their sum. The
+    host learns of the loss when it reads the losses.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._closed = torch.zeros((), device=device)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def see(self, losses: Tensor) -> None:
+        """Take in a step's losses, before its update."""
+        self._closed.masked_fill_(losses.isfinite().all().logical_not(), 1.0)
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        # A GradScaler sets `found_inf` for the step that it makes, and removes it afterwards.
+        found = getattr(optimizer, "found_inf", self._closed)
+        optimizer.found_inf = torch.maximum(found, self._closed)
+
+
+def first_bad(reports: Iterable[StepReport]) -> StepReport | None:
+    """The first step with a loss that is NaN or infinite; None where all are finite."""
+    return next((report for report in reports if not report.is_finite), None)
+
+
+def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
+    """A line about the first micro-batch whose loss is not finite: its rank (or replica) and up to 16 sample ids."""
+    parts = batches.cut.parts(report.samples)
+    first = next((part for part in parts if not math.isfinite(report.losses[part.index])), None)
+    if first is None:
+        return f"the loss is not finite at step {report.step + 1}"
+    owner = batches.owner(report.step, first.index)
+    place = f"replica {owner}" if layout.kind == "dp" else f"rank {owner} (node {owner // layout.nproc_per_node})"
+    ids = ", ".join(str(number) for number in batches.ids(report.step, first)[:16])
+    return f"loss is {report.losses[first.index]} at step {report.step + 1} on {place}, sample ids {ids}"
+
+
+class BufferCopies(StepObserver):
+    """Puts back the buffers (batch-norm statistics, for example) that the forward passes of a skipped step changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before: list[Tensor] = []
+
+    def before_step(self, batch: StepBatch) -> None:
+        self._before = [buffer.clone() for buffer in self._model.buffers()]
+
+    @torch.no_grad()
+    def skipped(self, batch: StepBatch) -> None:
+        for buffer, value in zip(self._model.buffers(), self._before, strict=True):
+            buffer.copy_(value)
