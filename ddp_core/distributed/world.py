@@ -66,7 +66,7 @@ class World:
 
     @property
     def port_name(self) -> str:
-        """What the user calls the port of the process group's store, for `store_at` and `require_port`."""
+        """What the user calls the port of the process group's store, for `listen_at` and `require_port`."""
         return f"{self.place}: MASTER_PORT={{port}}"
 
     @staticmethod

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torch_internals import end_keep_alives
-from ddp_core.distributed.addresses import address_served, address_towards, is_loopback, store_at
+from ddp_core.distributed.addresses import address_served, address_towards, listen_at, names_loopback, store_on
 
 _ANSWER_SECONDS = 10
 _ENDING_SECONDS = 2.0
@@ -83,10 +83,11 @@ def ends_keep_alives(handler: RendezvousHandler) -> Iterator[None]:
 def _store(endpoint: str | None, is_host: bool) -> TCPStore:
     """The store that the nodes meet at: served here, or reached. Raises UserError (4) where the port is in use."""
     if endpoint is None:
-        return store_at(_LOOPBACK, 0, _READ_SECONDS)
+        return store_on(listen_at(_LOOPBACK, 0), _READ_SECONDS)
     host, _, port = endpoint.rpartition(":")
     if is_host:
-        return store_at(address_served(host), int(port), _READ_SECONDS, remedy="give another with --rdzv-endpoint")
+        remedy = "give another with --rdzv-endpoint"
+        return store_on(listen_at(address_served(host), int(port), remedy=remedy), _READ_SECONDS)
     _await_answer(endpoint)
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
 
@@ -109,7 +110,7 @@ def own_address(endpoint: str | None, is_host: bool = False) -> str:
     except OSError as error:
         # A container's name is known only while it runs, and a node that is cut off knows none: both may come back.
         raise RendezvousLost(endpoint, error) from None
-    if is_host and is_loopback(address) and host not in ("localhost", address):
+    if is_host and names_loopback(host, address):
         with contextlib.suppress(OSError):
             return address_towards(_ELSEWHERE)
     return address
