@@ -111,7 +111,7 @@ def train(context: click.Context, /, only_said: bool, **_: object) -> int:
     """
     _quiet()
     from ddp_core.cli.train import train
-    from ddp_core.record.caller import stop_with_caller
+    from ddp_core.distributed.reports import stop_with_caller
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_training = words[:1] == ["train"]
     heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])] if is_training else []
     try:
-        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
+        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, prints=World.may_print()):
             return _call(words, is_own=not goes_on)
     except UserError as error:
         if not World.is_set():

@@ -30,7 +30,8 @@ def train(
     # These load torch, which takes seconds.
     from ddp_core.base.threads import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
-    from ddp_core.launch.launch import Meeting, launch
+    from ddp_core.launch.launch import launch
+    from ddp_core.launch.meeting import Meeting
     from ddp_core.run.worker import main, run_worker
 
     use_chosen_threads()
@@ -42,7 +43,7 @@ def train(
 
         return dry_run(request)
     early = request.options.stop_signal
-    with stops_at_once(*([signal_named(early)] if early else []), silent=not world.is_first):
+    with stops_at_once(*([signal_named(early)] if early else []), prints=world.is_first):
         if World.is_set():
             if request.layout.kind != "ddp" and world.world_size > 1:
                 raise UserError(

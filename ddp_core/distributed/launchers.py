@@ -40,13 +40,13 @@ class Node:
     endpoint: str | None = None
     """HOST:PORT of the first node, where the others meet it."""
     launch_id: str | None = None
-    """The same on all nodes, and never used before; None where the launcher gives nothing that is."""
+    """An id that all nodes have and no earlier launch had; None where the launcher gives no such id."""
     gpus: int | None = None
-    """GPUs given to this node."""
+    """GPUs given to this node; None where the launcher does not tell."""
     cpus: int | None = None
-    """Cores asked for on this node."""
+    """Cores asked for on this node; None where the launcher does not tell."""
     nproc_per_node: int | None = None
-    """Ranks of each node, where the launcher says so."""
+    """Ranks of each node; None where the launcher does not tell."""
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +114,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _under_mpi(environ: Mapping[str, str], launcher: str, names: Sequence[str]) -> dict[str, str]:
-    """`names`: the variables of rank, world_size, local_rank and nproc_per_node."""
+    """A rank's place in torchrun's variables; `names`: MPI's of rank, world_size, local_rank and nproc_per_node."""
     rank, size, local_rank, nproc_per_node = (_number(environ, name, launcher) for name in names)
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         raise UserError(
@@ -182,7 +182,7 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_id(environ: Mapping[str, str]) -> str:
-    """The same on all nodes, and another one after a requeue, which starts the job's steps anew."""
+    """The launch's id: the same on all nodes, and another after a requeue, which starts the job's steps anew."""
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     return f"slurm-{step}-{_count(environ, 'SLURM_RESTART_COUNT')}"
 

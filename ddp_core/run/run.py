@@ -14,6 +14,7 @@ from ddp_core.base.seeds import generators_kept
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.reports import tell_caller
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Parts, Request, build_parts, check_promise
@@ -29,7 +30,6 @@ from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.record.caller import tell_caller
 from ddp_core.record.changes import Origin
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory

@@ -15,7 +15,7 @@ from ddp_core.distributed import addresses
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.launch.joining import join
+from ddp_core.launch.meeting import Meeting, join
 from tests.support.processes import ask, free_port, run_processes
 
 ELSEWHERE = "192.0.2.77"
@@ -136,7 +136,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
 
 
 def _host(endpoint: str | None) -> set[str]:
-    handler = join(endpoint, "test", (1, 1), "127.0.0.1", join_seconds=20, is_host=endpoint is not None)
+    handler = join(Meeting(1, 1, endpoint, "test", endpoint is not None), "127.0.0.1", join_seconds=20)
     found = listening()
     handler.shutdown()
     return found
