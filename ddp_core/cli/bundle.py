@@ -22,8 +22,8 @@ from ddp_core.base.files import NewFile
 from ddp_core.experiment.source import read_source
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.environment import pins
 from ddp_core.record.initial_weights import read_weights
-from ddp_core.record.pins import pins
 
 FORMAT = "ddp-bundle/1"
 MANIFEST = "MANIFEST"

@@ -16,7 +16,7 @@ from ddp_core.base.errors import UserError, is_full, no_room
 from ddp_core.cli.bundle import FORMAT, MANIFEST, PINS
 from ddp_core.cli.verify import DIFFERENT, verify
 from ddp_core.config.layout import LayoutKind
-from ddp_core.record.pins import differences
+from ddp_core.record.environment import package_differences
 
 _MOST_MEMBERS = 10_000
 _MOST_TEXT = 2**26
@@ -48,7 +48,7 @@ def _unpack_checked(file: Path, folder: Path) -> bool:
                 return False
             record = json.loads(_text(archive, "run.json"))
             print(f"bundle: {len(members)} files, each as MANIFEST says")
-            print(f"packages: {differences(_text(archive, PINS), record['environment'])}")
+            print(f"packages: {package_differences(_text(archive, PINS), record['environment'])}")
             _unpack(archive, members, folder)
     except (BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None

@@ -1,4 +1,4 @@
-"""What a run is made of, and what of it has changed since the attempt before; for the record and for the user."""
+"""What a run's result follows from, and what of this has changed since the attempt before: for record and user."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _NOT_PROMISED = "warning: bit-identity with the steps before is not promised,"
 
 @dataclass(frozen=True)
 class Origin:
-    """What the result follows from, beside the experiment's settings."""
+    """What the result follows from, beside the settings of the experiment."""
 
     source: Source
     data: DataDigest
     weights: InitialWeights | None = None
-    """None: random ones, drawn from the experiment's seed."""
+    """The initial weights; None for random ones, drawn from the experiment's seed."""
 
 
 @dataclass
 class Changes:
-    """What a new attempt changes."""
+    """What a new attempt at a run changes."""
 
     source: dict[str, Any]
-    """The `source` of run.json: of the newest code."""
+    """The `source` of run.json, which tells of the newest code."""
     attempt: dict[str, Any] = field(default_factory=dict)
-    """What the attempt's entry in run.json says of the change."""
+    """The fields of the attempt in run.json that tell of the changes."""
     notes: list[str] = field(default_factory=list)
     """A line each for the user."""
     fingerprint: bool = False
+    """Whether the fingerprint has changed."""
 
     @classmethod
     def since(
@@ -52,7 +53,7 @@ class Changes:
         fingerprint: Mapping[str, Any],
         steps_per_epoch: int,
     ) -> Changes:
-        """Compare with the record before (empty for a new run), and keep the code where it is new or has changed.
+        """Compare with `before`, the content of run.json (empty for a new run), and keep code that is new or changed.
 
         Raises UserError (4) where the code cannot be written.
         """
@@ -60,15 +61,15 @@ class Changes:
             origin.source.write(directory.path / FOLDER)
             return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
         changes = cls(before["source"], {"source": before["source"]["folder"]})
-        changes._see_source(directory, origin.source, number=len(before["attempts"]) + 1)
-        changes._see_data(recorded_digest(directory.path, before), origin.data)
-        changes._see_length(before, request, steps_per_epoch)
+        changes._note_source(directory, origin.source, number=len(before["attempts"]) + 1)
+        changes._note_data(recorded_digest(directory.path, before), origin.data)
+        changes._note_length(before, request, steps_per_epoch)
         other = differences(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
         changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
         return changes
 
-    def _see_source(self, directory: RunDirectory, now: Source, number: int) -> None:
+    def _note_source(self, directory: RunDirectory, now: Source, number: int) -> None:
         before = read_source(directory.path, self.source)
         changed = changed_files(before.texts, now.texts)
         if not changed:
@@ -83,13 +84,13 @@ class Changes:
             "the same result, so `ddp verify` cannot repeat it"
         )
 
-    def _see_data(self, before: DataDigest, now: DataDigest) -> None:
+    def _note_data(self, before: DataDigest, now: DataDigest) -> None:
         where = changed_at(before, now)
         if where is not None:
             self.attempt["data_changed"] = where
             self.notes.append(f"{_NOT_PROMISED} other data: {where}")
 
-    def _see_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
+    def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
         experiment = request.loaded.experiment
         if before["experiment_sha256"] == experiment.digest():
             return

@@ -12,7 +12,7 @@ from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
-from ddp_core.record.directory import RunDirectory, runs_of
+from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 
 LENGTH = ("epochs", "max_steps")
@@ -21,17 +21,17 @@ _WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
 
 
 class Values(NamedTuple):
-    """A setting's value in a run's record, and in the request; Ellipsis where there is no such setting."""
+    """A setting's value in a run's record and in the request; Ellipsis where one of them has no such setting."""
 
     there: Any
     here: Any
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
-    """The settings in which a run and an experiment differ, by the names that `--set` knows."""
+    """The settings in which a run's record and an experiment differ, by the names that `--set` knows."""
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
-        # A setting that came later than the record had its default in the run.
+        # The record may be older than a setting; the run then had the setting's default.
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
     names = [*here, *(there.keys() - here.keys())]
@@ -45,10 +45,9 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
     unfinished run that could be meant has other settings: to start anew would lose its work in silence.
     """
-    runs = runs_of(Path(request.options.output), request.loaded.experiment)
     if (found := find_unfinished(request)) is not None:
         return found
-    for directory, record in runs:
+    for directory, record in _runs_of(request):
         if extends(record, request, samples) and not directory.is_live:
             require_continuable(directory, request, samples)
             return directory
@@ -65,12 +64,17 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
     experiment = request.loaded.experiment
-    for directory, record in runs_of(Path(request.options.output), experiment):
+    for directory, record in _runs_of(request):
         unfinished = record.get("status") != "completed"
         same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
         if unfinished and same and not directory.is_live:
             return directory
     return None
+
+
+def _runs_of(request: Request) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    """The runs of all experiments of the same name, newest first."""
+    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name))[::-1]
 
 
 def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> bool:
@@ -130,17 +134,14 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
         return False
     if recorded["given"] == given:
         # A run that is still trained has newer weights by now than those that were taken from it.
-        return not Path(recorded["file"]).exists() or _digest(recorded["file"]) == recorded["sha256"]
-    return bool(_digest(given) == recorded["sha256"])
-
-
-def _digest(given: str) -> str:
-    return find_weights(given).sha256
+        return not Path(recorded["file"]).exists() or find_weights(recorded["file"]).sha256 == recorded["sha256"]
+    return bool(find_weights(given).sha256 == recorded["sha256"])
 
 
 def _in_words(record: Mapping[str, Any], request: Request) -> str:
+    """How the settings of a run and of the request differ, three differences at most."""
     parts = [
-        f"{name} {_shown(values.there)} there, {_shown(values.here)} here"
+        "{} {} there, {} here".format(name, *("none" if value is ... else repr(value) for value in values))
         for name, values in differing(record, request.loaded.experiment).items()
     ]
     if not starts_alike(record, request):
@@ -156,10 +157,6 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
     theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
     return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is ... else repr(value)
 
 
 def continue_command(request: Request) -> str:
@@ -186,11 +183,11 @@ def _command(request: Request, **changes: Any) -> str:
 
 
 def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a record that say how long it trains."""
+    """The settings of a record that say how long the run trains."""
     return {name: record["experiment"][name] for name in LENGTH}
 
 
 def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
-    """The initial weights in a record."""
+    """The initial weights that a record names (`--init-from`); None for random ones."""
     found = record.get("init_from")
     return None if found is None else InitialWeights(**found)

@@ -21,8 +21,8 @@ from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.changes import Changes, Origin
 from ddp_core.record.continuing import continue_command
-from ddp_core.record.data import to_json, write_parts
-from ddp_core.record.directory import FORMAT, RunDirectory
+from ddp_core.record.data import data_fields, write_parts
+from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
@@ -44,7 +44,7 @@ class RunRecord:
         self.state: TrainState | None = None
         """The trainer's state, once there is a trainer: an error names its step."""
         self.notes: list[str] = []
-        """What is other than in the attempt before, a line each for the user (rank 0)."""
+        """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
         self.started = time.time()
 
@@ -68,7 +68,7 @@ class RunRecord:
         }
         self.directory.write(
             {
-                "format": FORMAT,
+                "format": RECORD_FORMAT,
                 "experiment": loaded.experiment.to_json(),
                 "experiment_sha256": loaded.experiment.digest(),
                 "experiment_file": str(loaded.path),
@@ -87,7 +87,7 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                **to_json(self.origin.data),
+                **data_fields(self.origin.data),
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,
