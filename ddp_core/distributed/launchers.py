@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
 
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports for SLURM's jobs: below those that systems give to outgoing connections."""
@@ -122,20 +123,10 @@ def _under_mpi(environ: Mapping[str, str], launcher: str, names: Sequence[str]) 
             "0) and MASTER_PORT (a free port there) for all of them, for example `mpirun -x MASTER_ADDR=… -x "
             "MASTER_PORT=29500 …`"
         )
-    return _variables(rank, size, local_rank, nproc_per_node, rank // max(1, nproc_per_node)) | {
+    place = (rank, size, local_rank, nproc_per_node, rank // max(1, nproc_per_node))
+    return dict(zip(_PLACE, map(str, place), strict=True)) | {
         name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")
     }
-
-
-def _variables(rank: int, size: int, local_rank: int, nproc_per_node: int, node_rank: int) -> dict[str, str]:
-    found = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": nproc_per_node,
-        "GROUP_RANK": node_rank,
-    }
-    return {name: str(value) for name, value in found.items()}
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -159,7 +150,8 @@ def _slurm_rank(environ: Mapping[str, str], tasks: int) -> dict[str, str]:
     rank, local_rank, node_rank = (
         _number(environ, name, "SLURM") for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     )
-    return _variables(rank, tasks, local_rank, tasks // nodes, node_rank) | {
+    place = (rank, tasks, local_rank, tasks // nodes, node_rank)
+    return dict(zip(_PLACE, map(str, place), strict=True)) | {
         "MASTER_ADDR": "127.0.0.1" if nodes == 1 else _first_host(environ),
         "MASTER_PORT": str(_slurm_port(environ)),
         "TORCHELASTIC_RUN_ID": _slurm_id(environ),

@@ -98,19 +98,6 @@ def stops_at_once(*numbers: signal.Signals, prints: bool = True) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def ignores_afterwards(*numbers: signal.Signals) -> Iterator[None]:
-    """After the block these signals are ignored: the process leaves, and its exit code says how the block ended.
-
-    A handler in Python would not do: the interpreter restores the default handlers before it ends.
-    """
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
 def signals_as_before() -> Iterator[None]:
     """After the block every signal is handled as before it."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.base.torch_internals import workers_of
-from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
+from ddp_core.distributed.processes import await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
 
     def kill_workers(self) -> None:
         """SIGKILL to all of this node's workers, from any thread."""
-        for process in self._processes().values():
+        for process in workers_of(self).values():
             process.kill()
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -106,7 +106,7 @@ class Agent(LocalElasticAgent):
 
     def _end_after_failure(self, worker_group: WorkerGroup) -> bool:
         """End the workers if one of them has failed; returns whether the user was told what happened to it."""
-        processes = self._processes()
+        processes = workers_of(self)
         workers = {worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers}
         codes = {rank: code for rank, process in workers.items() if (code := process.poll())}
         if not codes:
@@ -160,7 +160,7 @@ class Agent(LocalElasticAgent):
         self._is_ending_workers = True
         # SIGQUIT (Ctrl-backslash) also asks this launcher to stop, but workers do not handle it.
         asking = signal.SIGTERM if death_sig == signal.SIGQUIT else death_sig
-        end_processes(self._processes().values(), asking, FINISHING_SECONDS)
+        end_processes(workers_of(self).values(), asking, FINISHING_SECONDS)
         # The workers have ended. torch 2.11 gives no timeout, and takes none.
         super()._shutdown(death_sig, *timeout, **named_timeout)
 
@@ -180,8 +180,4 @@ class Agent(LocalElasticAgent):
     @property
     def died_of(self) -> set[int]:
         """The signals that have killed workers of this node; 0 for a worker that ended by itself."""
-        return {max(0, -(process.poll() or 0)) for process in self._processes().values()}
-
-    def _processes(self) -> dict[int, Process]:
-        """This node's workers by local rank, none before the first start."""
-        return workers_of(self)
+        return {max(0, -(process.poll() or 0)) for process in workers_of(self).values()}

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
-from ddp_core.distributed.stop import asking_signals, describe_signal, ignores_afterwards, stopped_untrained
+from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
 from ddp_core.launch.agent import Agent, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
@@ -48,12 +48,12 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
     it is `python -m PACKAGE` with the package of that function.
     """
-    # This process only leaves afterwards.
-    with (
-        ignores_afterwards(*asking_signals(request.options.stop_signal), signal.SIGINT),
-        TemporaryDirectory(prefix="ddp-") as scratch,
-    ):
-        file = Path(scratch) / "request.json"
+    with ExitStack() as stack:
+        for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
+            # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
+            # would not do: the interpreter restores the default handlers before it ends.
+            stack.callback(signal.signal, number, signal.SIG_IGN)
+        file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-"))) / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
         if request.options.launcher == "spawn":
             return spawn(request, [str(file)], entry)

@@ -62,7 +62,9 @@ class Changes:
             return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
         changes = cls(before["source"], {"source": before["source"]["folder"]})
         changes._note_source(directory, origin.source, number=len(before["attempts"]) + 1)
-        changes._note_data(recorded_digest(directory.path, before), origin.data)
+        if (where := changed_at(recorded_digest(directory.path, before), origin.data)) is not None:
+            changes.attempt["data_changed"] = where
+            changes.notes.append(f"{_NOT_PROMISED} other data: {where}")
         changes._note_length(before, request, steps_per_epoch)
         other = differences(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
@@ -83,12 +85,6 @@ class Changes:
             f"warning: goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
             "the same result, so `ddp verify` cannot repeat it"
         )
-
-    def _note_data(self, before: DataDigest, now: DataDigest) -> None:
-        where = changed_at(before, now)
-        if where is not None:
-            self.attempt["data_changed"] = where
-            self.notes.append(f"{_NOT_PROMISED} other data: {where}")
 
     def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
         experiment = request.loaded.experiment

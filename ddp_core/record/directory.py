@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,9 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
 
-    def update(self, **fields: Any) -> dict[str, Any]:
-        """Change some fields of run.json, and return all of them."""
-        record = self.read() | fields
-        self.write(record)
-        return record
+    def update(self, **fields: Any) -> None:
+        """Change some fields of run.json. Raises UserError (4)."""
+        self.write(self.read() | fields)
 
     @property
     def is_live(self) -> bool:
@@ -83,18 +82,13 @@ def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
     """Every readable run at or below `place`, with its record, oldest first."""
     files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
     found: list[tuple[RunDirectory, dict[str, Any]]] = []
-    for file in files:
-        directory = RunDirectory(file.parent)
-        try:
+    for directory in [RunDirectory(file.parent) for file in files]:
+        with suppress(UserError):
             found.append((directory, directory.read()))
-        except UserError:
-            continue
     yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
 
 
 def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
     """The run that an earlier round of the same launch has begun or finished; None if there is none."""
-    for directory, record in reversed(list(find_runs(output / experiment.name))):
-        if record.get("launch_id") == launch_id:
-            return directory
-    return None
+    runs = list(find_runs(output / experiment.name))
+    return next((directory for directory, record in reversed(runs) if record.get("launch_id") == launch_id), None)

@@ -44,18 +44,14 @@ def find_weights(given: str) -> InitialWeights:
     """
     path = Path(given)
     if path.is_dir():
-        path = _of_run(RunDirectory(path))
+        run, final = RunDirectory(path), path / "model.safetensors"
+        if run.read()["status"] == "completed" and final.exists():
+            path = final
+        elif (newest := newest_valid(run.checkpoints)) is not None:
+            path = newest.path
+        else:
+            raise UserError(f"--init-from {path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
     return InitialWeights(given, str(path.resolve()), weights_digest(read_weights(path)))
-
-
-def _of_run(run: RunDirectory) -> Path:
-    final = run.path / "model.safetensors"
-    if run.read()["status"] == "completed" and final.exists():
-        return final
-    newest = newest_valid(run.checkpoints)
-    if newest is None:
-        raise UserError(f"--init-from {run.path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
-    return newest.path
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -111,29 +111,21 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            known = self._explain(error)
+            step = self.state.step if self.state is not None else 0
+            if is_peer_loss(error):
+                known: UserError | None = peers_lost(error, self.directory.path, self.world, step)
+            else:
+                known = shortage(error, self.world.place, self.directory.path)
             if known is not None:
                 self._try_to_end(known.exit_code, str(known))
                 raise known from error
-            self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
+            trace = f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}"
+            file = self.directory.path / f"error-rank-{self.world.rank}.txt"
+            with contextlib.suppress(OSError):
+                file.write_text(trace, encoding="utf-8", errors="backslashreplace")
             exit_code, message = unforeseen(error)
             self._try_to_end(exit_code, f"{self.world.place}: {message}")
             raise
-
-    def _explain(self, error: Exception) -> UserError | None:
-        if is_peer_loss(error):
-            return peers_lost(error, self.directory.path, self.world, self._step)
-        return shortage(error, self.world.place, self.directory.path)
-
-    @property
-    def _step(self) -> int:
-        return self.state.step if self.state is not None else 0
-
-    def _keep_trace(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(
-                text, encoding="utf-8", errors="backslashreplace"
-            )
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
         """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""
