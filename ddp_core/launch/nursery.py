@@ -64,6 +64,9 @@ class Nursery:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         other_end.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        """The process number: that of the parent of all workers."""
         return self
 
     def __exit__(
@@ -73,12 +76,6 @@ class Nursery:
         self._process.join(_LEAVING_SECONDS)
         self._process.kill()
         self._process.join()
-
-    @property
-    def pid(self) -> int:
-        """The parent of all workers that it starts."""
-        assert self._process.pid is not None
-        return self._process.pid
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> Nursling:
         """A process that runs `entry(words)` and ends with the code that this returns."""

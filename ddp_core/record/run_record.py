@@ -1,32 +1,48 @@
-"""Keeps run.json from the start of a run to its end: what the run is, its state, and how it ended."""
+"""Keeps run.json from the start of a run to its end: what the run is, what each attempt changes, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint
+from ddp_core.base.fingerprint import differences, fingerprint
 from ddp_core.checkpoint import Fence
+from ddp_core.config.experiment import Component
+from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
-from ddp_core.experiment.source import collect
+from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.changes import Changes, Origin
-from ddp_core.record.continuing import continue_command
-from ddp_core.record.data import data_fields, write_parts
+from ddp_core.record.continuing import continue_command, kept_length
+from ddp_core.record.data import data_fields, recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
+from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
+
+_NOT_PROMISED = "warning: bit-identity with the steps before is not promised,"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the result follows from, beside the settings of the experiment."""
+
+    source: Source
+    data: DataDigest
+    weights: InitialWeights | None = None
+    """The initial weights; None for random ones, drawn from the experiment's seed."""
 
 
 class RunRecord:
@@ -185,6 +201,80 @@ class RunRecord:
         assert self.fence is not None
         with self.fence.holding():
             self.directory.update(result=self.directory.read()["result"] | figures)
+
+
+@dataclass
+class Changes:
+    """What a new attempt at a run changes."""
+
+    source: dict[str, Any]
+    """The `source` of run.json, which tells of the newest code."""
+    attempt: dict[str, Any] = field(default_factory=dict)
+    """The fields of the attempt in run.json that tell of the changes."""
+    notes: list[str] = field(default_factory=list)
+    """A line each for the user."""
+    fingerprint: bool = False
+    """Whether the fingerprint has changed."""
+
+    @classmethod
+    def since(
+        cls,
+        before: Mapping[str, Any],
+        directory: RunDirectory,
+        request: Request,
+        origin: Origin,
+        fingerprint: Mapping[str, Any],
+        steps_per_epoch: int,
+    ) -> Changes:
+        """Compare with `before`, the content of run.json (empty for a new run), and keep code that is new or changed.
+
+        Raises UserError (4) where the code cannot be written.
+        """
+        if "source" not in before:
+            origin.source.write(directory.path / FOLDER)
+            return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
+        changes = cls(before["source"], {"source": before["source"]["folder"]})
+        changes._note_source(directory, origin.source, number=len(before["attempts"]) + 1)
+        if (where := changed_at(recorded_digest(directory.path, before), origin.data)) is not None:
+            changes.attempt["data_changed"] = where
+            changes.notes.append(f"{_NOT_PROMISED} other data: {where}")
+        changes._note_length(before, request, steps_per_epoch)
+        other = differences(fingerprint, before["fingerprint"])
+        changes.fingerprint = bool(other)
+        changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
+        return changes
+
+    def _note_source(self, directory: RunDirectory, now: Source, number: int) -> None:
+        before = read_source(directory.path, self.source)
+        changed = changed_files(before.texts, now.texts)
+        if not changed:
+            return
+        folder = f"{FOLDER}-{number}"
+        now.write(directory.path / folder)
+        self.source = now.to_json(folder)
+        digest = hashlib.sha256(diff(before, now).encode(errors="surrogateescape")).hexdigest()
+        self.attempt |= {"source": folder, "source_diff_sha256": digest}
+        self.notes.append(
+            f"warning: goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
+            "the same result, so `ddp verify` cannot repeat it"
+        )
+
+    def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
+        experiment = request.loaded.experiment
+        if before["experiment_sha256"] == experiment.digest():
+            return
+        # Only a finished run can come here with another experiment: one that is longer.
+        steps = before["result"]["steps"]
+        self.attempt["extended_from"] = {**kept_length(before), "step": steps}
+        total = experiment.total_steps(steps_per_epoch)
+        self.notes.append(f"extends the finished run from {steps} to {total} steps")
+        schedule = experiment.schedule
+        if isinstance(schedule, Component) or schedule.name == "cosine":
+            sure = "depends" if schedule.name == "cosine" else "may depend"
+            self.notes.append(
+                f"warning: schedule {schedule.name} {sure} on the length of the run, and the first {steps} steps had "
+                f"the rates of the shorter one: the result is not that of one run of {total} steps"
+            )
 
 
 def _utc(moment: float) -> str:

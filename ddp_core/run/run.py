@@ -30,13 +30,12 @@ from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.record.changes import Origin
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.lock import RunLock
-from ddp_core.record.run_record import RunRecord
+from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
 from ddp_core.run.resuming import choose_checkpoint, choose_directory, choose_weights, resume
