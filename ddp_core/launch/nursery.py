@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 from ddp_core.base.orphans import die_with_parent
@@ -69,9 +68,7 @@ class Nursery:
         """The process number: that of the parent of all workers."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self._channel.close()
         self._process.join(_LEAVING_SECONDS)
         self._process.kill()

@@ -18,6 +18,7 @@ from ddp_core.record.initial_weights import InitialWeights, find_weights
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
 _WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
+"""The exit codes of runs that would end in the same way again."""
 
 
 class Values(NamedTuple):
@@ -90,10 +91,9 @@ def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request:
 def require_continuable(directory: RunDirectory, request: Request, samples: int) -> None:
     """Raises UserError (3), with the differences, where the run trains another experiment or began elsewhere."""
     record = directory.read()
-    alike = starts_alike(record, request)
-    if alike and (record.get("experiment_sha256") == request.loaded.experiment.digest()):
+    if record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request):
         return
-    if alike and extends(record, request, samples):
+    if extends(record, request, samples):
         newest = find_checkpoints(directory.checkpoints)[:1]
         steps = record["result"]["steps"]
         if not newest or newest[0].step != steps:
@@ -124,7 +124,7 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     """Whether the run began with the weights that the request asks for (`--init-from`).
 
-    A request that names the run and no weights means the run's own.
+    A request that names the run, but no weights, accepts those that the run began with.
     """
     given = request.asked.init_from if request.asked is not None else None
     recorded = record.get("init_from")
@@ -133,7 +133,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     if recorded is None:
         return False
     if recorded["given"] == given:
-        # A run that is still trained has newer weights by now than those that were taken from it.
+        # The weights may be of a run that is still trained, and so has newer ones by now.
         return not Path(recorded["file"]).exists() or find_weights(recorded["file"]).sha256 == recorded["sha256"]
     return bool(find_weights(given).sha256 == recorded["sha256"])
 
@@ -141,7 +141,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
 def _in_words(record: Mapping[str, Any], request: Request) -> str:
     """How the settings of a run and of the request differ, three differences at most."""
     parts = [
-        "{} {} there, {} here".format(name, *("none" if value is ... else repr(value) for value in values))
+        f"{name} {_shown(values.there)} there, {_shown(values.here)} here"
         for name, values in differing(record, request.loaded.experiment).items()
     ]
     if not starts_alike(record, request):
@@ -157,6 +157,10 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
     theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
     return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is ... else repr(value)
 
 
 def continue_command(request: Request) -> str:

@@ -8,7 +8,6 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -74,9 +73,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.release()
 
 

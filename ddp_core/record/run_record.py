@@ -68,9 +68,7 @@ class RunRecord:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
         request, loaded = self.request, self.request.loaded
-        before: dict[str, Any] = {}
-        if (self.directory.path / "run.json").exists():
-            before = self.directory.read()
+        before = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
         write_parts(self.directory.path, self.origin.data)
@@ -155,7 +153,7 @@ class RunRecord:
         if not self.world.is_first:
             return
         assert self.fence is not None
-        # An old rank 0 that wakes up must not overwrite what its successor wrote.
+        # A former rank 0 that wakes up must not overwrite what its successor wrote.
         with self.fence.holding():
             self.directory.update(
                 status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
@@ -171,17 +169,13 @@ class RunRecord:
         if not self.world.is_first:
             return None
         assert self.fence is not None
-        # The weights of an old rank 0 must not take the place of its successor's.
+        # The weights of a former rank 0 must not take the place of its successor's.
         self.fence.check()
         result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
         save_weights(end.state, self.directory.path / "model.safetensors")
         if trainer.state.average is not None:
             save_weights(trainer.state.average.module.state_dict(), self.directory.path / "model_ema.safetensors")
-        digests = {
-            "weights_sha256": end.weights,
-            "optimizer_sha256": end.optimizer,
-            "ema_sha256": end.average,
-        }
+        digests = {"weights_sha256": end.weights, "optimizer_sha256": end.optimizer, "ema_sha256": end.average}
         self._end("completed", 0, None, **digests, result=result)
         job.metrics.finish(result, end.weights)
         job.console.end_progress()
