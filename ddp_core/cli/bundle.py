@@ -27,8 +27,8 @@ from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.initial_weights import read_weights
-from ddp_core.record.pins import differences, pins
 
 BUNDLE_FORMAT = "ddp-bundle/1"
 _MANIFEST = "MANIFEST"
@@ -182,7 +182,7 @@ def _unpack_checked(file: Path, folder: Path) -> bool:
                 return False
             record = json.loads(_text(archive, "run.json"))
             print(f"bundle: {len(members)} files, each as MANIFEST says")
-            print(f"packages: {differences(_text(archive, _PINS), record['environment'])}")
+            print(f"packages: {package_differences(_text(archive, _PINS), record['environment'])}")
             _unpack(archive, members, folder)
     except (BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None

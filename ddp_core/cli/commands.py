@@ -118,7 +118,7 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     """
     _quiet()
     from ddp_core.cli.train import carry_out
-    from ddp_core.record.caller import stop_with_caller
+    from ddp_core.distributed.reports import stop_with_caller
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)

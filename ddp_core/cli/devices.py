@@ -2,7 +2,7 @@
 
 `auto` takes GPUs where there is one for each replica or rank that was asked for, and else the CPU. `cuda` takes GPUs
 in any case, and shares them where there are too few. Under a launcher such as SLURM's, which may show each rank a GPU
-of its own, one visible GPU is enough: ranks compare their GPUs when they meet (distributed/backends.py).
+of its own, one visible GPU is enough: ranks compare their GPUs when they meet (`agreed_backend`).
 """
 
 from __future__ import annotations

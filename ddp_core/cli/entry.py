@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     goes_on = arguments is not None and not World.is_set()
     heard = [*asking_signals(), *([] if goes_on else [signal.SIGINT])] if words[:1] == ["train"] else []
     try:
-        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, silent=not World.is_heard()):
+        with signals_as_before() if goes_on else nullcontext(), stops_at_once(*heard, prints=World.may_print()):
             if COMPLETION_VARIABLE in os.environ:
                 return int(shell_complete(ddp, {}, "ddp", COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE]))
             # click's own `main` is not used: it handles Ctrl-C, a closed pipe and EOFError in its own way.

@@ -17,7 +17,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
 from ddp_core.config.records import Numerics, Reduction
 from ddp_core.distributed.stop import signal_named
-from ddp_core.distributed.world import World
+from ddp_core.distributed.world import World, missing_nodes
 from ddp_core.experiment.building import Kind, complete_options
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment, resolve
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
@@ -119,10 +119,7 @@ def _check_nodes(asked: Asked, world: World) -> None:
                 "and the same fresh --rdzv-id on every node"
             )
     elif "nnodes" in asked.model_fields_set and low == high != world.nnodes:
-        raise UserError(
-            f"asked for {high} nodes, but the launcher started {world.nnodes}: some did not come in time",
-            ExitCode.PEERS_LOST,
-        )
+        raise missing_nodes(high, world.nnodes)
 
 
 def _numerics(

@@ -40,7 +40,6 @@ def carry_out(
     # These load torch, which takes seconds.
     from ddp_core.base.threads import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
-    from ddp_core.launch.launch import Meeting, launch
     from ddp_core.run.run import run_worker, worker_main
 
     use_chosen_threads()
@@ -53,7 +52,7 @@ def carry_out(
         return dry_run(request)
     name = request.options.stop_signal
     early_signals = [signal_named(name)] if name else []
-    with stops_at_once(*early_signals, silent=not world.is_first):
+    with stops_at_once(*early_signals, prints=world.is_first):
         if World.is_set():
             if request.layout.kind != "ddp" and world.world_size > 1:
                 raise UserError(
@@ -64,6 +63,9 @@ def carry_out(
         check_request(request)
         if request.layout.kind != "ddp":
             return run_worker(request, world)
+        from ddp_core.launch.launch import launch
+        from ddp_core.launch.meeting import Meeting
+
         return launch(request, Meeting(*asked.nnodes, asked.rdzv_endpoint, asked.rdzv_id, is_host), worker_main)
 
 

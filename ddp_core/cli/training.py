@@ -20,7 +20,7 @@ from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
 from ddp_core.config.records import explain, setting_text
 from ddp_core.config.written import command_line, is_repeated
-from ddp_core.record.caller import caller_variables
+from ddp_core.distributed.reports import caller_variables
 from ddp_core.record.reading import Run
 
 

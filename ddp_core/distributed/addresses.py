@@ -1,7 +1,7 @@
-"""Which address of this machine its peers come by, and stores that listen at that one alone.
+"""Which address of this machine its peers use, and stores that listen at that address alone.
 
 Whoever reaches a store can run code on its ranks, and torch's TCPStore listens at every address, whatever host name it
-is given. It also takes a socket that listens already: the socket is made here.
+is given. It also takes a socket that listens already: that socket is made here.
 """
 
 from __future__ import annotations
@@ -39,38 +39,28 @@ def address_towards(host: str, port: int = 9) -> str:
 def address_served(host: str) -> str | None:
     """The address of this machine that others reach by the name `host`; None where the name does not tell.
 
-    It does not tell where it stands for several addresses or for another machine's, as in front of address translation,
-    nor where it is this machine's own name and /etc/hosts makes it a loopback address, as Debian does.
+    The name does not tell where it stands for several addresses, for an address of another machine, as in front of
+    address translation, or for a loopback address (`names_loopback`).
     """
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        if host == "localhost" and _LOOPBACK in found:
+            return _LOOPBACK
+        address = found.pop()
+        if found or names_loopback(host, address):
+            return None
+        _bind(address, 0).close()  # which only an address of this machine allows
     except OSError:
-        return None
-    if host == "localhost" and _LOOPBACK in found:
-        return _LOOPBACK
-    address = found.pop()
-    if found or not _is_here(address) or (is_loopback(address) and host not in ("localhost", address)):
         return None
     return address
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine itself can be reached by the address."""
-    return ipaddress.ip_address(address).is_loopback
+def names_loopback(host: str, address: str) -> bool:
+    """Whether /etc/hosts makes `host` the loopback address `address`, as Debian does with a machine's own name.
 
-
-def store_at(
-    address: str | None, port: int, timeout: float, name: str = "port {port}", remedy: str = "choose another"
-) -> dist.TCPStore:
-    """A new store that listens at this address of this machine (None: at every address), on `port` (0: a free one).
-
-    `timeout`, in seconds, limits every wait for the store. `name` is what the user calls the port, and `remedy` what to
-    do where it is taken.
-
-    Raises UserError (4) where the port cannot be had, UserError (2) where this machine does not have the address, and
-    torch's DistError where the store does not answer.
+    Other machines reach this one by another address.
     """
-    return store_on(listen_at(address, port, name, remedy), timeout)
+    return ipaddress.ip_address(address).is_loopback and host not in ("localhost", address)
 
 
 def listen_at(
@@ -78,13 +68,15 @@ def listen_at(
 ) -> socket.socket:
     """A socket that listens at this address of this machine (None: at every address), on `port` (0: a free one).
 
-    `name` is what the user calls the port, and `remedy` what to do where it is taken. Needs no torch, so whoever asks
-    first for a port that is taken need not wait for torch.
+    `name` is what the user calls the port, and `remedy` what to do where it is taken. Needs no torch, so a user who
+    asks for a port that is taken need not wait for torch.
 
     Raises UserError (4) where the port cannot be had, and UserError (2) where this machine does not have the address.
     """
-    with _in_words(address, port, name, remedy):
-        return _listen(address, port)
+    try:
+        return _bind(address, port, listens=True)
+    except OSError as error:
+        raise _refusal(error, address, name.format(port=port), remedy) from None
 
 
 def require_port(address: str | None, port: int, name: str, remedy: str) -> None:
@@ -92,8 +84,10 @@ def require_port(address: str | None, port: int, name: str, remedy: str) -> None
 
     Nothing listens meanwhile: a rank that is already looking for the store would be connected and cut off.
     """
-    with _in_words(address, port, name, remedy):
+    try:
         _bind(address, port).close()
+    except OSError as error:
+        raise _refusal(error, address, name.format(port=port), remedy) from None
 
 
 def store_on(listening: socket.socket, timeout: float) -> dist.TCPStore:
@@ -125,11 +119,16 @@ def gloo_towards(host: str | None, has_peers_elsewhere: bool) -> Iterator[None]:
 
     Raises UserError where GLOO_SOCKET_IFNAME names no interface with an IP address.
     """
-    given = os.environ.get(_INTERFACE)
-    known = sorted({name for name, _ in _interfaces()})
+    given, interfaces = os.environ.get(_INTERFACE), _interfaces()
+    known = sorted({name for name, _ in interfaces})
     if given and given not in known:
         raise UserError(f"{_INTERFACE}={given}: no such network interface; there are: {', '.join(known)}")
-    chosen = None if given or host is None else _interface_towards(host, has_peers_elsewhere)
+    chosen = None
+    if host is not None and not given:
+        with contextlib.suppress(OSError):
+            towards = address_towards(host)
+            if not (has_peers_elsewhere and names_loopback(host, towards)):
+                chosen = next((name for name, address in interfaces if address == towards), None)
     if chosen is None:
         yield
         return
@@ -138,16 +137,6 @@ def gloo_towards(host: str | None, has_peers_elsewhere: bool) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_INTERFACE, None)
-
-
-def _interface_towards(host: str, has_peers_elsewhere: bool) -> str | None:
-    try:
-        address = address_towards(host)
-    except OSError:
-        return None
-    if has_peers_elsewhere and is_loopback(address) and host not in ("localhost", address):
-        return None
-    return next((name for name, address_of in _interfaces() if address_of == address), None)
 
 
 def _interfaces() -> list[tuple[str, str]]:
@@ -160,49 +149,27 @@ def _interfaces() -> list[tuple[str, str]]:
     ]
 
 
-def _addresses() -> list[str]:
-    return [f"{address} ({name})" for name, address in _interfaces()]
-
-
-def _is_here(address: str) -> bool:
-    try:
-        _bind(address, 0).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _in_words(address: str | None, port: int, name: str, remedy: str) -> Iterator[None]:
-    """Make of the system's errors what `listen_at` raises."""
-    try:
-        yield
-    except OSError as error:
-        if address is not None and error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"no network interface of this machine has the address {address}; there are: {', '.join(_addresses())}"
-            ) from None
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
-        raise UserError(f"{name.format(port=port)} {why}; {remedy}", ExitCode.RESOURCES) from None
-
-
-def _listen(address: str | None, port: int) -> socket.socket:
-    with contextlib.ExitStack() as on_error:
-        bound = on_error.enter_context(_bind(address, port))
-        bound.listen(_WAITING)
-        on_error.pop_all()
-    return bound
-
-
-def _bind(address: str | None, port: int) -> socket.socket:
+def _bind(address: str | None, port: int, listens: bool = False) -> socket.socket:
+    """A socket at this address (None: at every address) and port. Raises OSError."""
     every = address is None and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if every or ":" in (address or "") else socket.AF_INET
     with contextlib.ExitStack() as on_error:
         bound = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        # A port whose connections of before are still being closed counts as free.
+        # A port counts as free while connections that it had before are still being closed.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not every))
         bound.bind((address or "", port))
+        if listens:
+            bound.listen(_WAITING)
         on_error.pop_all()
     return bound
+
+
+def _refusal(error: OSError, address: str | None, port: str, remedy: str) -> UserError:
+    """What `listen_at` raises for an error of the system; `port` is what the user calls the port."""
+    if address is not None and error.errno == errno.EADDRNOTAVAIL:
+        known = ", ".join(f"{other} ({interface})" for interface, other in _interfaces())
+        return UserError(f"no network interface of this machine has the address {address}; there are: {known}")
+    why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had ({os.strerror(error.errno or 0)})"
+    return UserError(f"{port} {why}; {remedy}", ExitCode.RESOURCES)

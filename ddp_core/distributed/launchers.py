@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
 
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports for SLURM's jobs: below those that systems give to outgoing connections."""
@@ -40,13 +41,13 @@ class Node:
     endpoint: str | None = None
     """HOST:PORT of the first node, where the others meet it."""
     launch_id: str | None = None
-    """The same on all nodes, and never used before; None where the launcher gives nothing that is."""
+    """An id that all nodes have and no earlier launch had; None where the launcher gives no such id."""
     gpus: int | None = None
-    """GPUs given to this node."""
+    """GPUs given to this node; None where the launcher does not tell."""
     cpus: int | None = None
-    """Cores asked for on this node."""
+    """Cores asked for on this node; None where the launcher does not tell."""
     nproc_per_node: int | None = None
-    """Ranks of each node, where the launcher says so."""
+    """Ranks of each node; None where the launcher does not tell."""
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +115,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _under_mpi(environ: Mapping[str, str], launcher: str, names: Sequence[str]) -> dict[str, str]:
-    """`names`: the variables of rank, world_size, local_rank and nproc_per_node."""
+    """A rank's place in torchrun's variables; `names`: MPI's of rank, world_size, local_rank and nproc_per_node."""
     rank, size, local_rank, nproc_per_node = (_number(environ, name, launcher) for name in names)
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         raise UserError(
@@ -122,20 +123,10 @@ def _under_mpi(environ: Mapping[str, str], launcher: str, names: Sequence[str]) 
             "0) and MASTER_PORT (a free port there) for all of them, for example `mpirun -x MASTER_ADDR=… -x "
             "MASTER_PORT=29500 …`"
         )
-    return _variables(rank, size, local_rank, nproc_per_node, rank // max(1, nproc_per_node)) | {
+    place = (rank, size, local_rank, nproc_per_node, rank // max(1, nproc_per_node))
+    return dict(zip(_PLACE, map(str, place), strict=True)) | {
         name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")
     }
-
-
-def _variables(rank: int, size: int, local_rank: int, nproc_per_node: int, node_rank: int) -> dict[str, str]:
-    found = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": nproc_per_node,
-        "GROUP_RANK": node_rank,
-    }
-    return {name: str(value) for name, value in found.items()}
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -159,7 +150,8 @@ def _slurm_rank(environ: Mapping[str, str], tasks: int) -> dict[str, str]:
     rank, local_rank, node_rank = (
         _number(environ, name, "SLURM") for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     )
-    return _variables(rank, tasks, local_rank, tasks // nodes, node_rank) | {
+    place = (rank, tasks, local_rank, tasks // nodes, node_rank)
+    return dict(zip(_PLACE, map(str, place), strict=True)) | {
         "MASTER_ADDR": "127.0.0.1" if nodes == 1 else _first_host(environ),
         "MASTER_PORT": str(_slurm_port(environ)),
         "TORCHELASTIC_RUN_ID": _slurm_id(environ),
@@ -182,7 +174,7 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_id(environ: Mapping[str, str]) -> str:
-    """The same on all nodes, and another one after a requeue, which starts the job's steps anew."""
+    """The launch's id: the same on all nodes, and another after a requeue, which starts the job's steps anew."""
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     return f"slurm-{step}-{_count(environ, 'SLURM_RESTART_COUNT')}"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-# Errors of this process alone, but where the text tells of a closed connection. `ncclSystemError` and `ncclRemoteError`
-# mostly are lost connections.
+# Errors of this process alone, unless the text tells of a closed connection. The other two, `ncclSystemError` and
+# `ncclRemoteError`, mostly are lost connections.
 _OWN = ("ncclUnhandledCudaError", "ncclInvalidArgument", "ncclInvalidUsage", "ncclInternalError")
 _CONNECTION = re.compile(r"remote peer|connection|broken pipe|\bpeer\b.*\b(?:exit|gone)", re.IGNORECASE)
 _LACKS = {
@@ -24,7 +24,7 @@ _LACKS = {
 
 
 def lack_of(text: str) -> str | None:
-    """What this machine lacks, according to the text of an error, and what to do; None where it lacks nothing."""
+    """What this machine lacks, according to the text of NCCL's error, and what to do; None where it lacks nothing."""
     if "NCCL" not in text:
         return None
     lack = next((advice for pattern, advice in _LACKS.items() if re.search(pattern, text)), None)
@@ -32,12 +32,12 @@ def lack_of(text: str) -> str | None:
 
 
 def is_own_fault(text: str) -> bool:
-    """Whether an error of NCCL was met by this process alone: no peer is lost."""
+    """Whether an error of NCCL is of this process alone, so that no peer is lost."""
     return lack_of(text) is not None or (any(name in text for name in _OWN) and not _CONNECTION.search(text))
 
 
 def last_line(text: str) -> str:
-    """What happened, in one line: that after "Last error:", else the first."""
+    """What happened, in one line of the text: the line after "Last error:", else the first line."""
     first = text.strip().partition("\n")[0]
     found = re.search(r"Last error:\s*\n?\s*(\S[^\n]*)", text)
     return first if found is None else found[1].strip()

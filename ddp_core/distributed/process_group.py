@@ -1,13 +1,17 @@
-"""Start, check and end the process group; the few collectives that metrics and decisions need.
+"""Starts, checks and ends the process group, on a backend that all ranks agree on; and a few collectives.
 
-With one process they cost nothing and need no group, so their callers need not ask how many processes there are.
+These are what metrics and decisions need. With one process they cost nothing and need no group, so their callers need
+not ask how many processes there are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,20 +21,21 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
-from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
-from ddp_core.distributed.backends import agreed_backend
+from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.world import World
 
 __all__ = ["Collectives", "local_device", "process_group"]
 
+_SHARED = "ranks that share a GPU"
 _HEARING_SECONDS = 1.0
+"""The longest wait for the store in which no handler of a signal can run."""
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""
 _ABORTING_SECONDS = 5.0
 
 
 class Collectives:
-    """What ranks tell each other beside gradients. All ranks call the same methods in the same order."""
+    """What ranks send each other beside gradients. All ranks call the same methods in the same order."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
@@ -60,7 +65,7 @@ class Collectives:
         return tensor
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Begin `sum_` without waiting; the result is there after `finish_sum` of the work that this returns."""
+        """Begin `sum_` without waiting; `tensor` holds the sum once `finish_sum` has had the work that this returns."""
         return dist.all_reduce(tensor, async_op=True) if self.world.world_size > 1 else None
 
     def finish_sum(self, begun: dist.Work) -> None:
@@ -126,9 +131,8 @@ def process_group(
 ) -> Iterator[Collectives]:
     """The process group of this launch, ended on every way out; yields the collectives.
 
-    One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`. gloo
-    carries CPU tensors and nccl CUDA tensors; gloo also serves several processes on one GPU (`agreed_backend`).
-    `timeout`, in seconds, limits every wait.
+    One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
+    `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait.
 
     TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
     the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
@@ -176,6 +180,38 @@ def local_device(world: World, device_type: str) -> torch.device:
     return torch.device("cpu")
 
 
+def agreed_backend(store: dist.Store, world: World, device: torch.device, backend: str) -> str:
+    """The backends by device type, in torch's own notation, the same on all ranks that have a device of that type.
+
+    gloo carries CPU tensors, and nccl CUDA tensors. NCCL refuses ranks that share a GPU, so gloo takes its place there.
+    `store` is the launch's; `backend` is auto, gloo or nccl. Every rank calls this once. Rank 0 says it where ranks
+    share a GPU. The part for GPUs has not run on one yet.
+
+    Raises UserError (4), on every rank with a GPU, where nccl was asked for and ranks share one, and DistError where a
+    rank does not answer within the store's timeout.
+    """
+    # The number of visible GPUs does not tell whether ranks share one: a scheduler may show each rank one GPU, either
+    # a GPU of its own or the same for all.
+    uuid = "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device/{world.rank}", uuid)
+    if world.is_first:
+        ranks_of: dict[bytes, list[str]] = defaultdict(list)
+        for rank, name in enumerate(store.multi_get([f"device/{rank}" for rank in range(world.world_size)])):
+            ranks_of[name].append(str(rank))
+        found = [f"ranks {', '.join(ranks)} share a GPU" for gpu, ranks in ranks_of.items() if gpu and len(ranks) > 1]
+        store.set(_SHARED, json.dumps(found))
+    if device.type == "cpu":
+        return "gloo"
+    sharing: list[str] = json.loads(store.get(_SHARED))
+    if sharing and backend == "nccl":
+        raise UserError(
+            f"{sharing[0]}, and nccl needs one for each rank: use --backend gloo or auto", ExitCode.RESOURCES
+        )
+    if sharing and world.is_first:
+        print(f"{'; '.join(sharing)}: the ranks exchange over gloo, which is slower than nccl", file=sys.stderr)
+    return "cpu:gloo,cuda:gloo" if sharing or backend == "gloo" else "cpu:gloo,cuda:nccl"
+
+
 def _meet(world: World, timeout: float) -> dist.Store:
     """The store of this launch, once every rank has come, each exactly once."""
     limit = timedelta(seconds=timeout)
@@ -184,7 +220,8 @@ def _meet(world: World, timeout: float) -> dist.Store:
     assert port is not None
     try:
         if world.serves_store:
-            store = store_at(address_served(address), port, timeout, world.port_name, "give the ranks another one")
+            remedy = "give the ranks another one"
+            store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
         else:
             # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
             store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
@@ -226,6 +263,7 @@ def _await(store: dist.Store, names: list[str], timeout: float) -> None:
 
 
 def _absent(store: dist.Store, names: list[str]) -> str:
+    """The ranks, in words, whose names the store does not have."""
     try:
         missing = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
     except dist.DistError:

@@ -1,4 +1,4 @@
-"""Ends worker processes: asks them first, kills them after a while, and leaves nothing of them behind.
+"""Ends worker processes: asks them first, kills them after a while, and leaves none of their children behind.
 
 torch's agent signals a worker's whole process group, so the signal also ends the loader processes that the worker needs
 to finish its step. And the agent waits half a minute for a worker that is stopped (SIGSTOP) and cannot handle the
@@ -53,7 +53,7 @@ def end_processes(processes: Iterable[Process], number: signal.Signals, patience
             process.send_signal(number)
     await_processes(processes, patience)
     for process in processes:
-        # Also where the worker is gone: its loader processes live some seconds longer.
+        # Its loader processes may outlive a worker by some seconds.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,15 +1,18 @@
-"""What a launcher and its workers leave for each other in one folder: who the launcher is, and how each worker ended.
+"""What a process and the one that has started it leave for each other: who that is, and how a worker has ended.
 
-Torch need not be loaded for it.
+A launcher and its workers share a folder for this. A Python program that calls `ddp_core.train` starts `ddp train` with
+two variables of the environment, so that the words of the command, which a run records, are those of any other run.
+Nothing here loads torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +23,14 @@ from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
 
 _LAUNCHER = "launcher.pid"
+_CALLER = "DDP_CALLER"
+_RUN_FILE = "DDP_RUN_FILE"
+
+
+def tell_user(*texts: str) -> None:
+    """Print each text as a line on standard error."""
+    for text in texts:
+        print(f"ddp: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -34,14 +45,14 @@ class Report:
     time: float
 
     def tell(self) -> None:
-        """Say it on standard error."""
+        """Print it on standard error."""
         if self.trace:
             sys.stderr.write(self.trace)
-        print(f"ddp: {in_words(self.exit_code, self.message)}", file=sys.stderr, flush=True)
+        tell_user(in_words(self.exit_code, self.message))
 
 
 def report_end(world: World, exit_code: int, message: str, trace: str | None = None) -> int:
-    """Write how this worker ended for its launcher, or print it where there is none of ours; returns the exit code."""
+    """Report how this worker ended to our launcher, or print it where there is none; returns the exit code."""
     report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.time())
     if world.report_dir is None:
         if world.is_first or exit_code not in (ExitCode.STOPPED, ExitCode.BAD_INPUT) or trace:
@@ -66,24 +77,19 @@ def report_error(error: UserError) -> int:
 
 
 def read_reports(directory: Path) -> list[Report]:
-    """The workers' reports, the most telling first: a cause before its consequences, then the earliest."""
+    """The workers' reports, the most telling first: causes before their consequences, and then the earliest."""
     reports = [Report(**json.loads(file.read_text())) for file in directory.glob("*.json")]
-    return sorted(reports, key=lambda report: (_is_consequence(report), report.time))
 
+    def is_consequence(report: Report) -> bool:
+        return report.exit_code == ExitCode.PEERS_LOST or ASKED_ELSEWHERE in report.message
 
-def _is_consequence(report: Report) -> bool:
-    return report.exit_code == ExitCode.PEERS_LOST or ASKED_ELSEWHERE in report.message
+    return sorted(reports, key=lambda report: (is_consequence(report), report.time))
 
 
 def clear_reports(directory: Path) -> None:
     """Remove the reports of the round before: the workers start again."""
     for file in directory.glob("*.json"):
         file.unlink()
-
-
-def first_telling(reports: Iterable[Report]) -> Report | None:
-    """The first of sorted reports, None if there is none."""
-    return next(iter(reports), None)
 
 
 def write_launcher(directory: Path, *others: int) -> None:
@@ -93,10 +99,35 @@ def write_launcher(directory: Path, *others: int) -> None:
 
 def die_with_launcher(directory: Path) -> None:
     """Have the kernel kill this worker when its parent process ends, for whatever reason."""
-    parents = (
-        [int(pid) for pid in (directory / _LAUNCHER).read_text().split()] if (directory / _LAUNCHER).exists() else []
-    )
+    file = directory / _LAUNCHER
+    parents = file.read_text().split() if file.exists() else []
     # The launcher may have died while this worker was still loading; another process is the parent then.
     die_with_parent()
-    if os.getppid() not in parents:
+    if str(os.getppid()) not in parents:
         os._exit(ExitCode.PEERS_LOST)
+
+
+def caller_variables(run_file: Path) -> dict[str, str]:
+    """The variables by which a `ddp train` that this process starts knows its caller.
+
+    `run_file`: where it shall write the path of its run directory.
+    """
+    return {_CALLER: str(os.getpid()), _RUN_FILE: str(run_file)}
+
+
+def stop_with_caller() -> None:
+    """Have the kernel ask this process to save and stop (SIGTERM) when its caller dies; does nothing without a caller.
+
+    Nobody would see it train on. For the process that the caller started, and not for workers, which end with their
+    launcher.
+    """
+    if os.environ.get(_CALLER) == str(os.getppid()):
+        die_with_parent(signal.SIGTERM)
+
+
+def tell_caller(directory: Path) -> None:
+    """Tell the caller where the run directory is, as an absolute path; does nothing without a caller."""
+    if run_file := os.environ.get(_RUN_FILE):
+        # A caller that is ending may have removed the file's folder already.
+        with contextlib.suppress(OSError):
+            replace_file(Path(run_file), str(directory.absolute()))

@@ -17,12 +17,14 @@ ASKED_ELSEWHERE = "another rank was asked to"
 
 
 class StopRequest:
-    """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once, unless all is `saved`.
+    """Turns a signal that asks to stop into a flag; a second SIGINT ends the process at once, until all is `saved`.
 
-    These are SIGTERM, SIGINT, SIGHUP where it is not ignored (`nohup`), and an early signal of a scheduler. They are
-    handled while in a `with` block. `max_seconds` counts from the creation of this object. `launched`: a launcher of
-    ours passes on what it hears, so a second SIGINT may be the first, sent to every process; it kills the impatient
-    user's workers itself. `last`: after the block this process only leaves, and ignores what still comes.
+    The signals are SIGTERM, SIGINT, SIGHUP where it is not ignored (`nohup`), and an early signal of a scheduler. They
+    are handled while in a `with` block. `max_seconds` counts from the creation of this object.
+
+    `launched`: this process is a worker of our launcher, which passes its signals on. So a second SIGINT may be a copy
+    of the first, and does not end this process; the launcher kills its workers when the user presses Ctrl-C again.
+    `last`: after the block this process only leaves, and ignores what still comes.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class StopRequest:
         return self.reason is not None
 
     def saved(self) -> None:
-        """What was asked for is done: nothing would be won by leaving at once."""
+        """Tell that all is saved: from now on a second SIGINT ends nothing, because the process leaves anyway."""
         self._may_hurry = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT" and self._may_hurry:
             os._exit(128 + signal.SIGINT)
-        self.reason = reason_of(number)
+        self.reason = describe_signal(number)
 
     def __enter__(self) -> StopRequest:
         for number in self._signals:
@@ -61,28 +63,29 @@ class StopRequest:
 
     def __exit__(self, *details: object) -> None:
         for number, handler in self._previous.items():
-            # Ctrl-C stays a way out of a process that nobody has asked yet.
-            deaf = self._last and (number != signal.SIGINT or self.reason is not None)
-            signal.signal(number, signal.SIG_IGN if deaf else handler)
+            # Nobody has asked this process to stop yet, so Ctrl-C still ends it.
+            is_way_out = number == signal.SIGINT and self.reason is None
+            signal.signal(number, signal.SIG_IGN if self._last and not is_way_out else handler)
 
 
 @contextlib.contextmanager
-def stops_at_once(*numbers: signal.Signals, silent: bool = False) -> Iterator[None]:
+def stops_at_once(*numbers: signal.Signals, prints: bool = True) -> Iterator[None]:
     """While in the block, each of these signals ends this process: until it trains, there is nothing to save.
 
-    It ends with 75 and one line, unless `silent`; with 130 after SIGINT. A StopRequest or a launcher that handles the
-    signals goes before, as long as it does, and what it leaves ignored stays so.
+    The exit code is 75, or 130 after SIGINT; `prints` says whether a line tells why. A StopRequest or a launcher may
+    handle the signals inside the block, and what it leaves ignored stays ignored.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
-        # An exception would be lost: modules that are imported in C++ drop it, and so does Python while it clears an
-        # object away. Nothing is to be cleaned up, and children die with this process.
-        interrupted, error = number == signal.SIGINT, stopped_outside(reason_of(number))
+        # An exception could be lost: C++ code that imports a module drops it, and so does Python while it deletes an
+        # object. There is nothing to clean up, and children die with this process.
+        interrupted, error = number == signal.SIGINT, stopped_untrained(describe_signal(number))
         said = "interrupted" if interrupted else in_words(error.exit_code, str(error))
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            os.write(2, b"" if silent else f"ddp: {said}\n".encode())
+        if prints:
+            with contextlib.suppress(OSError):
+                os.write(2, f"ddp: {said}\n".encode())
         os._exit(128 + number if interrupted else error.exit_code)
 
     before = {number: signal.signal(number, leave) for number in numbers}
@@ -92,19 +95,6 @@ def stops_at_once(*numbers: signal.Signals, silent: bool = False) -> Iterator[No
         for number, handler in before.items():
             if signal.getsignal(number) is leave:
                 signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def ignores_afterwards(*numbers: signal.Signals) -> Iterator[None]:
-    """After the block these signals are ignored: the process leaves, and its exit code says how that went.
-
-    A handler in Python would not do: the interpreter puts the default in its place before it ends.
-    """
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -122,23 +112,23 @@ def signals_as_before() -> Iterator[None]:
 def asking_signals(early: str | None = None) -> list[signal.Signals]:
     """The signals by which others ask a process to stop: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`.
 
-    Also `early`, the name of a scheduler's early signal. Raises UserError for an unknown name.
+    `early` is the name of one more, a scheduler's early signal. Raises UserError for an unknown name.
     """
     heard = [signal.SIGTERM, *([signal_named(early)] if early else [])]
     return heard if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*heard, signal.SIGHUP]
 
 
 def die_when_asked() -> None:
-    """Let a signal that asks to stop end this process at once, until a StopRequest handles it.
+    """Let a signal that asks to stop end this worker at once, until a StopRequest handles it.
 
-    For the workers of a launcher of ours, which knows what such an end means.
+    Our launcher sees by which signal the worker has died, and tells the user.
     """
     for number in (*asking_signals(), signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
-def reason_of(number: int) -> str:
-    """The signal's name, for messages, and what it means where that is not known to everybody."""
+def describe_signal(number: int) -> str:
+    """The signal's name, for messages, and for the less known SIGHUP what it means."""
     name = signal.Signals(number).name
     return f"{name}: the terminal was closed" if number == signal.SIGHUP else name
 
@@ -164,6 +154,6 @@ class Stopped(UserError):
         return (type(self), (self.reason, self.step, self.command))
 
 
-def stopped_outside(reason: str) -> UserError:
-    """The error (75) for a command that ended on request while no step was trained, so there was nothing to save."""
+def stopped_untrained(reason: str) -> UserError:
+    """The error (75) for a command that was asked to stop while it trained no step, so that nothing is to be saved."""
     return UserError(f"stopped while nothing was trained ({reason}); continue with --resume auto", ExitCode.STOPPED)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 
 __all__ = ["World", "free_port", "node_here"]
@@ -61,12 +61,12 @@ class World:
 
     @property
     def serves_store(self) -> bool:
-        """Whether this process serves the process group's store: it is rank 0, and no agent serves it."""
+        """Whether this process serves the process group's store: as rank 0, where no agent serves the store."""
         return self.world_size > 1 and self.is_first and not self.agent_serves_store
 
     @property
     def port_name(self) -> str:
-        """What the user calls the port of the process group's store, for `store_at` and `require_port`."""
+        """What the user calls the port of the process group's store, for `listen_at` and `require_port`."""
         return f"{self.place}: MASTER_PORT={{port}}"
 
     @staticmethod
@@ -75,11 +75,11 @@ class World:
         try:
             return _is_torchruns(environ) or bool(ranks_place(environ))
         except UserError:
-            return False  # `from_environment` says what is wrong
+            return False  # `from_environment` tells the user what is wrong
 
     @staticmethod
-    def is_heard(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether this process prints for the user: it is rank 0, or no launcher's worker."""
+    def may_print(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether this process prints for the user: it is rank 0, or no launcher has started it."""
         try:
             return World.from_environment(environ).is_first
         except UserError:
@@ -160,6 +160,13 @@ def node_here(environ: Mapping[str, str] = os.environ) -> Node | None:
     Raises UserError where the launcher's variables are missing or contradict each other.
     """
     return None if _is_torchruns(environ) else nodes_place(environ)
+
+
+def missing_nodes(asked: int, came: int) -> UserError:
+    """The error (6) for a launch of which another number of nodes has come than was asked for."""
+    return UserError(
+        f"asked for {asked} nodes, but the launcher started {came}: some did not come in time", ExitCode.PEERS_LOST
+    )
 
 
 def free_port() -> int:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.user_code import user_code
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
 from ddp_core.data.splits import Splits, as_splits
+from ddp_core.distributed.world import missing_nodes
 from ddp_core.experiment.building import build
 from ddp_core.experiment.file import LoadedExperiment, Served, resolve, resolve_collate, resolve_hits, run_again
 from ddp_core.experiment.hooks import callbacks_of, metrics_of, optimizer_of, schedule_of
@@ -95,10 +96,7 @@ class Request:
         Raises UserError (6) where it named another number.
         """
         if self.asked is not None and self.asked.nnodes.low == self.layout.nnodes != nnodes:
-            raise UserError(
-                f"asked for {self.layout.nnodes} nodes, but the launcher started {nnodes}: some did not come in time",
-                ExitCode.PEERS_LOST,
-            )
+            raise missing_nodes(self.layout.nnodes, nnodes)
         return replace(self, layout=self.layout.model_copy(update={"nnodes": nnodes}))
 
 

@@ -1,9 +1,8 @@
-"""torchrun's agent with our rules: it finds out what happened, asks `decision` what to do, prints that, and does it."""
+"""torchrun's agent with our rules: it finds out what happened to the workers, and does what `decision` decides."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.base.torch_internals import workers_of
-from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
-from ddp_core.distributed.reports import Report, clear_reports, first_telling, read_reports
-from ddp_core.launch.agreement import require_same_request
+from ddp_core.distributed.processes import await_processes, end_processes, is_stopped
+from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
     MAKING_ROOM,
@@ -31,11 +29,12 @@ from ddp_core.launch.decision import (
     may_make_room,
     patience,
 )
+from ddp_core.launch.meeting import require_same_request
 from ddp_core.launch.nursery import Nursery, started_by
 
 _REPORT_SECONDS = 1.0
-# torch's rendezvous answers from what it heard within the last second (_BackendRendezvousStateHolder, cache_duration).
 _STALE_SECONDS = 1.2
+"""The answers of torch's rendezvous are up to a second old (_BackendRendezvousStateHolder, cache_duration)."""
 
 
 class WouldRepeat(Exception):
@@ -49,9 +48,9 @@ class WouldRepeat(Exception):
 class Agent(LocalElasticAgent):
     """Starts, watches and ends this node's workers. torch calls every method here but `kill_workers`.
 
-    The workers come from the nursery, and leave their reports in the directory `reports`. `facts`: what all nodes must
-    have in common. While the agent runs, the first of the signals `heard` ends it with SignalException, once the
-    workers have ended; a later SIGINT kills them.
+    The workers come from the nursery, where there is one, and leave their reports in the directory `reports`. `facts`:
+    what all nodes must have in common. While the agent runs, the first of the signals `heard` ends it with
+    SignalException, once the workers have ended; a later SIGINT kills them.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Agent(LocalElasticAgent):
 
     def kill_workers(self) -> None:
         """SIGKILL to all of this node's workers, from any thread."""
-        for process in self._processes().values():
+        for process in workers_of(self).values():
             process.kill()
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -80,7 +79,7 @@ class Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(role)
         except (RendezvousConnectionError, DistError):
             # Printed before anything else is done: the workers may take long to finish their step and save it.
-            say("the rendezvous does not answer; the workers save and leave, to meet again when it is back")
+            tell_user("the rendezvous does not answer; the workers save and leave, to meet again when it is back")
             raise
         return result
 
@@ -97,7 +96,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             decision = self._decide(worker_group, result, explained)
-            say(*decision.words)
+            tell_user(*decision.words)
             # torch starts the workers again where restarts are left, and takes one away.
             if decision.next is Next.MAKE_ROOM:
                 self._remaining_restarts += 1
@@ -106,21 +105,21 @@ class Agent(LocalElasticAgent):
         return result
 
     def _end_after_failure(self, worker_group: WorkerGroup) -> bool:
-        """End the workers if one of them has failed; whether the user was told what happened to it."""
-        processes = self._processes()
+        """End the workers if one of them has failed; returns whether the user was told what happened to it."""
+        processes = workers_of(self)
         workers = {worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers}
         codes = {rank: code for rank, process in workers.items() if (code := process.poll())}
         if not codes:
             return False
         for number in self._heard:
             if -number in codes.values():
-                # It was sent to every process of this launch, perhaps, and a worker that had not begun was quicker to
-                # end than this launcher is to hear it.
+                # The signal may have been sent to every process of this launch, and have ended a worker that had not
+                # begun before this launcher hears it.
                 self._leave_on(number)
         stopped = [rank for rank, process in workers.items() if is_stopped(process.pid)]
         lost = losses(codes, stopped, f"node {worker_group.group_rank}")
-        say(*lost)
-        # Every worker notices by itself that a peer is gone; it has this long to write its report.
+        tell_user(*lost)
+        # Every worker notices by itself that a peer is gone, and needs a moment to write its report.
         await_processes(workers.values(), _REPORT_SECONDS)
         end_processes(workers.values(), signal.SIGTERM, patience(codes.values()))
         return bool(lost)
@@ -142,26 +141,26 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            # The workers are healthy. They start again because another node waits to be taken in.
-            say(MAKING_ROOM)
+            # Healthy workers start again because another node waits to be taken in.
+            tell_user(MAKING_ROOM)
             self._stop_workers(worker_group)
-            report = first_telling(read_reports(self._reports))
-            if report is not None and after_making_room(report.exit_code) is Next.END:
-                raise WouldRepeat(report)
+            reports = read_reports(self._reports)
+            if reports and after_making_room(reports[0].exit_code) is Next.END:
+                raise WouldRepeat(reports[0])
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)
-        # The workers would start again, or the agent's result be told.
+        # A signal that came meanwhile counts now, before the workers start again or the agent tells its result.
         self._is_ending_workers = False
         if self._asked is not None:
             self._leave_on(self._asked)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: Any, **named_timeout: Any) -> None:
         self._is_ending_workers = True
-        # Workers do not handle SIGQUIT (Ctrl-backslash), which asks for a stop, too.
+        # SIGQUIT (Ctrl-backslash) also asks this launcher to stop, but workers do not handle it.
         asking = signal.SIGTERM if death_sig == signal.SIGQUIT else death_sig
-        end_processes(self._processes().values(), asking, FINISHING_SECONDS)
+        end_processes(workers_of(self).values(), asking, FINISHING_SECONDS)
         # The workers have ended. torch 2.11 gives no timeout, and takes none.
         super()._shutdown(death_sig, *timeout, **named_timeout)
 
@@ -181,14 +180,4 @@ class Agent(LocalElasticAgent):
     @property
     def died_of(self) -> set[int]:
         """The signals that have killed workers of this node; 0 for a worker that ended by itself."""
-        return {max(0, -(process.poll() or 0)) for process in self._processes().values()}
-
-    def _processes(self) -> dict[int, Process]:
-        """This node's workers by local rank, none before the first start."""
-        return workers_of(self)
-
-
-def say(*texts: str) -> None:
-    """Tell the user, a line each."""
-    for text in texts:
-        print(f"ddp: {text}", file=sys.stderr, flush=True)
+        return {max(0, -(process.poll() or 0)) for process in workers_of(self).values()}

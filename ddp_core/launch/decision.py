@@ -1,6 +1,6 @@
 """What a node's launcher does when its workers have failed: start them again, make room for a node, or end.
 
-Here it is decided and put into words. The agent looks what has happened, asks here, says it and does it.
+The functions here decide it and put it into words; `agent` finds out what has happened, and does what they say.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from enum import Enum, auto
 from ddp_core.base.errors import ExitCode
 
 FINISHING_SECONDS = 25
-"""What workers get that were asked to stop: they finish the step and save it."""
+"""How long workers that were asked to stop may take to finish their step and save it."""
 _LEAVING_SECONDS = 8
-"""What workers get after a loss: nothing is left to finish."""
+"""How long workers may take to end after a loss: they have nothing to finish."""
 MAKING_ROOM = "another node has come; the workers save and start again with it"
 FINAL = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
-"""A new start would only come to the same end."""
+"""The exit codes of workers to which a new start would only bring the same end."""
 
 
 class Next(Enum):
@@ -34,14 +34,14 @@ class Next(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows, and what the user is told."""
+    """What follows the end of a node's workers, and the lines that tell the user."""
 
     next: Next
     words: tuple[str, ...] = ()
 
 
 def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> list[str]:
-    """What to say of workers that cannot speak for themselves.
+    """A line about each worker that can write no report itself.
 
     `codes`: exit codes by rank, minus the signal's number for a killed worker. `stopped`: the ranks that are stopped
     (SIGSTOP). `node`: where they run, such as "node 0".
@@ -57,9 +57,10 @@ def patience(codes: Collection[int]) -> int:
 
 
 def may_make_room(codes: Collection[int], world_is_local: bool) -> bool:
-    """Whether it matters that a node waits: workers that save and leave may have been asked by another node's launcher.
+    """Whether workers that saved and left may have been asked to by another node's launcher, to take in a new node.
 
-    `world_is_local`: this node's workers are all there are, so no other launcher could have been quicker.
+    `codes`: the exit codes of this node's workers. `world_is_local`: these workers are all of the launch, so there is
+    no other node's launcher.
     """
     return ExitCode.STOPPED in codes and not world_is_local
 
@@ -67,12 +68,12 @@ def may_make_room(codes: Collection[int], world_is_local: bool) -> bool:
 def after_failure(codes: Collection[int], reason: str | None, room: bool, restarts_left: int) -> Decision:
     """What follows when workers of this node have failed, and the others were ended.
 
-    `codes`: exit codes, also those in the reports: a worker that has said why it leaves may be killed before it is
-    gone. `reason`: the most telling report's message, None where the user knows already. `room`: `may_make_room`, and
-    a node does wait.
+    `codes`: exit codes, also those in the reports: a worker that has reported why it leaves may be killed before it has
+    left. `reason`: the message of the most telling report, None where the user has been told already. `room`: workers
+    may have left to take in a node (`may_make_room`), and a node does wait. `restarts_left`: new starts still allowed.
     """
     if room:
-        # Its workers and ours have saved, to start again with the node that waits.
+        # The workers have saved, to start again with the node that waits.
         return Decision(Next.MAKE_ROOM, (MAKING_ROOM,))
     if restarts_left == 0 or FINAL.intersection(codes):
         return Decision(Next.END)

@@ -1,8 +1,7 @@
-"""Start the workers of a request and see them to their end: with torchrun's agent, or with mp.spawn."""
+"""Starts the workers of a request, and sees them to their end; torchrun's agent does it on any number of nodes."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -10,47 +9,37 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-import torch.multiprocessing as mp
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousTimeoutError,
+)
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.reports import first_telling, read_reports, write_launcher
-from ddp_core.distributed.stop import (
-    asking_signals,
-    die_when_asked,
-    ignores_afterwards,
-    reason_of,
-    stopped_outside,
-)
-from ddp_core.distributed.world import World, free_port
+from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
+from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
+from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
-from ddp_core.launch.agreement import facts_of_nodes
+from ddp_core.launch.agent import Agent, WouldRepeat
+from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
 from ddp_core.launch.nursery import Entry, Nursery
-from ddp_core.record.directory import find_launch
+from ddp_core.launch.spawn import spawn
+from ddp_core.record.directory import RunDirectory, find_launch
 
-if TYPE_CHECKING:
-    from ddp_core.launch.node import Elastic
-
-
-_INTERRUPTED = 128 + signal.SIGINT
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the nodes of a launch meet, and how many there may be."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    endpoint: str | None = None
-    launch_id: str | None = None
-    is_host: bool = False
-    """Whether the nodes meet at this process, at the endpoint's port."""
+_CUT_OFF_SECONDS = 20.0
+_ENDING_SECONDS = 2.0
 
 
 def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
@@ -59,78 +48,57 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
     it is `python -m PACKAGE` with the package of that function.
     """
-    # This process only leaves afterwards.
-    with (
-        ignores_afterwards(*asking_signals(request.options.stop_signal), signal.SIGINT),
-        TemporaryDirectory(prefix="ddp-") as scratch,
-    ):
-        file = Path(scratch) / "request.json"
+    with ExitStack() as stack:
+        for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
+            # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
+            # would not do: the interpreter restores the default handlers before it ends.
+            stack.callback(signal.signal, number, signal.SIG_IGN)
+        file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-"))) / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
         if request.options.launcher == "spawn":
-            return _spawn(request, [str(file)], entry)
-        return _run_elastic(request, meeting, [str(file)], entry)
+            return spawn(request, [str(file)], entry)
+        meeting = replace(meeting, launch_id=meeting.launch_id or f"ddp-{secrets.token_hex(8)}")
+        return _launch_elastic(request, meeting, str(file), entry)
 
 
-def _run_elastic(request: Request, meeting: Meeting, arguments: Sequence[str], entry: Entry) -> int:
-    """torchrun's agent: any number of nodes, and restarts."""
-    from ddp_core.launch.node import Elastic
-
-    launch_id = meeting.launch_id or f"ddp-{secrets.token_hex(8)}"
-    settings = Elastic(
-        meeting.min_nodes,
-        meeting.max_nodes,
-        request.layout.nproc_per_node,
-        meeting.endpoint,
-        launch_id,
-        request.options.max_restarts,
-        request.options.timeout,
-        request.options.stop_signal,
-        meeting.is_host,
-        entry.__module__.rpartition(".")[0],
-        facts_of_nodes(request),
-    )
+def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry) -> int:
+    """Run the request with torchrun's agent, and close its record where rank 0 could not; returns the exit code."""
+    words, facts = ["-m", entry.__module__.rpartition(".")[0], file], facts_of_nodes(request)
+    # Only for CPUs: with GPUs, this process may have asked the CUDA driver for them, which does not survive a fork.
+    can_fork = request.layout.device == "cpu" and sys.platform == "linux"
+    starter: AbstractContextManager[Nursery | None] = Nursery(entry) if can_fork else nullcontext()
     try:
-        with _nursery(request, entry) as nursery:
-            code = _supervise(request, settings, arguments, nursery)
+        with starter as nursery:
+            code = _run_until_met(request, meeting, partial(_run_node, request, meeting, words, facts, nursery))
     except UserError as error:
-        if error.exit_code == ExitCode.STOPPED and _is_completed(request, launch_id):
+        if error.exit_code == ExitCode.STOPPED and _is_completed(request, meeting):
             return ExitCode.DONE
-        _close_record(request, launch_id, error.exit_code)
+        _close_record(request, meeting, error.exit_code)
         raise
     if code:
-        _close_record(request, launch_id, code)
+        _close_record(request, meeting, code)
     return code
 
 
-def _nursery(request: Request, entry: Entry) -> contextlib.AbstractContextManager[Nursery | None]:
-    """On CPU alone: this process may have asked the CUDA driver what is there."""
-    if request.layout.device == "cpu" and sys.platform == "linux":
-        return Nursery(entry)
-    return contextlib.nullcontext()
-
-
-def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nursery: Nursery | None) -> int:
-    """Start the agent again, a few times, when what it cannot survive is lost: the rendezvous.
+def _run_until_met(request: Request, meeting: Meeting, run_node: Callable[[], int]) -> int:
+    """Run this node again, a few times, when it has lost what its agent cannot do without: the rendezvous.
 
     The agent itself starts lost workers again. Waits longer each time, about half a minute in all. Raises UserError
-    when it is not to be had.
+    when the rendezvous does not come back.
     """
-    from ddp_core.launch.joining import RendezvousLost
-    from ddp_core.launch.node import run_elastic
-
-    pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if settings.endpoint is not None and settings.max_restarts else []
+    pauses = [1.0, 2.0, 4.0, 8.0, 16.0] if meeting.endpoint is not None and request.options.max_restarts else []
     for pause in pauses:
         try:
-            return run_elastic(settings, arguments, nursery)
+            return run_node()
         except RendezvousLost as lost:
-            if _is_completed(request, settings.launch_id):
+            if _is_completed(request, meeting):
                 return ExitCode.DONE
-            print(f"ddp: {lost}; trying again in {pause:.0f} s", file=sys.stderr, flush=True)
+            tell_user(f"{lost}; trying again in {pause:.0f} s")
         # What is left of the rendezvous has a thread, which must not be the one to clear it away, and perhaps a port.
         gc.collect()
         time.sleep(pause)
     try:
-        return run_elastic(settings, arguments, nursery)
+        return run_node()
     except RendezvousLost as lost:
         raise UserError(
             f"{lost}: start `ddp rendezvous --port PORT` there (or the first node again, where that node serves it), "
@@ -139,99 +107,150 @@ def _supervise(request: Request, settings: Elastic, arguments: Sequence[str], nu
         ) from None
 
 
-def _is_completed(request: Request, launch_id: str) -> bool:
-    directory = find_launch(Path(request.options.output), request.loaded.experiment, launch_id)
+def _run_node(
+    request: Request, meeting: Meeting, words: Sequence[str], facts: Mapping[str, str], nursery: Nursery | None
+) -> int:
+    """Join the other nodes and run `python WORDS` as the workers of this node, restarted as needed.
+
+    The nursery starts them; without one each is a fresh interpreter. Returns the exit code.
+
+    Raises UserError where the rendezvous cannot be reached or is not completed.
+    """
+    os.environ[SEPARATE_STORES] = "1"
+    # The agent's loggers have levels of their own, so their lines are dropped here. This launcher prints what the user
+    # must know.
+    agents = logging.getLogger("torch.distributed.elastic")
+    agents.addHandler(logging.NullHandler())
+    agents.propagate = False
+    # The agent has handlers of its own. torch's would raise at every signal, also while the workers save: where a
+    # scheduler sends two signals at once, the launcher would leave, and kill them.
+    os.environ[HANDLED_SIGNALS] = ""
+    heard = [*asking_signals(request.options.stop_signal), signal.SIGINT, signal.SIGQUIT]
+    address = own_address(meeting)
+    # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
+    join_seconds = int(max(request.options.timeout, 2 * FINISHING_SECONDS))
+    with TemporaryDirectory(prefix="ddp-") as scratch:
+        reports = Path(scratch) / "reports"
+        reports.mkdir()
+        write_launcher(reports, *([nursery.pid] if nursery else []))
+        os.environ["DDP_REPORT_DIR"] = str(reports)
+        before = {number: signal.getsignal(number) for number in heard}
+        try:
+            handler = join(meeting, address, join_seconds)
+            spec = WorkerSpec(
+                role="trainer",
+                local_world_size=request.layout.nproc_per_node,
+                entrypoint=sys.executable,
+                args=tuple(words),
+                rdzv_handler=handler,
+                max_restarts=request.options.max_restarts,
+                local_addr=address,
+            )
+            logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
+            agent = Agent(spec, logs, reports, nursery, heard, facts)
+            return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
+        except RendezvousLost:
+            # This process goes on. After any other end it leaves.
+            for number, handler_before in before.items():
+                signal.signal(number, handler_before)
+            raise
+        finally:
+            del os.environ["DDP_REPORT_DIR"]
+
+
+def _run_agent(
+    agent: Agent, handler: RendezvousHandler, reports: Path, meeting: Meeting, timeout: float, join_seconds: int
+) -> int:
+    """Run the agent, and make one exit code or one exception of each way in which it can end."""
+    try:
+        with ExitStack() as stack:
+            # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
+            # code is lost. The rendezvous itself stays open for other nodes.
+            stack.callback(end_keep_alives, handler, _ENDING_SECONDS)
+            patience = max(2 * timeout, _CUT_OFF_SECONDS)
+            stack.enter_context(leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers))
+            result = agent.run()
+    except SignalException as stopped:
+        # The rendezvous is not shut down here: that would close it for the nodes that go on.
+        return _code_after(stopped.sigval, agent.died_of, reports)
+    except WouldRepeat as mistake:
+        with suppress(RendezvousError, DistError):
+            handler.shutdown()
+        mistake.report.tell()
+        return mistake.report.exit_code
+    except RendezvousTimeoutError:
+        raise UserError(
+            f"only some of {meeting.min_nodes} nodes met at {meeting.endpoint} within {join_seconds} s; "
+            "start the missing ones, or allow fewer with --nnodes MIN:MAX",
+            ExitCode.PEERS_LOST,
+        ) from None
+    except RendezvousClosedError:
+        raise UserError("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST) from None
+    except (RendezvousError, DistError) as error:
+        raise RendezvousLost(meeting.endpoint, error) from None
+    code = ExitCode.PEERS_LOST if result is None else _code_of(result, reports)
+    # A launch that was asked to stop may go on: a scheduler starts the stopped nodes again, with the same id.
+    if code != ExitCode.STOPPED:
+        with suppress(RendezvousError, DistError):
+            # This node is done: the others need not wait for it.
+            handler.shutdown()
+    return code
+
+
+def _code_of(result: RunResult, directory: Path) -> int:
+    """The exit code of the launcher; prints the report that explains best how the workers ended."""
+    if not result.is_failed():
+        return ExitCode.DONE
+    reports = read_reports(directory)
+    if not reports:
+        tell_user("the workers died and no restarts are left; continue with --resume auto")
+        return ExitCode.PEERS_LOST
+    reports[0].tell()
+    if reports[0].trace and len(reports) > 1:
+        others = ", ".join(map(str, sorted(report.rank for report in reports[1:])))
+        tell_user(f"rank {others} left after it")
+    return reports[0].exit_code
+
+
+def _code_after(number: signal.Signals, died_of: Collection[int], directory: Path) -> int:
+    """The exit code after a signal to the launcher, or to a worker that had not begun: 75 where the workers have saved.
+
+    `died_of`: the signals that killed workers. Raises UserError (75) where the workers had not begun: the signal, which
+    they handle while they train, has killed them, or they were not there yet.
+    """
+    reports = read_reports(directory)
+    # Where the signal has killed a worker that had not begun, another worker may report that loss; it explains nothing.
+    if reports and not (reports[0].exit_code == ExitCode.PEERS_LOST and number in died_of):
+        reports[0].tell()
+        return reports[0].exit_code
+    name = describe_signal(number)
+    if number == signal.SIGINT:
+        tell_user("interrupted")
+    elif signal.SIGKILL in died_of:
+        tell_user(f"{name}; the workers were killed before they had saved; continue with --resume auto")
+    else:
+        raise stopped_untrained(name)
+    return 128 + number
+
+
+def _is_completed(request: Request, meeting: Meeting) -> bool:
+    """Whether the run of this launch has come to its end."""
+    directory = _run_of(request, meeting)
     return directory is not None and directory.read()["status"] == "completed"
 
 
-def _close_record(request: Request, launch_id: str, code: int) -> None:
-    """Rank 0 may have died without a word: say so in its place."""
-    directory = find_launch(Path(request.options.output), request.loaded.experiment, launch_id)
+def _close_record(request: Request, meeting: Meeting, code: int) -> None:
+    """Record how the run of this launch ended, where rank 0 may have died before it could."""
+    directory = _run_of(request, meeting)
     if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
-        # Where the disk is full, what ended the launch has been said, and is its exit code.
-        with contextlib.suppress(UserError):
+        # Where the disk is full, the user has been told what ended the launch, and the exit code says it.
+        with suppress(UserError):
             lost = code == ExitCode.PEERS_LOST
             message = "the workers were lost" if lost else f"the launch ended with exit code {int(code)}"
             status = "stopped" if code == ExitCode.STOPPED else "failed"
             directory.update(status=status, exit_code=int(code), message=message)
 
 
-def _spawn(request: Request, arguments: Sequence[str], entry: Entry) -> int:
-    """mp.spawn: this machine alone, no restarts."""
-    count = request.layout.nproc_per_node
-    heard = [*asking_signals(request.options.stop_signal), signal.SIGINT]
-    with TemporaryDirectory(prefix="ddp-") as scratch:
-        write_launcher(Path(scratch))
-        logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-        # It unblocks signals when it starts, so it starts before they are blocked.
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-        context = mp.start_processes(
-            _spawned,
-            args=(entry, count, free_port(), scratch, list(arguments), mask),
-            nprocs=count,
-            join=False,
-            start_method="spawn",
-        )
-        assert context is not None
-
-        asked: list[int] = []
-
-        def pass_on(number: int, _: object) -> None:
-            impatient = number == signal.SIGINT in asked
-            asked.append(number)
-            for process in context.processes:
-                if process.is_alive() and process.pid is not None:
-                    os.kill(process.pid, signal.SIGKILL if impatient else number)
-
-        for number in heard:
-            signal.signal(number, pass_on)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            while not context.join():
-                pass
-        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            for process in context.processes:
-                process.join()
-            report = first_telling(read_reports(Path(scratch)))
-            if report is not None:
-                report.tell()
-                return report.exit_code
-            killed = getattr(error, "signal_name", None)
-            if asked.count(signal.SIGINT) > 1 or killed == signal.SIGINT.name:
-                print("ddp: interrupted", file=sys.stderr, flush=True)
-                return _INTERRUPTED
-            if killed in [number.name for number in heard]:
-                # A worker that the signal could kill had not begun: it handles the signal then.
-                raise stopped_outside(reason_of(signal.Signals[killed])) from None
-            how = f"was killed ({killed})" if killed else "died"
-            print(f"ddp: error: rank {error.error_index} {how}; continue with --resume auto", file=sys.stderr)
-            return ExitCode.PEERS_LOST
-    return ExitCode.DONE
-
-
-def _spawned(
-    rank: int,
-    entry: Entry,
-    count: int,
-    port: int,
-    reports: str,
-    arguments: list[str],
-    mask: set[signal.Signals],
-) -> None:
-    world = World(
-        rank=rank,
-        world_size=count,
-        local_rank=rank,
-        nproc_per_node=count,
-        store_host="127.0.0.1",
-        store_port=port,
-        report_dir=Path(reports),
-    )
-    # A terminal's signals go to the launcher, which passes them on.
-    os.setsid()
-    # A request that came while this interpreter started takes effect now.
-    die_when_asked()
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.environ.update(world.to_environment())
-    sys.exit(entry(arguments))
+def _run_of(request: Request, meeting: Meeting) -> RunDirectory | None:
+    assert meeting.launch_id is not None
+    return find_launch(Path(request.options.output), request.loaded.experiment, meeting.launch_id)

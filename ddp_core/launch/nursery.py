@@ -3,14 +3,14 @@
 A fresh interpreter spends seconds of processor time on importing torch and, with its first optimizer, torch._dynamo; on
 a small machine that is most of what a restart after a fault takes. The nursery is forked from the launcher while that
 has a single thread of Python, imports what a worker needs, and forks a worker per request in milliseconds. It never
-touches a device: a CUDA driver that was initialised before a fork is lost to the child. It hears no signal either: a
-scheduler sends its request to stop to every process at once, and workers that are to save need their parent.
+touches a device: a CUDA driver that was initialised before a fork is lost to the child. All signals are blocked in it:
+a scheduler sends its request to stop to every process at once, and workers that are to save need their parent.
 
-torch's agent with a function as its entry point, `start_method="forkserver"` and preloaded modules was tried in the
-place of this module, in twelve turns: two workers took 1.0 times as long to their first step, a killed one 1.1 times as
+Instead of this module, torch's agent was tried with a function as its entry point, `start_method="forkserver"` and
+preloaded modules, in twelve turns: two workers took 1.0 times as long to their first step, a killed one 1.1 times as
 long to be back. But a fork server is a fresh interpreter that loads torch once more, for 1.5 times the processor time
-and 1.3 times the memory, so that three nodes on one machine of two cores started 1.4 times as late. It also shows its
-processes under private names of torch and of Python alone, and a killed launcher leaves warnings on the terminal.
+and 1.3 times the memory, so that three nodes on one machine of two cores started 1.4 times as late. Also, its processes
+can be reached only by private names of torch and of Python, and a killed launcher leaves warnings on the terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 from ddp_core.base.orphans import die_with_parent
@@ -36,7 +35,7 @@ from ddp_core.distributed.stop import die_when_asked
 
 Entry = Callable[[Sequence[str]], int]
 
-# What a worker imports, beside the command's own modules, before its first step.
+# What a worker needs before its first step, beside the modules that the launcher has loaded.
 _NEEDED = (LOADED_BY_OPTIMIZERS, "torch.distributed.algorithms.ddp_comm_hooks", "torch.nn.parallel", "ddp_core.run.run")
 _POLL_SECONDS = 0.01
 _LEAVING_SECONDS = 5.0
@@ -46,7 +45,7 @@ _FORK = multiprocessing.get_context("fork")
 class Nursery:
     """Starts `entry(words)` in processes of their own. Use as a context manager; all of them end with it.
 
-    `start` raises OSError once the nursery is gone; what it had started is gone with it.
+    `start` raises OSError once the nursery is gone; the processes that it had started are gone with it.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -64,21 +63,16 @@ class Nursery:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         other_end.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        """The process number: that of the parent of all workers."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self._channel.close()
         self._process.join(_LEAVING_SECONDS)
         self._process.kill()
         self._process.join()
-
-    @property
-    def pid(self) -> int:
-        """The parent of all workers that it starts."""
-        assert self._process.pid is not None
-        return self._process.pid
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> Nursling:
         """A process that runs `entry(words)` and ends with the code that this returns."""
@@ -94,7 +88,7 @@ class Nursery:
             raise BrokenPipeError("the nursery is gone") from None
 
     def listen(self) -> None:
-        """Hear which processes have ended."""
+        """Note which processes have ended."""
         try:
             while self._channel.poll():
                 self._ended(*self._channel.recv())
@@ -107,7 +101,7 @@ class Nursery:
 
 
 class Nursling:
-    """A process that the nursery started, with what the launcher needs of subprocess.Popen."""
+    """A process that the nursery has started, with the methods of subprocess.Popen that the launcher needs."""
 
     def __init__(self, pid: int, nursery: Nursery) -> None:
         self.pid = pid
@@ -131,13 +125,13 @@ class Nursling:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing where it has ended."""
+        """Send the signal; does nothing where the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL; from any thread."""
+        """Send SIGKILL, from any thread."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -149,7 +143,7 @@ def _nurse(channel: Connection, launchers_end: Connection, entry: Entry, mask: s
     for module in _NEEDED:
         importlib.import_module(module)
     gc.collect()
-    # What is loaded is no garbage; to look at it would copy every page of it in every worker.
+    # What is loaded is not garbage. If the collector looked at it, every worker would copy every page of it.
     gc.freeze()
     children: dict[int, multiprocessing.process.BaseProcess] = {}
     while True:
@@ -181,7 +175,7 @@ def _work(
 ) -> None:
     channel.close()
     _begin(f"ddp-rank-{environment.get('RANK', '?')}")
-    # The launcher's handlers are not for its children. A request that came since the fork takes effect now.
+    # The launcher's handlers are not for its children. A request to stop that came since the fork takes effect now.
     die_when_asked()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.environ.clear()
@@ -190,8 +184,8 @@ def _work(
 
 
 def _begin(name: str) -> None:
-    """A session and a life of its own: `name` (15 characters at most) is what `ps` and `top` show."""
-    # A terminal's signals go to the launcher, which knows what to make of them.
+    """Leave the launcher's session, die with the parent, and be `name` (15 characters at most) in `ps` and `top`."""
+    # So a terminal's signals go to the launcher alone, which passes them on.
     os.setsid()
     parent = multiprocessing.parent_process()
     die_with_parent()
@@ -202,7 +196,7 @@ def _begin(name: str) -> None:
 
 
 def started_by(nursery: Nursery | None) -> contextlib.AbstractContextManager[None]:
-    """While in the block, torch's agent has its workers from the nursery, if there is one."""
+    """While in the block, the nursery starts the workers of torch's agent, if there is a nursery."""
     if nursery is None:
         return contextlib.nullcontext()
 
@@ -211,7 +205,7 @@ def started_by(nursery: Nursery | None) -> contextlib.AbstractContextManager[Non
         try:
             return _Handler(nursery.start(words, {**os.environ, **env}))
         except OSError:
-            # The nursery was killed, for want of memory perhaps.
+            # The nursery was killed, perhaps because memory ran out.
             return usual(args=args, env=env, **others)
 
     return starting_workers_by(start)

@@ -27,8 +27,8 @@ def serve(port: int, bind: str | None = None) -> int:
     _hurry_look_ups()
     address = None if bind is None else _address_of(bind)
     listening = listen_at(address, port, remedy="choose another with --port")
-    # Torch takes seconds to load, and who asks for a port that is in use hears of it at once. Nodes that come meanwhile
-    # wait in the socket's queue.
+    # Torch takes seconds to load, and a port that is in use is told of before. Nodes that come meanwhile wait in the
+    # socket's queue.
     from torch.distributed import DistError
 
     try:
@@ -71,8 +71,8 @@ def _address_of(name: str) -> str:
 
 
 def _hurry_look_ups() -> None:
-    """Do not wait long for a name server: torch asks for the name of each address, ten seconds where none answers.
+    """Do not wait long for a name server: torch asks for the name of each address, for ten seconds if none answers.
 
-    This is resolv.conf's `options`; only these two commands set it, which look up nothing else.
+    The variable stands for `options` in resolv.conf. Only these two commands set it, which look up nothing else.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

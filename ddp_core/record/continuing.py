@@ -12,26 +12,27 @@ from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
-from ddp_core.record.directory import RunDirectory, runs_of
+from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
 _WOULD_REPEAT = {ExitCode.BAD_INPUT, ExitCode.NUMERICS}
+"""The exit codes of runs that would end in the same way again."""
 
 
 class Values(NamedTuple):
-    """A setting's value in a run's record, and in the request; Ellipsis where there is no such setting."""
+    """A setting's value in a run's record and in the request; Ellipsis where one of them has no such setting."""
 
     there: Any
     here: Any
 
 
 def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Values]:
-    """The settings in which a run and an experiment differ, by the names that `--set` knows."""
+    """The settings in which a run's record and an experiment differ, by the names that `--set` knows."""
     there, here = (dotted(part) for part in (record.get("experiment") or {}, experiment.to_json()))
     if there:
-        # A setting that came later than the record had its default in the run.
+        # The record may be older than a setting; the run then had the setting's default.
         later = {name: field.default for name, field in Experiment.model_fields.items() if name in here}
         there = later | there
     names = [*here, *(there.keys() - here.keys())]
@@ -45,10 +46,9 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
     unfinished run that could be meant has other settings: to start anew would lose its work in silence.
     """
-    runs = runs_of(Path(request.options.output), request.loaded.experiment)
     if (found := find_unfinished(request)) is not None:
         return found
-    for directory, record in runs:
+    for directory, record in _runs_of(request):
         if extends(record, request, samples) and not directory.is_live:
             require_continuable(directory, request, samples)
             return directory
@@ -65,12 +65,17 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
     experiment = request.loaded.experiment
-    for directory, record in runs_of(Path(request.options.output), experiment):
+    for directory, record in _runs_of(request):
         unfinished = record.get("status") != "completed"
         same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
         if unfinished and same and not directory.is_live:
             return directory
     return None
+
+
+def _runs_of(request: Request) -> list[tuple[RunDirectory, dict[str, Any]]]:
+    """The runs of all experiments of the same name, newest first."""
+    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name))[::-1]
 
 
 def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> bool:
@@ -86,10 +91,9 @@ def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request:
 def require_continuable(directory: RunDirectory, request: Request, samples: int) -> None:
     """Raises UserError (3), with the differences, where the run trains another experiment or began elsewhere."""
     record = directory.read()
-    alike = starts_alike(record, request)
-    if alike and (record.get("experiment_sha256") == request.loaded.experiment.digest()):
+    if record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request):
         return
-    if alike and extends(record, request, samples):
+    if extends(record, request, samples):
         newest = find_checkpoints(directory.checkpoints)[:1]
         steps = record["result"]["steps"]
         if not newest or newest[0].step != steps:
@@ -120,7 +124,7 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     """Whether the run began with the weights that the request asks for (`--init-from`).
 
-    A request that names the run and no weights means the run's own.
+    A request that names the run, but no weights, accepts those that the run began with.
     """
     given = request.asked.init_from if request.asked is not None else None
     recorded = record.get("init_from")
@@ -129,16 +133,13 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     if recorded is None:
         return False
     if recorded["given"] == given:
-        # A run that is still trained has newer weights by now than those that were taken from it.
-        return not Path(recorded["file"]).exists() or _digest(recorded["file"]) == recorded["sha256"]
-    return bool(_digest(given) == recorded["sha256"])
-
-
-def _digest(given: str) -> str:
-    return find_weights(given).sha256
+        # The weights may be of a run that is still trained, and so has newer ones by now.
+        return not Path(recorded["file"]).exists() or find_weights(recorded["file"]).sha256 == recorded["sha256"]
+    return bool(find_weights(given).sha256 == recorded["sha256"])
 
 
 def _in_words(record: Mapping[str, Any], request: Request) -> str:
+    """How the settings of a run and of the request differ, three differences at most."""
     parts = [
         f"{name} {_shown(values.there)} there, {_shown(values.here)} here"
         for name, values in differing(record, request.loaded.experiment).items()
@@ -186,11 +187,11 @@ def _command(request: Request, **changes: Any) -> str:
 
 
 def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a record that say how long it trains."""
+    """The settings of a record that say how long the run trains."""
     return {name: record["experiment"][name] for name in LENGTH}
 
 
 def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
-    """The initial weights in a record."""
+    """The initial weights that a record names (`--init-from`); None for random ones."""
     found = record.get("init_from")
     return None if found is None else InitialWeights(**found)

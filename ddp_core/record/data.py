@@ -1,10 +1,11 @@
-"""What a run knows of its data: digested at the start, the same on every rank, and kept beside the record.
+"""The digest of a run's data: computed at the start, the same on every rank, and kept in the run's directory.
 
-run.json holds the digest and says what it is of; RUN/data.json holds the digests of the parts.
+run.json holds the digest and says what was digested; data.json beside it holds the digests of the parts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str]
         return DataDigest(None, unsteady)
     if len(set(known)) > 1:
         _refuse(found, seen, collectives)
-    # The parts stay with rank 0, which keeps them: of a million files, they would take each rank 200 MB.
+    # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
     digest = found if found is not None and collectives.world.is_first else DataDigest(*seen[0])
     if not digest.is_given:
         seconds = time.monotonic() - started
@@ -57,9 +58,9 @@ def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str]
 
 
 def _on_one_rank_of_each_node(read: Callable[[], DataDigest], collectives: Collectives) -> DataDigest | None:
-    """What local rank 0 has read, None on the others.
+    """The digest that local rank 0 has read, None on the other ranks.
 
-    Meanwhile all ranks go on to exchange signs of life, because no collective may take longer than `--timeout`.
+    Meanwhile all ranks take part in short collectives, because none may take longer than `--timeout`.
     """
     with ThreadPoolExecutor(1) as thread:
         reading: Future[DataDigest] | None = thread.submit(read) if collectives.world.local_rank == 0 else None
@@ -75,7 +76,7 @@ def _on_one_rank_of_each_node(read: Callable[[], DataDigest], collectives: Colle
 
 
 def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives) -> None:
-    """Raise UserError on every rank, which says where the data of the first other rank differ from rank 0's."""
+    """Raise UserError on every rank; it says where the data of the first rank with other data differ from rank 0's."""
     other = [rank for rank, part in enumerate(seen) if part is not None and part != seen[0]]
     everywhere = collectives.gather(found)
     where = changed_at(everywhere[0], everywhere[other[0]])
@@ -85,13 +86,13 @@ def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives)
     )
 
 
-def to_json(digest: DataDigest) -> dict[str, Any]:
-    """The fields of run.json."""
+def data_fields(digest: DataDigest) -> dict[str, Any]:
+    """The fields of run.json that tell of the data."""
     return {"data_sha256": digest.sha256, "data": {"digest_of": digest.digest_of, "parts": len(digest.parts)}}
 
 
 def write_parts(directory: Path, digest: DataDigest) -> None:
-    """Write data.json, where there are parts. Raises UserError (4)."""
+    """Write data.json, if the digest has parts. Raises UserError (4)."""
     if not digest.parts:
         return
     try:
@@ -101,11 +102,9 @@ def write_parts(directory: Path, digest: DataDigest) -> None:
 
 
 def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:
-    """The digest in a run's record, with the parts, where they can still be read."""
+    """The digest in a run's record, with its parts where data.json can still be read."""
     parts: dict[str, str] = {}
     if record["data"]["parts"]:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             parts = json.loads((directory / FILE).read_text())
-        except (OSError, ValueError):
-            parts = {}
     return DataDigest(record["data_sha256"], record["data"]["digest_of"], parts)

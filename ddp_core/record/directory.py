@@ -1,4 +1,4 @@
-"""The run directory, which tells everything about a run: how it is created, found and read.
+"""The run directory, which tells everything about a run: how it is created, found, read and written.
 
 outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `ddp-run/1`), `metrics.jsonl`, `log.txt`,
 `checkpoints/`, `source/` (the experiment's file and the user's modules as they were), and at the end
@@ -11,6 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.record.lock import is_held
 
-FORMAT = "ddp-run/1"
+RECORD_FORMAT = "ddp-run/1"
 
 
 class RunDirectory:
@@ -28,6 +29,12 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.checkpoints = path / "checkpoints"
+        """The folder of the checkpoints."""
+        self.metrics = path / "metrics.jsonl"
+        """The file of metrics, one JSON object per line."""
+        self.log = path / "log.txt"
+        """The file of the lines printed for the user."""
 
     @classmethod
     def create(cls, output: Path, experiment: Experiment, layout: Layout) -> RunDirectory:
@@ -44,29 +51,14 @@ class RunDirectory:
             ) from None
         return cls(path)
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """The file of metrics, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The file of the lines printed for the user."""
-        return self.path / "log.txt"
-
     def read(self) -> dict[str, Any]:
         """The content of run.json. Raises UserError (2) where it is missing, unreadable, or of another format."""
         try:
             record = json.loads((self.path / "run.json").read_text())
         except (OSError, json.JSONDecodeError):
             raise UserError(f"{self.path} is not a run directory: it has no readable run.json") from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise UserError(f"{self.path}/run.json is not of format {FORMAT}")
+        if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
+            raise UserError(f"{self.path}/run.json is not of format {RECORD_FORMAT}")
         return record
 
     def write(self, record: dict[str, Any]) -> None:
@@ -76,11 +68,9 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
 
-    def update(self, **fields: Any) -> dict[str, Any]:
-        """Change some fields of run.json, and return all of them."""
-        record = self.read() | fields
-        self.write(record)
-        return record
+    def update(self, **fields: Any) -> None:
+        """Change some fields of run.json. Raises UserError (4)."""
+        self.write(self.read() | fields)
 
     @property
     def is_live(self) -> bool:
@@ -92,23 +82,13 @@ def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
     """Every readable run at or below `place`, with its record, oldest first."""
     files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
     found: list[tuple[RunDirectory, dict[str, Any]]] = []
-    for file in files:
-        directory = RunDirectory(file.parent)
-        try:
+    for directory in [RunDirectory(file.parent) for file in files]:
+        with suppress(UserError):
             found.append((directory, directory.read()))
-        except UserError:
-            continue
     yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
-
-
-def runs_of(output: Path, experiment: Experiment) -> list[tuple[RunDirectory, dict[str, Any]]]:
-    """The runs of all experiments of that name, with their records, newest first."""
-    return list(find_runs(output / experiment.name))[::-1]
 
 
 def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
     """The run that an earlier round of the same launch has begun or finished; None if there is none."""
-    for directory, record in runs_of(output, experiment):
-        if record.get("launch_id") == launch_id:
-            return directory
-    return None
+    runs = list(find_runs(output / experiment.name))
+    return next((directory for directory, record in reversed(runs) if record.get("launch_id") == launch_id), None)

@@ -23,12 +23,12 @@ _WRAPPED = "module."
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where the weights come from, as run.json records it."""
+    """Where the initial weights come from, as run.json records it."""
 
     given: str
     """The words after `--init-from`."""
     file: str
-    """The file that they meant, as an absolute path."""
+    """The file that these words mean, as an absolute path."""
     sha256: str
     """The digest of the weights, made as `weights_sha256` is."""
 
@@ -40,28 +40,24 @@ class InitialWeights:
 def find_weights(given: str) -> InitialWeights:
     """The weights of a file, or of a run: its final ones, or its newest checkpoint's.
 
-    Raises UserError where there is nothing, or it holds more than tensors.
+    Raises UserError where there are no weights, or the file holds more than tensors.
     """
     path = Path(given)
     if path.is_dir():
-        path = _of_run(RunDirectory(path))
+        run, final = RunDirectory(path), path / "model.safetensors"
+        if run.read()["status"] == "completed" and final.exists():
+            path = final
+        elif (newest := newest_valid(run.checkpoints)) is not None:
+            path = newest.path
+        else:
+            raise UserError(f"--init-from {path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
     return InitialWeights(given, str(path.resolve()), weights_digest(read_weights(path)))
-
-
-def _of_run(run: RunDirectory) -> Path:
-    final = run.path / "model.safetensors"
-    if run.read()["status"] == "completed" and final.exists():
-        return final
-    newest = newest_valid(run.checkpoints)
-    if newest is None:
-        raise UserError(f"--init-from {run.path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
-    return newest.path
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, of a state dict that torch.save wrote, or of a checkpoint in parts, by name.
 
-    Raises UserError.
+    Raises UserError where the file cannot be read, or holds something else.
     """
     try:
         if path.suffix == ".safetensors":
@@ -91,7 +87,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def put_weights(model: nn.Module, weights: InitialWeights) -> None:
-    """Load the weights into the model. Raises UserError where they have changed or do not fit."""
+    """Load the weights into the model. Raises UserError (3) where they have changed, and (2) where they do not fit."""
     found = read_weights(Path(weights.file))
     if weights_digest(found) != weights.sha256:
         raise UserError(
@@ -105,13 +101,13 @@ def put_weights(model: nn.Module, weights: InitialWeights) -> None:
 def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
     """Load a state dict into the model, also that of a wrapped model, or one without the second names of tied weights.
 
-    Raises UserError, which `whose` begins, where the names or shapes are those of another model.
+    Raises UserError where the names or shapes are those of another model; its message begins with `whose`.
     """
     own = model.state_dict()
     if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
         found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
     found = dict(found)
-    # Of tied weights, safetensors keeps one under one of its names.
+    # safetensors keeps tied weights once, under one of their names.
     for name, tensor in own.items():
         twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))
         if name not in found and (twin := next(twins, None)) is not None:

@@ -8,7 +8,6 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -29,9 +28,9 @@ class RunLock:
 
     For a moment a process that is no run may hold the lock: one that only tests it (`is_held`), or a fork of a killed
     run that has not closed its copy yet. So both `acquire` and `is_held` try for half a second. A POSIX lock
-    (`fcntl.lockf`) is not passed on to forks. But a process loses it silently when it closes any other descriptor of
-    the file, as any code that copies the run's directory does. Two runs could then work in one directory; a flock only
-    keeps a run out for a moment.
+    (`fcntl.lockf`) is not passed on to forks. But a process loses such a lock silently when it closes any other
+    descriptor of the file, as any code that copies the run's directory does, and two runs could then work in one
+    directory. At worst, a flock keeps a run out for a moment.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -74,16 +73,14 @@ class RunLock:
     def __enter__(self) -> Self:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self.release()
 
 
 def is_held(directory: str | Path, patience: float | None = None) -> bool:
     """Whether some process, on this host or in another container, runs in `directory`.
 
-    A yes takes `patience`, by default half a second.
+    Returning True takes `patience` seconds, by default half a second.
     """
     try:
         descriptor = os.open(Path(directory) / _NAME, os.O_RDONLY)
@@ -98,34 +95,33 @@ def is_held(directory: str | Path, patience: float | None = None) -> bool:
 def require_unlocked(directory: Path) -> None:
     """Raises UserError (2), naming the holder, where another process runs in `directory`.
 
-    Does not wait where the process that the lock names lives on this machine: then it is no leftover of a killed run.
+    Waits half a second for a lock that may be left of a killed run; not where the process that it names lives here.
     """
     path = directory / _NAME
-    if is_held(directory, 0.0 if _holder_lives_here(path) else _PATIENCE_SECONDS):
+    holder = _holder(path)
+    lives_here = holder is not None and holder[0] == socket.gethostname() and state_of(holder[1]) != "gone"
+    if is_held(directory, 0.0 if lives_here else _PATIENCE_SECONDS):
         raise _in_use(path)
 
 
 def _in_use(path: Path) -> UserError:
+    who = "a process that has not written its name yet"
+    if (holder := _holder(path)) is not None:
+        host, pid, since = holder
+        who = f"process {pid} on {host}, since {since}"
     return UserError(
-        f"another run is using {path.parent}: {_holder(path)}; wait for it, stop it, or give another directory",
+        f"another run is using {path.parent}: {who}; wait for it, stop it, or give another directory",
         ExitCode.BAD_INPUT,
     )
 
 
-def _holder_lives_here(path: Path) -> bool:
+def _holder(path: Path) -> tuple[str, int, str] | None:
+    """The holder's host, its process number, and since when; None where it has not written them yet."""
     try:
         content = json.loads(path.read_text())
-        return content["host"] == socket.gethostname() and state_of(int(content["pid"])) != "gone"
+        return content["host"], int(content["pid"]), content["since"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _holder(path: Path) -> str:
-    try:
-        content = json.loads(path.read_text())
-        return f"process {content['pid']} on {content['host']}, since {content['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not written its name yet"
+        return None
 
 
 def _forget(lock: RunLock | None) -> None:

@@ -78,9 +78,9 @@ class Run:
     def load_model(self, device: torch.device | str = "cpu") -> torch.nn.Module:
         """The trained model in eval mode on `device`, with the weights and buffers that the run ended with.
 
-        It is built by the code that the run has kept, whatever has become of the experiment's file since; that code is
-        run, so read it first where the run is a stranger's. The dtypes are those of training (float32 but for what the
-        model itself chose). Random generators of this process stay as they are.
+        The model is built by the code that the run has kept, whatever has become of the experiment's file since. That
+        code is run, so read it first where the run is a stranger's. The dtypes are those of training (float32 but for
+        what the model itself chose). Random generators of this process stay as they are.
 
         Raises UserError (2) for a run that has not come to its end, or whose kept code was changed; and (3) where the
         weights are not those of the record.

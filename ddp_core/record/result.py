@@ -21,7 +21,7 @@ _FEW_PARAMETERS = 16
 
 @dataclass(frozen=True)
 class Ends:
-    """What all ranks report at the end of training."""
+    """What is gathered from all ranks at the end of training."""
 
     weights: str
     """The digest of the weights, the same on every rank."""
@@ -37,9 +37,9 @@ class Ends:
 
 
 def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
-    """Gather what all ranks report, with the optimizer's state where each rank has a part of it.
+    """Gather from all ranks what they ended with; `speed` and `usage` are this rank's.
 
-    Raises RuntimeError where the weights differ.
+    Raises RuntimeError on every rank where the weights of ranks differ.
     """
     collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
@@ -91,7 +91,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def save_weights(state: Mapping[str, Any], path: Path) -> None:
-    """Write a model's state dict as safetensors, what shares memory once.
+    """Write a model's state dict as safetensors; tensors that share memory are written once.
 
     Raises UserError (4) where the file cannot be written.
     """
@@ -99,7 +99,7 @@ def save_weights(state: Mapping[str, Any], path: Path) -> None:
     from safetensors.torch import save_model
 
     try:
-        # It does not ask more of a model than its state dict.
+        # save_model asks nothing of a model but its state dict.
         save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(path))  # type: ignore[arg-type]
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

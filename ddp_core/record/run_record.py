@@ -1,32 +1,48 @@
-"""Keeps run.json from the start of a run to its end: what the run is, its state, and how it ended."""
+"""Keeps run.json from the start of a run to its end: what the run is, what each attempt changes, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint
+from ddp_core.base.fingerprint import differences, fingerprint
 from ddp_core.checkpoint import Fence
+from ddp_core.config.experiment import Component
+from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
-from ddp_core.experiment.source import collect
+from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.changes import Changes, Origin
-from ddp_core.record.continuing import continue_command
-from ddp_core.record.data import to_json, write_parts
-from ddp_core.record.directory import FORMAT, RunDirectory
+from ddp_core.record.continuing import continue_command, kept_length
+from ddp_core.record.data import data_fields, recorded_digest, write_parts
+from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
+from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
+
+_NOT_PROMISED = "warning: bit-identity with the steps before is not promised,"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the result follows from, beside the settings of the experiment."""
+
+    source: Source
+    data: DataDigest
+    weights: InitialWeights | None = None
+    """The initial weights; None for random ones, drawn from the experiment's seed."""
 
 
 class RunRecord:
@@ -44,7 +60,7 @@ class RunRecord:
         self.state: TrainState | None = None
         """The trainer's state, once there is a trainer: an error names its step."""
         self.notes: list[str] = []
-        """What is other than in the attempt before, a line each for the user (rank 0)."""
+        """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
         self.started = time.time()
 
@@ -52,9 +68,7 @@ class RunRecord:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
         request, loaded = self.request, self.request.loaded
-        before: dict[str, Any] = {}
-        if (self.directory.path / "run.json").exists():
-            before = self.directory.read()
+        before = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
         write_parts(self.directory.path, self.origin.data)
@@ -68,7 +82,7 @@ class RunRecord:
         }
         self.directory.write(
             {
-                "format": FORMAT,
+                "format": RECORD_FORMAT,
                 "experiment": loaded.experiment.to_json(),
                 "experiment_sha256": loaded.experiment.digest(),
                 "experiment_file": str(loaded.path),
@@ -87,7 +101,7 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                **to_json(self.origin.data),
+                **data_fields(self.origin.data),
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,
@@ -111,29 +125,21 @@ class RunRecord:
             self._try_to_end(error.exit_code, str(error))
             raise
         except Exception as error:
-            known = self._explain(error)
+            step = self.state.step if self.state is not None else 0
+            if is_peer_loss(error):
+                known: UserError | None = peers_lost(error, self.directory.path, self.world, step)
+            else:
+                known = shortage(error, self.world.place, self.directory.path)
             if known is not None:
                 self._try_to_end(known.exit_code, str(known))
                 raise known from error
-            self._keep_trace(f"{self.world.place}, step {self._step + 1}\n{traceback.format_exc()}")
+            trace = f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}"
+            file = self.directory.path / f"error-rank-{self.world.rank}.txt"
+            with contextlib.suppress(OSError):
+                file.write_text(trace, encoding="utf-8", errors="backslashreplace")
             exit_code, message = unforeseen(error)
             self._try_to_end(exit_code, f"{self.world.place}: {message}")
             raise
-
-    def _explain(self, error: Exception) -> UserError | None:
-        if is_peer_loss(error):
-            return peers_lost(error, self.directory.path, self.world, self._step)
-        return shortage(error, self.world.place, self.directory.path)
-
-    @property
-    def _step(self) -> int:
-        return self.state.step if self.state is not None else 0
-
-    def _keep_trace(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            (self.directory.path / f"error-rank-{self.world.rank}.txt").write_text(
-                text, encoding="utf-8", errors="backslashreplace"
-            )
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
         """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""
@@ -147,7 +153,7 @@ class RunRecord:
         if not self.world.is_first:
             return
         assert self.fence is not None
-        # An old rank 0 that wakes up must not overwrite what its successor wrote.
+        # A former rank 0 that wakes up must not overwrite what its successor wrote.
         with self.fence.holding():
             self.directory.update(
                 status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
@@ -163,17 +169,13 @@ class RunRecord:
         if not self.world.is_first:
             return None
         assert self.fence is not None
-        # The weights of an old rank 0 must not take the place of its successor's.
+        # The weights of a former rank 0 must not take the place of its successor's.
         self.fence.check()
         result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
         save_weights(end.state, self.directory.path / "model.safetensors")
         if trainer.state.average is not None:
             save_weights(trainer.state.average.module.state_dict(), self.directory.path / "model_ema.safetensors")
-        digests = {
-            "weights_sha256": end.weights,
-            "optimizer_sha256": end.optimizer,
-            "ema_sha256": end.average,
-        }
+        digests = {"weights_sha256": end.weights, "optimizer_sha256": end.optimizer, "ema_sha256": end.average}
         self._end("completed", 0, None, **digests, result=result)
         job.metrics.finish(result, end.weights)
         job.console.end_progress()
@@ -193,6 +195,80 @@ class RunRecord:
         assert self.fence is not None
         with self.fence.holding():
             self.directory.update(result=self.directory.read()["result"] | figures)
+
+
+@dataclass
+class Changes:
+    """What a new attempt at a run changes."""
+
+    source: dict[str, Any]
+    """The `source` of run.json, which tells of the newest code."""
+    attempt: dict[str, Any] = field(default_factory=dict)
+    """The fields of the attempt in run.json that tell of the changes."""
+    notes: list[str] = field(default_factory=list)
+    """A line each for the user."""
+    fingerprint: bool = False
+    """Whether the fingerprint has changed."""
+
+    @classmethod
+    def since(
+        cls,
+        before: Mapping[str, Any],
+        directory: RunDirectory,
+        request: Request,
+        origin: Origin,
+        fingerprint: Mapping[str, Any],
+        steps_per_epoch: int,
+    ) -> Changes:
+        """Compare with `before`, the content of run.json (empty for a new run), and keep code that is new or changed.
+
+        Raises UserError (4) where the code cannot be written.
+        """
+        if "source" not in before:
+            origin.source.write(directory.path / FOLDER)
+            return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
+        changes = cls(before["source"], {"source": before["source"]["folder"]})
+        changes._note_source(directory, origin.source, number=len(before["attempts"]) + 1)
+        if (where := changed_at(recorded_digest(directory.path, before), origin.data)) is not None:
+            changes.attempt["data_changed"] = where
+            changes.notes.append(f"{_NOT_PROMISED} other data: {where}")
+        changes._note_length(before, request, steps_per_epoch)
+        other = differences(fingerprint, before["fingerprint"])
+        changes.fingerprint = bool(other)
+        changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
+        return changes
+
+    def _note_source(self, directory: RunDirectory, now: Source, number: int) -> None:
+        before = read_source(directory.path, self.source)
+        changed = changed_files(before.texts, now.texts)
+        if not changed:
+            return
+        folder = f"{FOLDER}-{number}"
+        now.write(directory.path / folder)
+        self.source = now.to_json(folder)
+        digest = hashlib.sha256(diff(before, now).encode(errors="surrogateescape")).hexdigest()
+        self.attempt |= {"source": folder, "source_diff_sha256": digest}
+        self.notes.append(
+            f"warning: goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
+            "the same result, so `ddp verify` cannot repeat it"
+        )
+
+    def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
+        experiment = request.loaded.experiment
+        if before["experiment_sha256"] == experiment.digest():
+            return
+        # Only a finished run can come here with another experiment: one that is longer.
+        steps = before["result"]["steps"]
+        self.attempt["extended_from"] = {**kept_length(before), "step": steps}
+        total = experiment.total_steps(steps_per_epoch)
+        self.notes.append(f"extends the finished run from {steps} to {total} steps")
+        schedule = experiment.schedule
+        if isinstance(schedule, Component) or schedule.name == "cosine":
+            sure = "depends" if schedule.name == "cosine" else "may depend"
+            self.notes.append(
+                f"warning: schedule {schedule.name} {sure} on the length of the run, and the first {steps} steps had "
+                f"the rates of the shorter one: the result is not that of one run of {total} steps"
+            )
 
 
 def _utc(moment: float) -> str:

@@ -15,7 +15,6 @@ from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source, changed_files, diff, read_source, shortened
 from ddp_core.observe.heartbeat import clear_heartbeats
 from ddp_core.observe.metrics import Console, read_metrics
-from ddp_core.record.changes import Origin
 from ddp_core.record.continuing import (
     accepting_command,
     find_resumable,
@@ -26,7 +25,7 @@ from ddp_core.record.continuing import (
 from ddp_core.record.directory import RunDirectory, find_launch
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import RunLock
-from ddp_core.record.run_record import RunRecord
+from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.trainers import Trainer
 
 _P = ParamSpec("_P")

@@ -17,7 +17,7 @@ from ddp_core.base.threads import use_chosen_threads
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
-from ddp_core.distributed.reports import die_with_launcher, report_end, report_error
+from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
@@ -33,13 +33,11 @@ from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.record.caller import tell_caller
-from ddp_core.record.changes import Origin
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
-from ddp_core.record.run_record import RunRecord
+from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
 from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume

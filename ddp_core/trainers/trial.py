@@ -15,9 +15,8 @@ from torch.utils.data import Subset
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.config.experiment import Evaluation
-from ddp_core.data.collating import Collate
 from ddp_core.data.splits import Dataset
-from ddp_core.data.trees import Tree
+from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import LOSSES

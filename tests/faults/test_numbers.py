@@ -138,7 +138,7 @@ def test_another_configuration_on_one_rank_is_found_before_training(tmp_path: Pa
 def _other_code(rank: int) -> None:
     if rank == 1:
         code = {"version": "0.0.9", "commit": "0123456", "dirty": False}
-        pytest.MonkeyPatch().setattr("ddp_core.run.run.describe_code", lambda: code)
+        pytest.MonkeyPatch().setattr("ddp_core.record.environment.describe_code", lambda: code)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import find_checkpoints, verify
-from ddp_core.distributed.stop import reason_of
+from ddp_core.distributed.stop import describe_signal
 from ddp_core.observe.ledger import committed_steps
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words
 from tests.faults.matrix import record_row
@@ -110,7 +110,7 @@ def test_other_ways_to_ask(tmp_path: Path, digest: str, number: signal.Signals |
             Watch(tmp_path).wait_for_step(10)
             launch.signal(number)
         ended = launch.wait()
-    why = "time limit" if number is None else reason_of(number)
+    why = "time limit" if number is None else describe_signal(number)
     check_stopped(tmp_path, ended, why)
     resume(tmp_path)
     check_aftermath(tmp_path, digest)

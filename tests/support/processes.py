@@ -28,7 +28,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
-        *("ddp_core.cli", "ddp_core.launch.node", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
+        *("ddp_core.cli", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
         *(
             "ddp_core.trainers.distributed",
             "ddp_core.trainers.single",

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ddp_core.base import torch_internals
 from ddp_core.base.torch_internals import PRIVATE_NAMES, TorchDispatchMode
-from ddp_core.launch.joining import join
+from ddp_core.launch.meeting import Meeting, join
 from tests.support.processes import run_processes
 
 OVERRIDDEN = [name for name, private in PRIVATE_NAMES.items() if private.signature]
@@ -52,7 +52,7 @@ def explained(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def agent(directory: Path, entrypoint: str = "/bin/true", *words: str) -> Iterator[LocalElasticAgent]:
     """An agent of torch with one worker, which is not started yet."""
-    handler = join(None, "contract", (1, 1), "127.0.0.1", 60)
+    handler = join(Meeting(launch_id="contract"), "127.0.0.1", 60)
     spec = WorkerSpec("trainer", 1, handler, entrypoint=entrypoint, args=words, max_restarts=3, local_addr="127.0.0.1")
     try:
         yield LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(directory)))
@@ -125,7 +125,7 @@ def get_subprocess_handler(_: int, __: int, place: str) -> None:
 
 def stop_heartbeats(_: int, __: int, ___: str) -> None:
     alone = set(threading.enumerate())
-    handler = join(None, "contract", (1, 1), "127.0.0.1", 60)
+    handler = join(Meeting(launch_id="contract"), "127.0.0.1", 60)
     handler.next_rendezvous()
     assert set(threading.enumerate()) > alone
     torch_internals.end_keep_alives(handler, 60)

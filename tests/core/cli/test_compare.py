@@ -12,7 +12,7 @@ import pytest
 from ddp_core.base.errors import UserError
 from ddp_core.cli.compare import compare_runs, table, verdict
 from ddp_core.config.layout import Layout
-from ddp_core.record.directory import FORMAT, RunDirectory
+from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from tests.support.commands import ROOT
 
 SINGLE, DP, DDP = Layout(), Layout(kind="dp", nproc_per_node=2), Layout(kind="ddp", nnodes=2, nproc_per_node=2)
@@ -29,7 +29,7 @@ def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 
         "data_wait": 0.031,
     }
     return {
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "experiment": {"name": "mine"},
         "experiment_sha256": "e",
         "layout": layout.model_dump() | {"label": layout.label},

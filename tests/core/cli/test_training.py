@@ -129,7 +129,7 @@ def test_an_interrupt_is_passed_on_and_waits_for_the_save(
 def test_training_is_asked_to_stop_when_its_caller_dies() -> None:
     command = """
         import signal, sys
-        from ddp_core.record.caller import stop_with_caller
+        from ddp_core.distributed.reports import stop_with_caller
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         stop_with_caller()
         sys.stderr.write("r")
@@ -137,7 +137,7 @@ def test_training_is_asked_to_stop_when_its_caller_dies() -> None:
         """
     caller = """
         import os, pathlib, subprocess, sys
-        from ddp_core.record.caller import caller_variables
+        from ddp_core.distributed.reports import caller_variables
         variables = os.environ | caller_variables(pathlib.Path("unused"))
         child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stderr=subprocess.PIPE, env=variables)
         os.read(child.stderr.fileno(), 1)

@@ -12,10 +12,10 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed import addresses
-from ddp_core.distributed.addresses import address_served, gloo_towards, store_at
+from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
-from ddp_core.launch.joining import join
+from ddp_core.launch.meeting import Meeting, join
 from tests.support.processes import ask, free_port, run_processes
 
 ELSEWHERE = "192.0.2.77"
@@ -28,7 +28,7 @@ def listening() -> set[str]:
 
 
 def _served(address: str | None) -> tuple[set[str], bool]:
-    store = store_at(address, 0, 20)
+    store = store_on(listen_at(address, 0), 20)
     store.set("key", "value")
     return listening(), store.get("key") == b"value"
 
@@ -44,7 +44,7 @@ def test_a_store_listens_at_its_address_alone(address: str | None, expected: set
 
 def test_an_address_of_another_machine_is_bad_input() -> None:
     with pytest.raises(UserError, match=rf"has the address {ELSEWHERE}; there are: .*127\.0\.0\.1 \(lo") as raised:
-        store_at(ELSEWHERE, 0, 1)
+        listen_at(ELSEWHERE, 0)
     assert raised.value.exit_code == ExitCode.BAD_INPUT
 
 
@@ -52,7 +52,7 @@ def test_a_port_in_use_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(UserError, match=f"^PORT={port} is in use; take another$") as raised:
-            store_at("127.0.0.1", port, 1, "PORT={port}", "take another")
+            listen_at("127.0.0.1", port, "PORT={port}", "take another")
     assert raised.value.exit_code == ExitCode.RESOURCES
 
 
@@ -136,7 +136,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone() -> None:
 
 
 def _host(endpoint: str | None) -> set[str]:
-    handler = join(endpoint, "test", (1, 1), "127.0.0.1", join_seconds=20, is_host=endpoint is not None)
+    handler = join(Meeting(1, 1, endpoint, "test", endpoint is not None), "127.0.0.1", join_seconds=20)
     found = listening()
     handler.shutdown()
     return found

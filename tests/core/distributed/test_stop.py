@@ -13,7 +13,7 @@ import pytest
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import newest_valid
-from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, reason_of, signal_named
+from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, describe_signal, signal_named
 from ddp_core.distributed.world import free_port
 from ddp_core.record.directory import find_runs
 from tests.support.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
@@ -44,7 +44,7 @@ def stop(output: Path, *words: str, number: int, send: Send) -> dict[str, Any]:
     assert (record["status"], record["exit_code"]) == ("stopped", 75)
     checkpoint = newest_valid(directory.checkpoints)
     assert checkpoint is not None
-    assert f"stopped at step {checkpoint.step} ({reason_of(number)})" in record["message"]
+    assert f"stopped at step {checkpoint.step} ({describe_signal(number)})" in record["message"]
     assert 0 < checkpoint.step < 40
     (line,) = ended.errors.splitlines()
     assert line.startswith("ddp: stopped: at step "), ended.errors
@@ -203,7 +203,8 @@ def test_a_request_before_the_first_step_ends_at_once(
         ended = started.end()
     assert ended.code == 75, ended.errors
     assert (
-        ended.errors == f"ddp: stopped: while nothing was trained ({reason_of(number)}); continue with --resume auto\n"
+        ended.errors
+        == f"ddp: stopped: while nothing was trained ({describe_signal(number)}); continue with --resume auto\n"
     )
 
 

@@ -99,7 +99,7 @@ def test_a_single_process_needs_no_store() -> None:
 
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """Two modules read the variables; the others are those in which a launcher hands a variable to its workers."""
-    handed_on = {("launch/node.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
+    handed_on = {("launch/launch.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
     named = {
         (name, node.value)
         for name, tree in sources()
@@ -118,18 +118,17 @@ def test_few_modules_touch_the_environment() -> None:
         "base/fingerprint.py": "notes what decides which kernels a library picks",
         "base/deterministic_kernels.py": "asks cuBLAS for deterministic kernels",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
+        "distributed/reports.py": "reads and tells which program has called `ddp_core.train`",
         "distributed/world.py": "reads the launcher's variables",
-        "launch/node.py": "tells torchrun's agent and its workers",
-        "launch/launch.py": "tells the workers of mp.spawn",
+        "launch/launch.py": "tells torchrun's agent and its workers",
+        "launch/spawn.py": "tells the workers of mp.spawn",
         "launch/nursery.py": "gives a worker the environment that the agent meant for it",
         "launch/rendezvous.py": "tells the resolver not to wait for long",
-        "launch/starting.py": "hands the launcher's environment on to a worker",
         "numerics/limits.py": "reads whether the limits of portable numerics are set",
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "cli/training.py": "hands its environment on to the `ddp train` that it starts",
-        "record/caller.py": "reads and tells which program has called `ddp_core.train`",
         "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
         "record/environment.py": "notes libraries' settings and what the image was built from",
     }

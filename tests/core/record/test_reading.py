@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.record.directory import FORMAT
+from ddp_core.record.directory import RECORD_FORMAT
 from ddp_core.record.reading import Run
 from tests.support.commands import train, trained
 from tests.support.own_project import edit, write_project
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    record = {"format": FORMAT, "status": "running", "weights_sha256": None, "result": {}}
+    record = {"format": RECORD_FORMAT, "status": "running", "weights_sha256": None, "result": {}}
     (folder / "run.json").write_text(json.dumps(record | fields))
     return folder
 

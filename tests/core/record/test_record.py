@@ -24,10 +24,9 @@ from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source
 from ddp_core.record import run_record as record_module
-from ddp_core.record.changes import Origin
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.result import gather_ends
-from ddp_core.record.run_record import RunRecord
+from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.trainers import Trainer
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 

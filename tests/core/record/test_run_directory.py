@@ -17,7 +17,7 @@ from ddp_core.config.options import Options
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.record.continuing import find_resumable
-from ddp_core.record.directory import FORMAT, RunDirectory, find_launch, find_runs
+from ddp_core.record.directory import RECORD_FORMAT, RunDirectory, find_launch, find_runs
 from ddp_core.record.lock import RunLock
 
 EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=8)
@@ -25,7 +25,12 @@ EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component
 
 def make(output: Path, started_at: str = "2026-01-01T00:00:00Z", **fields: Any) -> RunDirectory:
     directory = RunDirectory.create(output, EXPERIMENT, Layout())
-    record = {"format": FORMAT, "status": "running", "experiment_sha256": EXPERIMENT.digest(), "started_at": started_at}
+    record = {
+        "format": RECORD_FORMAT,
+        "status": "running",
+        "experiment_sha256": EXPERIMENT.digest(),
+        "started_at": started_at,
+    }
     directory.write(record | fields)
     return directory
 
@@ -66,7 +71,7 @@ def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
     directory = make(tmp_path, launch_id="a")
     directory.update(status="completed", exit_code=0)
     assert directory.read() | {"started_at": None} == {
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "status": "completed",
         "exit_code": 0,
         "launch_id": "a",

@@ -9,7 +9,7 @@ from typing import Any
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
-from ddp_core.record.directory import FORMAT
+from ddp_core.record.directory import RECORD_FORMAT
 
 DIGEST = "66f0b33e9ef474215a66cfbeadded291c00d37cba0c14c24bc545bf7cf33c66b"
 
@@ -41,7 +41,7 @@ def write_run(
     figures = {"samples_per_second": speed, "seconds": 3.0, "test_accuracy": 0.98, "test_loss": 0.03, "steps": steps}
     figures |= {"peak_memory_bytes": 300e6, "data_wait": 0.1, "cpu_utilisation": 0.9} | (result or {})
     record = {
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "experiment": experiment.to_json(),
         "experiment_sha256": experiment.digest(),
         "question": "Is it the same?",

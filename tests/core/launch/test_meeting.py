@@ -1,19 +1,50 @@
-"""Launchers of several nodes compare their requests before a worker starts."""
+"""How nodes meet, and that they compare their requests before a worker starts.
+
+torch ignores unknown settings silently, so the tests read back what it made of each setting.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
-from ddp_core.launch.agreement import facts_of_nodes, require_same_request
+from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, own_address, require_same_request
 from tests.support.processes import HANG
+
+
+def test_torch_has_understood_the_settings() -> None:
+    meeting = Meeting(1, 3, launch_id="settings")
+    handler = join(meeting, own_address(meeting), join_seconds=77)
+    try:
+        assert isinstance(handler, DynamicRendezvousHandler)
+        settings = handler.settings
+        assert (settings.run_id, settings.min_nodes, settings.max_nodes) == ("settings", 1, 3)
+        assert settings.timeout.join == timedelta(seconds=77)
+        assert settings.timeout.last_call == timedelta(seconds=2)
+        assert (settings.keep_alive_interval, settings.keep_alive_max_attempt) == (timedelta(seconds=1), 3)
+    finally:
+        handler.shutdown()
+
+
+@pytest.mark.parametrize("endpoint", ["store", ":1234", "store:", "store:port"])
+def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
+    with pytest.raises(UserError, match="expected HOST:PORT") as raised:
+        own_address(Meeting(endpoint=endpoint))
+    assert raised.value.exit_code == ExitCode.BAD_INPUT
+
+
+def test_a_name_that_nobody_knows_may_be_known_later() -> None:
+    with pytest.raises(RendezvousLost, match="the rendezvous at nowhere"):
+        own_address(Meeting(endpoint="nowhere.invalid:1234"))
 
 
 def compared(*facts: dict[str, str]) -> list[str | None]:

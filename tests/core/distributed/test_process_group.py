@@ -1,0 +1,140 @@
+"""The process group without GPUs: ranks agree on a backend by the names of their GPUs, and NCCL's failures end waits.
+
+Ranks are threads here, GPUs are names, and NCCL is feigned.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed import process_group
+from ddp_core.distributed.process_group import Collectives, agreed_backend
+from ddp_core.distributed.world import World
+
+NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
+
+
+def agreed(monkeypatch: pytest.MonkeyPatch, uuids: list[str], backend: str = "auto") -> list[str | UserError]:
+    """What each rank is told, by the names of the ranks' GPUs; an empty name is a CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+
+    def on_rank(rank: int) -> str | UserError:
+        device = torch.device("cuda", rank) if uuids[rank] else torch.device("cpu")
+        try:
+            return agreed_backend(store, World(rank=rank, world_size=len(uuids)), device, backend)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(uuids)) as ranks:
+        return list(ranks.map(on_rank, range(len(uuids))))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "asked", "expected"),
+    [
+        (["a", "b", "c"], "auto", NCCL),
+        (["a", "b", "c"], "nccl", NCCL),
+        (["a", "b", "c"], "gloo", GLOO),
+        (["a"], "auto", NCCL),
+        (["", ""], "auto", "gloo"),
+        (["", ""], "nccl", "gloo"),
+    ],
+)
+def test_ranks_with_a_gpu_each_take_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    uuids: list[str],
+    asked: str,
+    expected: str,
+) -> None:
+    assert agreed(monkeypatch, uuids, asked) == [expected] * len(uuids)
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_share_a_gpu_take_gloo_and_rank_0_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agreed(monkeypatch, ["a", "b", "a", "c", "b"]) == [GLOO] * 5
+    said = "ranks 0, 2 share a GPU; ranks 1, 4 share a GPU: the ranks exchange over gloo, which is slower than nccl\n"
+    assert capsys.readouterr().err == said
+
+
+def test_nccl_is_refused_on_every_rank_where_two_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for refusal in agreed(monkeypatch, ["a", "b", "b"], "nccl"):
+        assert isinstance(refusal, UserError)
+        assert str(refusal).startswith("ranks 1, 2 share a GPU, and nccl needs one for each rank")
+        assert refusal.exit_code == ExitCode.RESOURCES
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done to the process group, which seems to be one of NCCL."""
+    found: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: found.append("destroyed"))
+    monkeypatch.setattr(process_group, "abort_process_groups", lambda _: found.append("aborted"))
+    return found
+
+
+def collectives(device: str = "cuda") -> Collectives:
+    return Collectives(World(0, 2), torch.device(device))
+
+
+def test_after_an_error_collectives_are_aborted_once_and_not_waited_for(done: list[str]) -> None:
+    ours = collectives()
+    with pytest.raises(KeyError), ours.abandoned_on_error(), ours.abandoned_on_error():
+        raise KeyError
+    ours.end()
+    assert done == ["aborted"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_an_error_the_group_is_destroyed(device: str, done: list[str]) -> None:
+    ours = collectives(device)
+    with ours.abandoned_on_error():
+        pass
+    ours.end()
+    assert done == ["destroyed"]
+
+
+def test_gloo_needs_no_abort(done: list[str]) -> None:
+    ours = collectives("cpu")
+    with pytest.raises(KeyError), ours.abandoned_on_error():
+        raise KeyError
+    ours.end()
+    assert done == ["destroyed"]
+
+
+class Event:
+    """An event that the device reaches at the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+
+@pytest.mark.usefixtures("done")
+def test_a_wait_for_the_device_ends_when_nccl_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[str | None] = [None, "REMOTE_ERROR"]
+    monkeypatch.setattr(process_group, "nccl_failure", lambda _: failures.pop(0))
+    event: Any = Event()
+    with pytest.raises(dist.DistBackendError, match="NCCL met a REMOTE_ERROR"):
+        collectives().await_event(event)
+    monkeypatch.setattr(process_group, "nccl_failure", lambda _: None)
+    event = Event()
+    collectives().await_event(event)
+    assert event.looks == 3
