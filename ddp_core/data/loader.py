@@ -30,6 +30,7 @@ Gathered = tuple[Tree, Tree, Tensor | None]
 _CPU = torch.device("cpu")
 _PAIR = "a pair (inputs, targets), each a tensor or a dict, list or tuple of tensors"
 _ALIGNMENT = 64
+"""Bytes: torch's own tensors begin at a multiple."""
 
 
 class Loader:
@@ -130,19 +131,19 @@ class Loader:
         several = getattr(self.dataset, "__getitems__", None)
         found = [self.dataset[number] for number in numbers] if several is None else several(numbers)
         try:
-            if isinstance(found, tuple) and self.collate is not None:
-                raise UserError(
-                    "__getitems__ returns whole micro-batches, so that collate would never be called; "
-                    "remove one of the two, or let __getitems__ return a list of samples"
-                )
-            if isinstance(found, tuple):
-                return aligned(found, "__getitems__ returned")
-            return stack(found, numbers) if self.collate is None else collated(self.collate, found, numbers)
+            if not isinstance(found, tuple):
+                return _stacked(found, numbers) if self.collate is None else _collated(self.collate, found, numbers)
+            if self.collate is None:
+                return _aligned(found, "__getitems__ returned")
+            raise UserError(
+                "__getitems__ returns whole micro-batches, so that collate would never be called; "
+                "remove one of the two, or let __getitems__ return a list of samples"
+            )
         except UserError as error:
             raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
 
 
-def stack(samples: list[Any], ids: Sequence[int]) -> Batch:
+def _stacked(samples: list[Any], ids: Sequence[int]) -> Batch:
     """The samples, pairs (inputs, targets), as one such pair, whose tensors are [n, …]. `ids` are told in messages.
 
     Raises UserError where a sample is no pair, or where samples differ in structure, shape or type.
@@ -172,7 +173,7 @@ def stack(samples: list[Any], ids: Sequence[int]) -> Batch:
     return inputs, targets
 
 
-def collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
+def _collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
     """What the experiment's own `collate` makes of the samples, whose `ids` are told in messages.
 
     Raises UserError, with the line, for an exception inside `collate`, and for a result that is no pair.
@@ -182,30 +183,26 @@ def collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
     except (UserError, MemoryError):
         raise
     except Exception as error:
+        # The line is the exception's deepest point in the file that defines `collate`, or its deepest point of all.
+        file = getattr(getattr(collate, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
         reason = ": ".join(part for part in (type(error).__name__, " ".join(str(error).split())) if part)
-        raise UserError(f"{_place(collate, error)}: collate raised {reason}, for samples {list(ids)}") from None
-    return aligned(result, "collate returned")
+        raise UserError(f"{frame.filename}:{frame.lineno}: collate raised {reason}, for samples {list(ids)}") from None
+    return _aligned(result, "collate returned")
 
 
-def aligned(batch: Any, whence: str) -> Batch:
+def _aligned(batch: Any, source: str) -> Batch:
     """A batch that the experiment has made, its tensors copied where they do not begin at an address as torch's own do.
 
     The address of a tensor decides which vector instructions run, and so the last bits. numpy's arrays, for example,
-    begin anywhere. Raises UserError, whose message begins with `whence`, where the batch is no pair.
+    begin anywhere. Raises UserError, whose message begins with `source`, where the batch is no pair.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserError(f"{whence} {structure_of(batch)}; let it be {_PAIR}")
-    inputs, targets = map_tensors(_aligned, batch)
+        raise UserError(f"{source} {structure_of(batch)}; let it be {_PAIR}")
+    inputs, targets = map_tensors(_as_torch_allocates, batch)
     return inputs, targets
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _as_torch_allocates(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.layout is torch.strided and tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-def _place(collate: Collate, error: Exception) -> str:
-    """'file:line' of the exception's deepest point in the file that defines `collate`, or of its deepest point."""
-    file = getattr(getattr(collate, "__code__", None), "co_filename", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import shift_and_flip
-from ddp_core.data.fetch import fetch_command
 from ddp_core.data.splits import ByteImages, Splits, content_digest
 
 _CLASSES = 10
@@ -127,6 +126,8 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _unusable(name: str, path: Path, reason: str, root: Path) -> NoReturn:
+    from ddp_core.data.fetch import fetch_command  # it imports the network's modules, which no run needs
+
     raise UserError(
         f"data set {name}: {path}: {reason}; fetch it first: {fetch_command(name, root)}, or name the folder that "
         "holds it with --data-dir DIR"
