@@ -20,7 +20,7 @@ _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class StateTensors:
-    """The tensors of a state, found in one walk through it, with their dotted names; and the state with others instead.
+    """The tensors of a state with their dotted names, found in one walk; makes the same state over other tensors.
 
     Raises TypeError, naming the key, for anything that `torch.load(weights_only=True)` could not read back as it was,
     and ValueError where two tensors share one dotted name.

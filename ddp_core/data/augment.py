@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+Uniforms = Tensor | NDArray[np.float64]
+"""Random numbers in [0, 1), float64 [n, draws]."""
 
 
 @dataclass(frozen=True)
@@ -32,47 +36,42 @@ class Augmentation:
     on_device: bool = False
 
 
-@dataclass(frozen=True)
-class ShiftAndFlip:
-    """Move each image by up to `padding` pixels, filling with zeros, and mirror half of them where `flip` is set.
-
-    The usual "random crop with padding": the image is padded on every side, and a part of the image's size is cut out
-    at a random place. Images are [n, channels, height, width]; the uniforms are row, column and, with `flip`, side.
-    """
-
-    padding: int
-    flip: bool
-
-    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
-        padded = functional.pad(images, (self.padding,) * 4)
-        return _cropped(padded, images.shape[2:], uniforms, self.flip)
-
-
 def shift_and_flip(padding: int, flip: bool = False) -> Augmentation:
-    """The standard augmentation of small images: random crop with padding, and a horizontal flip if asked for."""
-    return Augmentation(draws=3 if flip else 2, apply=ShiftAndFlip(padding, flip), on_device=True)
+    """The standard augmentation of small images: random crop with padding, and a horizontal flip if asked for.
 
-
-@dataclass(frozen=True)
-class CropAndFlip:
-    """Take a part of `size` x `size` pixels from a random place of each image, and mirror half of them.
-
-    Images are [n, channels, height, width], at least as large; the uniforms are row, column, side.
+    Each image [channels, height, width] is padded with zeros on every side, and a part of the image's size is cut out
+    at a random place: it moves by up to `padding` pixels. With `flip`, half of the images are mirrored.
     """
-
-    size: int
-
-    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
-        return _cropped(images, (self.size, self.size), uniforms, flip=True)
+    return Augmentation(3 if flip else 2, partial(_padded_and_cropped, padding=padding, flip=flip), on_device=True)
 
 
 def crop_and_flip(size: int) -> Augmentation:
-    """The standard augmentation of photographs that are stored a little larger: random crop, horizontal flip."""
-    return Augmentation(draws=3, apply=CropAndFlip(size), on_device=True)
+    """The standard augmentation of photographs that are stored a little larger: random crop, horizontal flip.
+
+    A part of `size` x `size` pixels is taken from a random place of each image [channels, height, width], and half of
+    these parts are mirrored.
+    """
+    return Augmentation(3, partial(_cropped, shape=(size, size), flip=True), on_device=True)
 
 
-def _cropped(images: Tensor, shape: Sequence[int], uniforms: Tensor | NDArray[np.float64], flip: bool) -> Tensor:
-    """A part of each image, of the height and width in `shape`, from a random place, with `flip` mirrored by chance."""
+def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) -> Augmentation:
+    """A gentle augmentation for images so small that a whole pixel matters: each is turned, moved and resized a little.
+
+    `turn` is the largest shear (for small angles: radians), `shift` the largest move in pixels, `scale` the largest
+    relative change of size. Values are interpolated bilinearly, with zeros outside of the image: the same as torch's
+    `grid_sample` up to rounding, but made of operations whose results IEEE 754 fixes to the last bit, so that every
+    processor has the same.
+    """
+    return Augmentation(4, partial(_turned, turn=turn, shift=shift, scale=scale), on_device=True)
+
+
+def _padded_and_cropped(images: Tensor, uniforms: Uniforms, padding: int, flip: bool) -> Tensor:
+    padded = functional.pad(images, (padding,) * 4)
+    return _cropped(padded, uniforms, images.shape[2:], flip)
+
+
+def _cropped(images: Tensor, uniforms: Uniforms, shape: Sequence[int], flip: bool) -> Tensor:
+    """A part of each image, of the height and width in `shape`; the uniforms are row, column and, with `flip`, side."""
     numbers, device = torch.as_tensor(uniforms, device=images.device), images.device
     count, (height, width) = len(images), shape
     top = (numbers[:, 0] * (images.shape[2] - height + 1)).long()
@@ -87,31 +86,18 @@ def _cropped(images: Tensor, shape: Sequence[int], uniforms: Tensor | NDArray[np
     return chosen.permute(0, 3, 1, 2).contiguous()
 
 
-@dataclass(frozen=True)
-class TurnShiftScale:
-    """Turn, move and resize each image a little, by bilinear interpolation, zeros outside.
-
-    `turn` is the largest shear (for small angles: radians), `shift` the largest move in pixels, `scale` the largest
-    relative change of size. Images are [n, channels, height, width]; the uniforms are turn, column, row, size. The same
-    as torch's `grid_sample` up to rounding, but made of operations whose results IEEE 754 fixes to the last bit: every
-    processor has the same.
-    """
-
-    turn: float
-    shift: float
-    scale: float
-
-    def __call__(self, images: Tensor, uniforms: Tensor | NDArray[np.float64]) -> Tensor:
-        count, _, height, width = images.shape
-        numbers = 2 * torch.as_tensor(uniforms, device=images.device) - 1
-        turn, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
-        turn, size = self.turn * turn, 1 + self.scale * size
-        # How far each pixel lies from the middle of its image, and from which place of the image it takes its value.
-        across = (torch.arange(width, device=images.device) - (width - 1) / 2).view(1, 1, width)
-        down = (torch.arange(height, device=images.device) - (height - 1) / 2).view(1, height, 1)
-        x = size * across - turn * down + (self.shift * column + (width - 1) / 2)
-        y = size * down + turn * across + (self.shift * row + (height - 1) / 2)
-        return _between_pixels(images, x, y)
+def _turned(images: Tensor, uniforms: Uniforms, turn: float, shift: float, scale: float) -> Tensor:
+    """Each image turned, moved and resized; the uniforms are turn, column, row and size."""
+    count, _, height, width = images.shape
+    numbers = 2 * torch.as_tensor(uniforms, device=images.device) - 1
+    angle, column, row, size = numbers.float().view(count, 4, 1, 1).unbind(1)
+    angle, size = turn * angle, 1 + scale * size
+    # How far each pixel lies from the middle of its image, and from which place of the image it takes its value.
+    across = (torch.arange(width, device=images.device) - (width - 1) / 2).view(1, 1, width)
+    down = (torch.arange(height, device=images.device) - (height - 1) / 2).view(1, height, 1)
+    x = size * across - angle * down + (shift * column + (width - 1) / 2)
+    y = size * down + angle * across + (shift * row + (height - 1) / 2)
+    return _between_pixels(images, x, y)
 
 
 def _between_pixels(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -129,8 +115,3 @@ def _between_pixels(images: Tensor, x: Tensor, y: Tensor) -> Tensor:
     near, far = corners.unbind(3)
     above, below = (near + (far - near) * (x - left).view(count, 1, 1, height, width)).unbind(2)
     return above + (below - above) * (y - top).view(count, 1, height, width)
-
-
-def turn_shift_scale(turn: float = 0.1, shift: float = 0.5, scale: float = 0.1) -> Augmentation:
-    """A gentle augmentation for images so small that a whole pixel matters."""
-    return Augmentation(draws=4, apply=TurnShiftScale(turn, shift, scale), on_device=True)

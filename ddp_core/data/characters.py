@@ -19,11 +19,11 @@ BOOK = Path(__file__).parent / "texts" / "alice.txt"
 _SHA256 = "99e53cbb0aeb274344a254733db996ca2d05d5fcd10fc0ca02d6966f2b2bc961"
 
 SYMBOLS = 128
-"""A character is the number that ASCII gives it."""
+"""How many characters there are: those of ASCII."""
 
 
 def characters(length: int = 64, stride: int = 32, test_share: float = 0.1) -> Splits:
-    """`Alice's Adventures in Wonderland`: inputs int64 [length] in 0..127, targets int64 [length], each one place on.
+    """`Alice's Adventures in Wonderland`: inputs int64 [length] in 0..127, targets int64 [length], the next ones.
 
     A character is the number that ASCII gives it. Training samples begin every `stride` characters; the last
     `test_share` of the book is held out, cut into samples without overlap. Raises UserError where the book is missing
@@ -49,16 +49,16 @@ def _windows(text: Tensor, length: int, stride: int) -> InMemory:
 
 
 def _book() -> bytes:
-    """The book's bytes, the same everywhere."""
-    again = "install ddp_core again"
+    """The book's bytes. Raises UserError where they are missing, or not the published ones."""
+    remedy = "install ddp_core again"
     try:
         content = BOOK.read_bytes()
     except OSError as error:
-        raise UserError(f"data characters: {BOOK} cannot be read: {error.strerror}; {again}") from None
+        raise UserError(f"data characters: {BOOK} cannot be read: {error.strerror}; {remedy}") from None
     found = hashlib.sha256(content).hexdigest()
     if found != _SHA256:
         raise UserError(
             f"data characters: {BOOK} has been changed (SHA-256 {found[:12]}…, not {_SHA256[:12]}…), so no result on "
-            f"it could be compared; {again}"
+            f"it could be compared; {remedy}"
         )
     return content

@@ -25,7 +25,7 @@ from ddp_core.sampler import Permutation
 SAMPLED = 64
 """Items of each split that are read where the builder gives neither a digest nor files."""
 _READ_TWICE = 8
-"""Of these items, in each split: does a second read give the same?"""
+"""How many of these items, in each split, are read again, to see whether they are the same."""
 MOST_BYTES = 4 << 30
 """How much is read at each start where the builder names files: some seconds on a local disk."""
 _THREADS = 8
@@ -33,16 +33,16 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class DataDigest:
-    """What was digested."""
+    """The digest of a data set, and of what it was made."""
 
     sha256: str | None
-    """None where the items are other ones at each read, so that no digest means anything."""
+    """None where items differ from one read to the next, so that no digest means anything."""
     digest_of: str
     """What was read, in words."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """The SHA-256 of each item by its name, or that (or the size) of each file by its relative path.
 
-    None where the builder digests.
+    Empty where the builder gave the digest.
     """
 
     @property
@@ -81,17 +81,17 @@ def _sample(size: int) -> list[int]:
 
 
 def _item_digest(dataset: Dataset, index: int) -> str:
-    # Asked as the loader asks: a data set with __getitems__ need not have a useful __getitem__.
+    # The loader asks in the same way: a data set with __getitems__ need not have a useful __getitem__.
     several: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
     try:
         return tree_digest(dataset[index] if several is None else several([index]))
     except Exception as error:
-        # Training will meet it where it matters, and tells rank and step.
+        # Training will meet the error where it matters, and say at which rank and step.
         return f"raises {type(error).__name__}"
 
 
 def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:
-    """The digest over the contents of files, which are read by several threads at once. Raises UserError (4).
+    """The digest over the contents of files, read by several threads. Raises UserError (4) for an unreadable one.
 
     A file is named by its path below the folder that all of them have in common. Where all files together have more
     bytes than the budget, a keyed sample of them is read, and the others count with their sizes.
@@ -140,9 +140,9 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _of_parts(digest_of: str, parts: Mapping[str, str]) -> DataDigest:
-    lines = "".join(f"{name}\0{digest}\n" for name, digest in sorted(parts.items()))
-    text = lines.encode(errors="surrogateescape")
-    return DataDigest(hashlib.sha256(text).hexdigest(), digest_of, parts)
+    """The digest over the names and the digests of all parts."""
+    text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(parts.items()))
+    return DataDigest(hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest(), digest_of, parts)
 
 
 def changed_at(before: DataDigest, now: DataDigest) -> str | None:

@@ -21,8 +21,7 @@ import os
 import tarfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
@@ -30,13 +29,13 @@ from typing import BinaryIO, Protocol
 from ddp_core.base.errors import ExitCode, UserError, nearest_name
 from ddp_core.base.files import NewFile, take_lock
 
-_BLOCK = 1 << 18
+_BLOCK_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A published file: where it can be had (in this order), its MD5, and where it belongs below the data directory.
+    """A published file: its addresses, tried in this order, its MD5, and its path below the data directory.
 
     Of a tar archive only the named `members` are unpacked, each against its MD5; a `.gz` file unpacks to its name
     without the ending.
@@ -82,6 +81,8 @@ SOURCES: dict[str, tuple[Archive, ...]] = {
 
 
 class _Readable(Protocol):
+    """A response of a server, or a file inside an archive."""
+
     def read(self, size: int = ..., /) -> bytes: ...
 
 
@@ -116,7 +117,10 @@ def fetch_data_set(
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _only_fetcher(name, root):
+        # The lock, which ends with its process, keeps two processes from writing the same partial file.
+        with (root / f".{name}.lock").open("w") as lock:
+            if not take_lock(lock.fileno()):
+                raise UserError(f"another process is fetching {name} into {root}; wait for it to end")
             for archive in sources[name]:
                 _download(archive, root, report, fetch_command(name, root))
                 _unpack(archive, root)
@@ -129,16 +133,8 @@ def fetch_data_set(
     report(f"{name} is ready in {root}")
 
 
-@contextmanager
-def _only_fetcher(name: str, root: Path) -> Iterator[None]:
-    """Hold the lock of the data set, so that no two processes write the same partial file; it ends with its process."""
-    with (root / f".{name}.lock").open("w") as lock:
-        if not take_lock(lock.fileno()):
-            raise UserError(f"another process is fetching {name} into {root}; wait for it to end")
-        yield
-
-
 def _download(archive: Archive, root: Path, report: Callable[[str], object], command: str) -> None:
+    """Fetch the archive from the first mirror that has it whole; `command` is what a message says to run again."""
     target = root / archive.path
     if target.is_file() and _md5(target) == archive.md5:
         report(f"{archive.path}: already here, checksum right")
@@ -211,7 +207,7 @@ def _copy(
     received, told = start, start
     while True:
         try:
-            block = response.read(_BLOCK)
+            block = response.read(_BLOCK_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise _Interrupted(f"{type(error).__name__} {error} after {received:,} bytes") from None
         if not block:
@@ -247,7 +243,7 @@ def _unpack(archive: Archive, root: Path) -> None:
 
 def _write(content: _Readable, target: Path) -> None:
     with NewFile(target) as new:
-        while block := content.read(_BLOCK):
+        while block := content.read(_BLOCK_BYTES):
             new.write(block)
         new.sync()
         new.rename()

@@ -30,6 +30,7 @@ Gathered = tuple[Tree, Tree, Tensor | None]
 _CPU = torch.device("cpu")
 _PAIR = "a pair (inputs, targets), each a tensor or a dict, list or tuple of tensors"
 _ALIGNMENT = 64
+"""Bytes: torch's own tensors begin at a multiple."""
 
 
 class Loader:
@@ -37,8 +38,8 @@ class Loader:
 
     Every micro-batch has tensors of its own, never views into larger ones: alignment decides which vector instructions
     run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
-    tensors (`ddp_core.data.trees`), or whatever `collate` takes. One with `__getitems__(ids)` is asked for a
-    micro-batch at once and answers with torch's list of samples, or with a tuple of two trees of batch tensors, which
+    tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked for a
+    whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
     leaves nothing to collate.
 
     A micro-batch is made in two parts. The host's part, `gather`, fetches the samples. The device's part, `finish`, is
@@ -63,10 +64,11 @@ class Loader:
         self.device, self._on_cuda = device, device.type == "cuda"
         self._stored: Callable[[Ids, bool], Batch] = self._put_together
         self._finish_inputs: Callable[[Tree], Tree] = as_it_is
-        # A Staged data set with a __getitems__ of its own is asked for finished micro-batches there, as any other.
-        whole = getattr(type(dataset), "__getitems__", None)
-        if isinstance(dataset, Staged) and whole in (None, InMemory.__getitems__) and collate is None:
+        # A Staged data set with a __getitems__ of its own is asked for finished micro-batches there, like any data set.
+        getitems = getattr(type(dataset), "__getitems__", None)
+        if isinstance(dataset, Staged) and getitems in (None, InMemory.__getitems__) and collate is None:
             self._stored, self._finish_inputs = dataset.gather, dataset.finish
+        # An augmentation that runs on the host needs finished inputs, so that nothing is left to the device.
         self._device_has_part = augmentation is None or augmentation.on_device
         # Worker processes cannot pin memory, which is the CUDA driver's business.
         self._pins = self._on_cuda and workers == 0 and self._device_has_part
@@ -102,8 +104,8 @@ class Loader:
     def stream(self, wanted: Iterable[StepIds]) -> Generator[Sequence[Batch], None, None]:
         """The micro-batches of each wanted step, in the order in which they are wanted.
 
-        With workers, and on CUDA, a few steps are taken ahead. Closing the iterator, or ending it, ends what works
-        ahead.
+        With workers, and on CUDA, a few steps are made before they are asked for; the processes and the thread that
+        make them end with the iterator.
         """
         with contextlib.ExitStack() as stack:
             items: Iterable[Any] = wanted
@@ -129,20 +131,20 @@ class Loader:
         several = getattr(self.dataset, "__getitems__", None)
         found = [self.dataset[number] for number in numbers] if several is None else several(numbers)
         try:
-            if isinstance(found, tuple) and self.collate is not None:
-                raise UserError(
-                    "__getitems__ returns whole micro-batches, so that collate would never be called; "
-                    "remove one of the two, or let __getitems__ return a list of samples"
-                )
-            if isinstance(found, tuple):
-                return aligned(found, "__getitems__ returned")
-            return stack(found, numbers) if self.collate is None else collated(self.collate, found, numbers)
+            if not isinstance(found, tuple):
+                return _stacked(found, numbers) if self.collate is None else _collated(self.collate, found, numbers)
+            if self.collate is None:
+                return _aligned(found, "__getitems__ returned")
+            raise UserError(
+                "__getitems__ returns whole micro-batches, so that collate would never be called; "
+                "remove one of the two, or let __getitems__ return a list of samples"
+            )
         except UserError as error:
             raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
 
 
-def stack(samples: list[Any], ids: Sequence[int]) -> Batch:
-    """Pairs as one pair, whose tensors have a first dimension more. `ids`: of the samples, for messages.
+def _stacked(samples: list[Any], ids: Sequence[int]) -> Batch:
+    """The samples, pairs (inputs, targets), as one such pair, whose tensors are [n, …]. `ids` are told in messages.
 
     Raises UserError where a sample is no pair, or where samples differ in structure, shape or type.
     """
@@ -171,8 +173,8 @@ def stack(samples: list[Any], ids: Sequence[int]) -> Batch:
     return inputs, targets
 
 
-def collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
-    """What the experiment's own `collate` makes of the samples. `ids`: of the samples, for messages.
+def _collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
+    """What the experiment's own `collate` makes of the samples, whose `ids` are told in messages.
 
     Raises UserError, with the line, for an exception inside `collate`, and for a result that is no pair.
     """
@@ -181,30 +183,26 @@ def collated(collate: Collate, samples: list[Any], ids: Sequence[int]) -> Batch:
     except (UserError, MemoryError):
         raise
     except Exception as error:
+        # The line is the exception's deepest point in the file that defines `collate`, or its deepest point of all.
+        file = getattr(getattr(collate, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
         reason = ": ".join(part for part in (type(error).__name__, " ".join(str(error).split())) if part)
-        raise UserError(f"{_place(collate, error)}: collate raised {reason}, for samples {list(ids)}") from None
-    return aligned(result, "collate returned")
+        raise UserError(f"{frame.filename}:{frame.lineno}: collate raised {reason}, for samples {list(ids)}") from None
+    return _aligned(result, "collate returned")
 
 
-def aligned(batch: Any, whence: str) -> Batch:
-    """A batch that the experiment has made, with tensors that begin where torch's own do. Raises UserError for no pair.
+def _aligned(batch: Any, source: str) -> Batch:
+    """A batch that the experiment has made, its tensors copied where they do not begin at an address as torch's own do.
 
     The address of a tensor decides which vector instructions run, and so the last bits. numpy's arrays, for example,
-    begin anywhere.
+    begin anywhere. Raises UserError, whose message begins with `source`, where the batch is no pair.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UserError(f"{whence} {structure_of(batch)}; let it be {_PAIR}")
-    inputs, targets = map_tensors(_aligned, batch)
+        raise UserError(f"{source} {structure_of(batch)}; let it be {_PAIR}")
+    inputs, targets = map_tensors(_as_torch_allocates, batch)
     return inputs, targets
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _as_torch_allocates(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.layout is torch.strided and tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-def _place(collate: Collate, error: Exception) -> str:
-    """'file:line' of the exception's deepest point in the file that defines `collate`, or of its deepest point."""
-    file = getattr(getattr(collate, "__code__", None), "co_filename", None)
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"

@@ -41,7 +41,7 @@ class Splits:
     `classes` is None for regression. `augmentation` is for training samples only. `digest` is a SHA-256 of the
     content, the same on every rank; it is written to the run's record. Where it is empty, `files`, the files that hold
     the data, are digested by content; where these are not given either, a sample of the items is. `collate` puts the
-    samples of a micro-batch together, where torch's default cannot; an experiment file's own comes before it.
+    samples of a micro-batch together, where torch's default cannot; a `collate` in the experiment file replaces it.
     """
 
     train: Dataset
@@ -73,6 +73,7 @@ def as_splits(built: Any, whose: str) -> Splits:
 
 
 def _require_indexed(dataset: Any, what: str) -> None:
+    """Raise UserError, whose message begins with `what`, unless samples can be asked for by index."""
     kind = type(dataset)
     if isinstance(dataset, DataLoader):
         raise UserError(
@@ -98,13 +99,13 @@ class Staged(ABC):
 
     @abstractmethod
     def gather(self, ids: Ids | Sequence[int], pin_memory: bool = False) -> tuple[Any, Any]:
-        """Inputs and targets of the samples `ids` as they are stored: two trees of CPU tensors [n, …] of their own.
+        """Inputs and targets of the samples `ids` as they are stored: two trees of new CPU tensors [n, …].
 
-        `pin_memory`: they may be put into pinned memory at once; tensors that are not are copied there later.
+        `pin_memory`: whether to put them into pinned memory at once; tensors that are not there are copied later.
         """
 
     def finish(self, inputs: Tree) -> Tree:
-        """The inputs that the model gets, on the device of what `gather` gave as `inputs`, each sample by itself."""
+        """The inputs that the model gets, made of what `gather` gave, on the device where it lies, sample by sample."""
         return inputs
 
 

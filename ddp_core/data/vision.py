@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data.augment import shift_and_flip
-from ddp_core.data.fetch import fetch_command
 from ddp_core.data.splits import ByteImages, Splits, content_digest
 
 _CLASSES = 10
@@ -67,6 +66,7 @@ def _splits(parts: list[Tensor], mean: tuple[float, ...], deviation: tuple[float
 
 
 def _checked(images: NDArray[np.uint8], labels: NDArray[Any], name: str, folder: Path, root: Path) -> list[Tensor]:
+    """Images and labels as tensors. Raises UserError where they do not fit together."""
     if len(images) != len(labels):
         _unusable(name, folder, f"{len(images)} images but {len(labels)} labels", root)
     if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= _CLASSES:
@@ -84,7 +84,10 @@ def _read(path: Path, name: str, root: Path) -> bytes:
 
 
 def _read_idx(path: Path, dimensions: int, name: str, root: Path) -> NDArray[np.uint8]:
-    """The idx format: 0, 0, type 8 (bytes), number of dimensions, their sizes as big-endian 32 bits, then the bytes."""
+    """The array in a file of the idx format.
+
+    0, 0, type 8 (bytes), number of dimensions, their sizes as big-endian 32 bits, then the bytes.
+    """
     content = _read(path, name, root)
     header = 4 + 4 * dimensions
     if len(content) < header or content[:4] != bytes((0, 0, 8, dimensions)):
@@ -97,7 +100,7 @@ def _read_idx(path: Path, dimensions: int, name: str, root: Path) -> NDArray[np.
 
 
 def _read_cifar(path: Path, root: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """A batch file: a pickled dictionary of `data`, bytes [n, 3072], channel by channel, and `labels`, a list."""
+    """Images and labels of a batch file: a pickled dictionary of `data`, bytes [n, 3072] by channel, and `labels`."""
     content = _read(path, "cifar10", root)
     try:
         entries = _ArraysOnly(io.BytesIO(content), encoding="latin1").load()
@@ -123,6 +126,8 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _unusable(name: str, path: Path, reason: str, root: Path) -> NoReturn:
+    from ddp_core.data.fetch import fetch_command  # it imports the network's modules, which no run needs
+
     raise UserError(
         f"data set {name}: {path}: {reason}; fetch it first: {fetch_command(name, root)}, or name the folder that "
         "holds it with --data-dir DIR"
