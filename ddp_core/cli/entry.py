@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import click
 
 from ddp_core.base.errors import UserError, near_names, said_by
-from ddp_core.base.streams import make_patient
+from ddp_core.base.process import make_patient
 from ddp_core.cli.click_options import meant_by
 from ddp_core.cli.commands import IS_OWN_PROCESS, ddp
 from ddp_core.cli.completion import VARIABLE, answer

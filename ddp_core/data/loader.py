@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.process import die_with_parent
 from ddp_core.base.seeds import sample_uniforms
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import user_code

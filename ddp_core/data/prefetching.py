@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ddp_core.base.threads import one_thread
+from ddp_core.base.determinism import one_thread
 from ddp_core.data.collating import Batch
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
 

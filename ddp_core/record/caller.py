@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 from ddp_core.base.files import replace_file
-from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.process import die_with_parent
 
 _CALLER = "DDP_CALLER"
 _RUN_FILE = "DDP_RUN_FILE"

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.deterministic_kernels import choose_kernels, has_tf32
+from ddp_core.base.determinism import choose_kernels, has_tf32
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddp_core.base.determinism import use_chosen_threads
 from ddp_core.base.errors import ExitCode, UserError, said_by
-from ddp_core.base.streams import make_patient
-from ddp_core.base.threads import use_chosen_threads
+from ddp_core.base.process import make_patient
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen

@@ -40,7 +40,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_core.base import splitmix
+from ddp_core.base.seeds import FIRST_FACTOR, SECOND_FACTOR, STEP, finalise
 
 Ids: TypeAlias = NDArray[np.int64]
 """Ids of samples: an int64 array of one dimension."""
@@ -56,7 +56,7 @@ _ROUNDS = 8
 # a half is too narrow for them to change it.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
-    64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
+    64: (FIRST_FACTOR, 27, SECOND_FACTOR),
 }
 
 
@@ -152,7 +152,7 @@ class Permutation:
 
 def _prefix_cipher(length: int, key: np.uint64) -> Ids:
     """The positions, sorted by SplitMix64's first `length` outputs from state `key`; no two outputs are equal."""
-    hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + key)
+    hashes = finalise(np.arange(1, length + 1, dtype=np.uint64) * STEP + key)
     return np.argsort(hashes).astype(np.int64)
 
 
