@@ -30,7 +30,7 @@ _Words = TypeVar("_Words", int, NDArray[np.uint64])
 
 
 def finalise(words: _Words) -> _Words:
-    """SplitMix64's output function, a bijection on 64 bits: of an int below 2**64, or of each number of a uint64 array."""
+    """SplitMix64's output, a bijection on 64 bits: of an int below 2**64 or of each number of a uint64 array."""
     mixed: Any = words  # mypy thinks that uint64 with a Python integer is signed; numpy keeps it unsigned
     mixed = (mixed ^ mixed >> 30) * FIRST_FACTOR & _MASK
     mixed = (mixed ^ mixed >> 27) * SECOND_FACTOR & _MASK

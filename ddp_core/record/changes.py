@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_core.base.fingerprint import differences
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.experiment.request import Request
@@ -63,7 +63,7 @@ class Changes:
         changes._see_source(directory, origin.source, number=len(before["attempts"]) + 1)
         changes._see_data(recorded_digest(directory.path, before), origin.data)
         changes._see_length(before, request, steps_per_epoch)
-        other = differences(fingerprint, before["fingerprint"])
+        other = fingerprint_differences(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
         changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
         return changes
