@@ -16,7 +16,7 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
-from ddp_core.config.records import Numerics, Reduction
+from ddp_core.config.records import Numerics, ReductionKind
 from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
 from ddp_core.experiment.building import Kind, complete_options
@@ -126,7 +126,7 @@ def _check_nodes(asked: Asked, world: World) -> None:
         )
 
 
-def _default_reduction(experiment: Experiment, world: World) -> Reduction:
+def _default_reduction(experiment: Experiment, world: World) -> ReductionKind:
     """The experiment's own; plain, with a printed line that says so, where the exact one cannot be had."""
     reason = promise_broken_by(experiment) if experiment.reduction == "exact" else None
     if reason is None:
@@ -156,7 +156,7 @@ def _numerics(
     return "native", reason
 
 
-def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:
+def _is_deterministic(asked: Asked, reduction: ReductionKind, layout: Layout) -> bool:
     """Whether kernels must repeat their bits. Raises UserError where the exact reduction is to do without."""
     if asked.deterministic == "never" and reduction == "exact":
         raise UserError(

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from ddp_core.base.shares import share_of
 from ddp_core.config.layout import ShardMode
-from ddp_core.config.records import Reduction
+from ddp_core.config.records import ReductionKind
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving
 
@@ -33,7 +33,7 @@ class Way:
 
     micro_batches: int = 1
     """Of the whole step."""
-    reduction: Reduction = "exact"
+    reduction: ReductionKind = "exact"
     world_size: int = 1
     shard: ShardMode = "none"
 

@@ -11,7 +11,7 @@ from ddp_core.cli.shard_modes import check_shards, shards_refused_by
 from ddp_core.config.experiment import Component, DdpOptions, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked
-from ddp_core.config.records import Reduction
+from ddp_core.config.records import ReductionKind
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -45,7 +45,9 @@ def test_what_leaves_no_place_for_shards_is_named(
 
 @pytest.mark.parametrize("fields", [{}, {"reduction": "plain"}, {"micro_batch": None}], ids=["exact", "plain", "uncut"])
 @pytest.mark.parametrize("reduction", [None, "plain"])
-def test_parameters_can_be_sharded_with_either_reduction(fields: dict[str, Any], reduction: Reduction | None) -> None:
+def test_parameters_can_be_sharded_with_either_reduction(
+    fields: dict[str, Any], reduction: ReductionKind | None
+) -> None:
     request = Asked(experiment="mine", reduction=reduction)
     check_shards(request, experiment(**fields), Layout(kind="ddp", nproc_per_node=2, shard="parameters"))
 
