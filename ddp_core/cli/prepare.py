@@ -19,8 +19,8 @@ from ddp_core.config.options import Asked, Options
 from ddp_core.config.records import Numerics, ReductionKind
 from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World
-from ddp_core.experiment.building import Kind, complete_options
-from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment, resolve
+from ddp_core.experiment.building import Kind, complete_options, resolve
+from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by

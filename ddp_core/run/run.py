@@ -16,7 +16,7 @@ from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
-from ddp_core.experiment.request import Parts, Request, build_parts, check_promise
+from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
@@ -143,7 +143,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
 
 
-def _build_the_same(request: Request, collectives: Collectives) -> Parts:
+def _build_the_same(request: Request, collectives: Collectives) -> BuiltExperiment:
     """All parts. Raises UserError on every rank where the ranks' version of ddp_core or request differ."""
     check_promise(request)
     collectives.require_same(**facts_of(request))
@@ -156,7 +156,7 @@ def _build_the_same(request: Request, collectives: Collectives) -> Parts:
 
 
 def _digest_the_same(
-    request: Request, parts: Parts, collectives: Collectives, console: Console
+    request: Request, parts: BuiltExperiment, collectives: Collectives, console: Console
 ) -> tuple[Source, DataDigest]:
     """The user's code, all of which is imported by now, and the data.
 
@@ -172,7 +172,7 @@ def _digest_the_same(
 @contextmanager
 def _open_record(
     request: Request,
-    parts: Parts,
+    parts: BuiltExperiment,
     origin: Origin,
     directory: RunDirectory,
     collectives: Collectives,
