@@ -30,7 +30,7 @@ TARGETS = {("plain, same micro-batches", 2): 1.03}
 def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, results: Any) -> None:
     import torch
 
-    from ddp_core.base.deterministic_kernels import choose_kernels
+    from ddp_core.base.determinism import choose_kernels
     from ddp_core.config.layout import Layout
     from ddp_core.distributed.process_group import process_group
     from ddp_core.distributed.world import World

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.turns import Seconds, Turn
-from ddp_core.base.deterministic_kernels import choose_kernels
+from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment, Optimizer

@@ -20,7 +20,7 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(f"{name}\0".encode())
-        for part in _tensor_parts(state[name]):
+        for part in _tensor_bytes(state[name]):
             digest.update(part)
     return digest.hexdigest()
 
@@ -28,16 +28,15 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 def optimizer_digest(state: Mapping[str, Any]) -> str:
     """SHA-256 over the tensors (momenta, second moments, step counts) in an optimizer's state dict.
 
-    As `weights_digest`, under names made of the parameter's number and the tensor's name.
+    They are named `<number of the parameter>.<name>`, and digested as `weights_digest` says.
     """
-    return weights_digest(dict(_optimizer_tensors(state)))
-
-
-def _optimizer_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, entries in state["state"].items():
-        for name, value in entries.items():
-            if value is not None:
-                yield f"{number:06d}.{name}", torch.as_tensor(value)
+    tensors = {
+        f"{number:06d}.{name}": torch.as_tensor(value)
+        for number, entries in state["state"].items()
+        for name, value in entries.items()
+        if value is not None
+    }
+    return weights_digest(tensors)
 
 
 def tree_digest(tree: Any) -> str:
@@ -47,16 +46,16 @@ def tree_digest(tree: Any) -> str:
     attributes.
     """
     digest = hashlib.sha256()
-    for part in _tree_parts(tree):
+    for part in _tree_bytes(tree):
         digest.update(part)
     return digest.hexdigest()
 
 
-def _tree_parts(tree: Any) -> Iterator[Any]:
+def _tree_bytes(tree: Any) -> Iterator[Any]:
     kind = type(tree).__name__
     if isinstance(tree, Tensor):
         yield b"tensor\0"
-        yield from _tensor_parts(tree)
+        yield from _tensor_bytes(tree)
     elif isinstance(tree, bytes | bytearray | str | bool | int | float | complex | None):
         content = bytes(tree) if isinstance(tree, bytes | bytearray) else repr(tree).encode(errors="backslashreplace")
         yield f"{kind}\0{len(content)}\0".encode()
@@ -64,23 +63,23 @@ def _tree_parts(tree: Any) -> Iterator[Any]:
     elif isinstance(tree, Mapping):
         yield f"mapping\0{len(tree)}\0".encode()
         for key, value in tree.items():
-            yield from _tree_parts(key)
-            yield from _tree_parts(value)
+            yield from _tree_bytes(key)
+            yield from _tree_bytes(value)
     elif isinstance(tree, list | tuple):
         yield f"sequence\0{len(tree)}\0".encode()
         for value in tree:
-            yield from _tree_parts(value)
+            yield from _tree_bytes(value)
     elif hasattr(tree, "__array_interface__"):
         # NumPy's arrays and scalars, and PIL's images.
         array = np.ascontiguousarray(tree)
         yield f"array\0{array.dtype}\0{array.shape}\0".encode()
-        yield from [array.tobytes()] if not array.dtype.hasobject else _tree_parts(array.tolist())
+        yield from [array.tobytes()] if not array.dtype.hasobject else _tree_bytes(array.tolist())
     else:
         yield f"{type(tree).__module__}.{type(tree).__qualname__}\0".encode()
-        yield from _tree_parts(getattr(tree, "__dict__", {}))
+        yield from _tree_bytes(getattr(tree, "__dict__", {}))
 
 
-def _tensor_parts(tensor: Tensor) -> Iterator[Any]:
+def _tensor_bytes(tensor: Tensor) -> Iterator[Any]:
     tensor = tensor.detach().cpu().contiguous()
     shape = ",".join(str(size) for size in tensor.shape)
     yield f"{str(tensor.dtype).removeprefix('torch.')}\0{shape}\0".encode()

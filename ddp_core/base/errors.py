@@ -16,7 +16,7 @@ from typing import ParamSpec
 _P = ParamSpec("_P")
 _INTERRUPTED = 130
 _FEWEST_LETTERS, _MOST_NAMES = 3, 3
-"""Letters of a beginning by which a name is found, and names that one line can offer."""
+"""How many letters a beginning of a name must have to be completed, and how many names one line offers."""
 
 
 class ExitCode(IntEnum):
@@ -48,12 +48,12 @@ class UserError(Exception):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a write failed because a disk, a quota, or the allowed size of a file is full."""
+    """Whether a write failed because the disk, a quota, or the allowed size of a file is exhausted."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def no_room(place: Path, error: BaseException) -> UserError:
-    """The UserError (4) for a write at `place` that `is_full` has recognised."""
+    """The UserError (4) for a failed write at `place` of which `is_full` is true."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return UserError(
         f"disk full: {reason} in {place}; free some space and continue with --resume auto", ExitCode.RESOURCES
@@ -66,7 +66,7 @@ def internal(error: BaseException) -> str:
 
 
 def in_words(exit_code: int, message: str) -> str:
-    """What is printed of an error: a run that was asked to stop has met none."""
+    """What is printed at the end of a run: `error: …`, but `stopped: …` for a run that was asked to stop."""
     if exit_code == ExitCode.STOPPED:
         return f"stopped: {message.removeprefix('stopped ')}"
     return f"error: {message}"
@@ -111,10 +111,10 @@ def nearest_name(wrong: str, known: Iterable[str]) -> str:
 
 
 def near_names(wrong: str, names: Sequence[str], likeness: float = 0.5) -> list[str]:
-    """The names, three at most, that may have been meant.
+    """Those of the names, three at most, that may have been meant by the wrong name.
 
-    The wrong name is the last part of them (`lr` of `optimizer.lr`), or long for it (`learning_rate`), or their
-    beginning, or spelled alike: difflib's ratio is at least `likeness`.
+    They are the names whose last part it is (`lr` for `optimizer.lr`) or spells out (`learning_rate`); else those that
+    begin with it; else the one spelled most alike, with a difflib ratio of at least `likeness`.
     """
     words = [word for word in re.split("[-_]", wrong) if word]
     last = {name: name.rpartition(".")[2] for name in names}

@@ -38,9 +38,9 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -
 class NewFile:
     """A file under a unique temporary name beside `target`; `rename` makes it `target`.
 
-    Leaving the context without `rename` removes the file. Its flock is held while it is open. By this lock, a process
-    that removes the files of dead writers recognises the file of a live writer, even of one in another container,
-    whose processes it cannot see.
+    Leaving the context without `rename` removes the file. It is locked with flock while it is open. By this lock, a
+    process that removes the files of dead writers recognises the file of a live writer, even of a writer in another
+    container, whose processes it cannot see.
     """
 
     def __init__(self, target: Path) -> None:
@@ -84,7 +84,7 @@ class NewFile:
 
 
 def target_of(name: str) -> str | None:
-    """The name that a temporary file of `NewFile` was to get, or None where `name` is not such a file's name."""
+    """The name for which `NewFile` made the temporary file `name`; None where `name` is no such temporary name."""
     found = _TEMPORARY.fullmatch(name)
     return found[1] if found else None
 

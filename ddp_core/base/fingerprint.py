@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any]:
     """What a result depends on, bit for bit: build, instruction set or GPU model, threads, kernel settings.
 
-    With portable numerics, `rules` is the version of their rules, and stands in the place of all that tells one CPU
-    from another.
+    With portable numerics, `rules` is the version of their rules; it replaces everything that differs between CPUs.
     """
     import numpy as np
     import torch
@@ -41,7 +40,7 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
         facts |= {
             "device": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
-            # A GPU that is cut into parts keeps its name, but kernels share their work among fewer of these.
+            # A GPU that is cut into parts (MIG) keeps its name, but has fewer of these for its kernels.
             "multiprocessors": properties.multi_processor_count,
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
@@ -57,8 +56,8 @@ def cuda_switches() -> dict[str, Any]:
     from torch.backends import cuda, cudnn
 
     return {
-        # As a word, "tf32" or "ieee"; "none" is the full product, too. These can always be read: `allow_tf32` raises
-        # where an experiment's file has set the two kinds of switches to different values.
+        # "tf32", or "ieee" or "none" for the full product. Read by this name, because reading `allow_tf32` raises where
+        # an experiment's file has set the two kinds of switches to different values.
         "tf32": {"matmul": cuda.matmul.fp32_precision, "conv": cudnn.conv.fp32_precision},  # type: ignore[attr-defined]
         "cudnn_benchmark": cudnn.benchmark,
         "reduced_precision_sums": {
@@ -70,30 +69,30 @@ def cuda_switches() -> dict[str, Any]:
 
 
 def _set_among(*names: str) -> dict[str, str]:
+    """Those of the environment variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def cpu_model() -> str:
     """The processor's model name, as the operating system reports it."""
     information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    lines = information.read_text().splitlines() if information.exists() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
 
-    Of native and portable numerics only that is said: the fingerprints of the two tell different things.
+    Where one is of native and the other of portable numerics, nothing else is named: they hold different facts.
     """
-    numerics = [each.get("numerics", "native") for each in (ours, theirs)]
-    if numerics[0] != numerics[1]:
-        return [f"numerics: here {numerics[0]}, there {numerics[1]}"]
-    names = sorted(set(ours) | set(theirs))
+    here, there = (each.get("numerics", "native") for each in (ours, theirs))
+    if here != there:
+        return [f"numerics: here {here}, there {there}"]
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"
-        for name in names
+        for name in sorted({*ours, *theirs})
         if ours.get(name) != theirs.get(name)
     ]

@@ -1,8 +1,11 @@
 """Random numbers computed from a key, without a generator whose state is carried along.
 
 Nothing here depends on rank, worker or history: dropout is keyed by (seed, step, micro-batch), augmentation by
-(seed, epoch, sample id). So a checkpoint needs no random state, and a resume needs no replay. SplitMix64 turns a key
-into numbers.
+(seed, epoch, sample id). So a checkpoint needs no random state, and a resume needs no replay.
+
+SplitMix64, a hash of 64-bit numbers that gives unrelated results for neighbouring numbers, turns a key into numbers
+(G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the two factors and three
+shifts are D. Stafford's "mix 13", 2011). The generator's n-th output from state `key` is `finalise(key + n * STEP)`.
 """
 
 from __future__ import annotations
@@ -10,19 +13,36 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ddp_core.base.splitmix import MASK, STEP, finalise
+if TYPE_CHECKING:  # the order of the samples is computed without torch
+    import torch
+
+STEP = 0x9E3779B97F4A7C15
+"""How much SplitMix64's state grows per output: 2**64 over the golden ratio, made odd."""
+FIRST_FACTOR, SECOND_FACTOR = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = 2**64 - 1
+
+_Words = TypeVar("_Words", int, NDArray[np.uint64])
+
+
+def finalise(words: _Words) -> _Words:
+    """SplitMix64's output, a bijection on 64 bits: of an int below 2**64 or of each number of a uint64 array."""
+    mixed: Any = words  # mypy thinks that uint64 with a Python integer is signed; numpy keeps it unsigned
+    mixed = (mixed ^ mixed >> 30) * FIRST_FACTOR & _MASK
+    mixed = (mixed ^ mixed >> 27) * SECOND_FACTOR & _MASK
+    result: _Words = mixed ^ mixed >> 31
+    return result
 
 
 def mix(*words: int) -> int:
     """A 64-bit key from integers; neighbouring integers give unrelated keys."""
     state = 0
     for word in words:
-        state = finalise((state ^ word & MASK) + STEP & MASK)
+        state = finalise((state ^ word & _MASK) + STEP & _MASK)
     return state
 
 
@@ -41,6 +61,8 @@ class MicroBatchSeed:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        import torch
+
         self.seed = seed
         if device.type == "cuda":
             torch.cuda.init()
@@ -54,7 +76,9 @@ class MicroBatchSeed:
 
 @contextlib.contextmanager
 def generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Afterwards the global generators of Python, NumPy and torch, on the CPU and on a CUDA `device`, are as before."""
+    """After this block the global generators of Python, NumPy and torch, on the CPU and `device`, are as before it."""
+    import torch
+
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         try:

@@ -1,8 +1,8 @@
 """Every private name of torch that this project uses, and why no public one does.
 
 A private name may be gone with the next torch. So all of them stand here, `PRIVATE_NAMES` says what each is for, and
-tests/core/base/test_torch_internals.py tries each on the installed torch and fails with that text. Only the agent's own
-methods are used outside: launch/agent.py overrides them.
+tests/core/base/test_torch_internals.py tries each on the installed torch and fails with that text. Only the methods of
+torch's elastic agent are named in another file: launch/agent.py overrides them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class PrivateName(NamedTuple):
     why: str
     """Why no public name does."""
     since: str
-    """The release of torch that brought it, as far as its pull requests tell; the test proves the installed one."""
+    """The release of torch that brought the name, as far as torch's pull requests tell; tested is the installed one."""
     upstream: str = ""
     """Where torch's developers speak of it."""
     signature: str = ""
-    """For a method that is overridden: what torch calls it with; other parameters have defaults."""
+    """For a method that this project overrides: the parameters that torch gives it; others have defaults."""
 
 
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
@@ -215,7 +215,7 @@ def workers_of(agent: LocalElasticAgent) -> dict[int, Any]:
 
 
 def end_keep_alives(handler: RendezvousHandler, patience: float) -> None:
-    """End the thread by which a node tells the rendezvous that it is there, and wait `patience` seconds for its end."""
+    """End the thread by which a node tells the rendezvous that it is alive; wait `patience` seconds at most."""
     ending = threading.Thread(target=cast(Any, handler)._stop_heartbeats, daemon=True)
     ending.start()
     ending.join(patience)
@@ -239,24 +239,25 @@ def starting_workers_by(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Let DDP settle on its buckets now, which is a collective; nothing where it has."""
+    """Let DDP settle on its buckets now, which is a collective; does nothing where it has settled already."""
     ddp.reducer._rebuild_buckets()
 
 
 def keep_static_graph_from_reducing(ddp: DistributedDataParallel) -> None:
-    """Let the first backward of a static graph under `ddp.no_sync()` reduce nothing, as any other."""
+    """Let the first backward of a static graph under `ddp.no_sync()` reduce nothing, as later ones do."""
     ddp._static_graph_delay_allreduce_enqueued = True
 
 
 def ddp_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What DDP knows of itself, such as `bucket_sizes` and `rebuilt_bucket_sizes`."""
+    """DDP's own record of its settings, with `bucket_sizes` and `rebuilt_bucket_sizes` (bytes)."""
     return dict(ddp._get_ddp_logging_data())
 
 
 def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The parameters of a module of `fully_shard` whose gradients travel as one flat tensor, in the sequence there.
+    """The parameters of a module of `fully_shard` whose gradients travel as one flat tensor, in their order there.
 
-    Each as this rank's part, and as the whole, which stays the same object. Call it when the module was gathered.
+    Of each parameter: this rank's part of it, and the whole parameter, which stays the same object. Call this only
+    after the module has been gathered once.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -278,35 +279,35 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def nccl_failure(device: torch.device) -> str | None:
-    """What a collective of NCCL met in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None while all go.
+    """How NCCL failed in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None where it has not.
 
-    Only for groups whose tensors on `device` NCCL carries: gloo has no such answer.
+    For processes whose groups all use NCCL on `device`: gloo cannot be asked.
     """
     failures = [cast(Any, group._get_backend(device)).get_error().name for group in process_groups()]
     return next((failure for failure in failures if failure != "SUCCESS"), None)
 
 
 def abort_process_groups(patience: float) -> None:
-    """End all process groups without waiting for their collectives, and wait `patience` seconds for that."""
+    """End all process groups without waiting for their collectives; return after `patience` seconds at the latest."""
     ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
     ending.start()
     ending.join(patience)
 
 
 def module_versions(state: Mapping[str, Any]) -> Any | None:
-    """The versions that a module's state_dict carries of its parts; None where `state` is none."""
+    """The versions of a module's parts that its state_dict carries; None where `state` is no module's state_dict."""
     return getattr(state, "_metadata", None)
 
 
 def set_module_versions(state: OrderedDict[str, Any], versions: Any) -> None:
-    """Give `state` what `module_versions` reads."""
+    """Attach to `state` the versions that `module_versions` reads."""
     state._metadata = versions  # type: ignore[attr-defined]
 
 
 def end_loader_workers(batches: Iterator[Any]) -> None:
     """End the processes behind the iterator of a DataLoader with `num_workers`, and wait for them.
 
-    torch gives each five seconds and then sends SIGTERM, which may be ignored there; SIGKILL follows here.
+    torch waits five seconds for each and then sends SIGTERM, which the process may ignore; so SIGKILL follows here.
     """
     cast(Any, batches)._shutdown_workers()
     for worker in cast(Any, batches)._workers:

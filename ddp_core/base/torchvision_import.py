@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import torch
 
-_kept: list[Any] = []
-"""The libraries that declared operators: torch forgets a declaration when its library object is deleted."""
+_kept: list[torch.library.Library] = []
+"""Library objects that have declared operators: torch forgets the declarations of one that is deleted."""
 
 
 def import_torchvision(submodule: str = "models") -> ModuleType:
@@ -27,14 +26,9 @@ def import_torchvision(submodule: str = "models") -> ModuleType:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
-    _declare_operators()
-    return importlib.import_module(f"torchvision.{submodule}")
-
-
-def _declare_operators() -> None:
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            library.define(schema)
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)
+    return importlib.import_module(f"torchvision.{submodule}")

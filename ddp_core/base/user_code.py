@@ -18,7 +18,7 @@ _OURS = ""
 
 
 class user_code:
-    """A block in which functions of the user run; `what` names them: "your model". May be entered again and again."""
+    """A block in which the user's functions run; `what` names them: "your model". One object may be entered often."""
 
     __slots__ = ("_what",)
 
@@ -36,9 +36,9 @@ class user_code:
 
 
 def our_code(hook: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a hook of ours that runs within the user's code: what it raises is a fault of ours.
+    """Decorate a hook of ours that runs within the user's code: an exception that it raises is a fault of ours.
 
-    Its ValueError and RuntimeError are not: they say what cannot be done with the user's model.
+    A ValueError or RuntimeError is not: it says what cannot be done with the user's model.
     """
 
     @wraps(hook)
@@ -55,7 +55,7 @@ def our_code(hook: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def users(error: BaseException) -> str | None:
-    """What of the user's raised the exception, such as "your model"; None where it is no code of the user's."""
+    """Which of the user's functions raised the exception, such as "your model"; None where none of them did."""
     return getattr(error, _MARK, None) or None
 
 

@@ -67,7 +67,7 @@ def asked_in(context: click.Context) -> Asked:
 
 
 def _parameter(name: str, field: FieldInfo, default: str | None, title: str | None) -> click.Parameter:
-    from ddp_core.config.written import choices, command_line, default_text, is_repeated, option_name
+    from ddp_core.config.records import choices, command_line, default_text, is_repeated, option_name
 
     if field.is_required():
         return click.Argument([name], shell_complete=complete_experiment)

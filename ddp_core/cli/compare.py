@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import differences
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import portable_cpu
 
@@ -71,7 +71,7 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
         return f"digests: {len(digests)} different ones, of other {' and other '.join(changed)}"
-    parts = differences(first["fingerprint"], other["fingerprint"])
+    parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
     if parts:
         return (
             f"digests: {len(digests)} different ones, under other fingerprints ({parts[0]}): "

@@ -156,7 +156,7 @@ def _written(path: Path, name: str, value: Any) -> str:
 def _options(path: Path, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options of `[train]` by the names of click's parameters, written as on the command line."""
     from ddp_core.config.options import groups
-    from ddp_core.config.written import command_line, is_repeated, option_name
+    from ddp_core.config.records import command_line, is_repeated, option_name
 
     known = {
         "experiment" if field.is_required() else option_name(name, field).removeprefix("--"): (name, field)

@@ -14,7 +14,7 @@ import torch
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.layout import DeviceType, Layout, LayoutKind
 from ddp_core.config.options import Asked
-from ddp_core.config.records import Reduction
+from ddp_core.config.records import ReductionKind
 from ddp_core.distributed.world import World
 
 
@@ -45,7 +45,7 @@ def choose_layout(asked: Asked, world: World) -> Layout:
     return layout
 
 
-def check_gpus(layout: Layout, reduction: Reduction, backend: str, world: World) -> None:
+def check_gpus(layout: Layout, reduction: ReductionKind, backend: str, world: World) -> None:
     """Print a line where replicas share GPUs. Raises UserError (4) where there are too few GPUs to run at all."""
     if layout.device == "cpu":
         return

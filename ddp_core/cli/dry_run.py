@@ -13,7 +13,7 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.config.records import Frozen
 from ddp_core.distributed.world import World
-from ddp_core.experiment.request import Parts, Request, build_parts
+from ddp_core.experiment.request import BuiltExperiment, Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.memory import replica_of, samples_at_once, way_of
@@ -67,21 +67,21 @@ def _steps(experiment: Experiment, samples: int) -> str:
     return f"{total} in all, {each} per epoch, {experiment.epochs} epochs{cut}"
 
 
-def _data(request: Request, parts: Parts) -> str:
+def _data(request: Request, parts: BuiltExperiment) -> str:
     splits, name = parts.splits, request.loaded.experiment.data.name
     held_out = f", {len(splits.test)} held out" if splits.test is not None else ", none held out"
     place = request.options.data_dir
     return f"{name}: {len(splits.train)} samples to train{held_out}; all of it is there (--data-dir {place})"
 
 
-def _model(experiment: Experiment, parts: Parts) -> str:
+def _model(experiment: Experiment, parts: BuiltExperiment) -> str:
     numbers = sum(parameter.numel() for parameter in parts.model.parameters())
     average = f"; averaged with ema_decay {experiment.ema_decay}" if experiment.ema_decay is not None else ""
     parts_of = f"loss {experiment.loss}; precision {experiment.precision}{average}"
     return f"{experiment.model.name}: {numbers:,} parameters; {parts_of}"
 
 
-def _memory(request: Request, parts: Parts) -> str:
+def _memory(request: Request, parts: BuiltExperiment) -> str:
     experiment, layout = request.loaded.experiment, request.layout
     samples, sharding = samples_at_once(experiment), Sharding.of(layout)
     replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import shell_complete
 
 from ddp_core.base.errors import UserError, near_names, said_by
-from ddp_core.base.streams import make_patient
+from ddp_core.base.process import make_patient
 from ddp_core.cli.click_kinds import meant_by
 from ddp_core.cli.commands import COMPLETION_VARIABLE, IS_OWN_PROCESS, ddp
 from ddp_core.cli.config import DEFAULT_MAP, config_of

@@ -15,11 +15,11 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
-from ddp_core.config.records import Numerics, Reduction
+from ddp_core.config.records import Numerics, ReductionKind
 from ddp_core.distributed.stop import signal_named
 from ddp_core.distributed.world import World, missing_nodes
-from ddp_core.experiment.building import Kind, complete_options
-from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment, resolve
+from ddp_core.experiment.building import Kind, complete_options, resolve
+from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.experiment.source import serve_modules
 from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
@@ -143,7 +143,7 @@ def _numerics(
     return "native", reason
 
 
-def _is_deterministic(asked: Asked, reduction: Reduction, layout: Layout) -> bool:
+def _is_deterministic(asked: Asked, reduction: ReductionKind, layout: Layout) -> bool:
     """Whether kernels must repeat their bits. Raises UserError where the exact reduction is asked to do without."""
     if asked.deterministic == "never" and reduction == "exact":
         raise UserError(

@@ -38,7 +38,7 @@ def carry_out(
     asked, is_host = follow_launcher(asked, world, node_here())
     require_free(asked, world)
     # These load torch, which takes seconds.
-    from ddp_core.base.threads import use_chosen_threads
+    from ddp_core.base.determinism import use_chosen_threads
     from ddp_core.cli.prepare import check_request, prepare
     from ddp_core.run.run import run_worker, worker_main
 

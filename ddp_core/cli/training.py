@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from ddp_core.base.errors import ExitCode, UserError, nearest_name
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
-from ddp_core.config.records import explain, setting_text
-from ddp_core.config.written import command_line, is_repeated
+from ddp_core.config.records import command_line, explain, is_repeated, setting_text
 from ddp_core.distributed.reports import caller_variables
 from ddp_core.record.reading import Run
 

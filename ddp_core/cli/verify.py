@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import differences
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.training import train_silently
 from ddp_core.config.layout import LayoutKind
@@ -184,7 +184,7 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     repeated = again.read()
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
-    other = differences(repeated["fingerprint"], record["fingerprint"])
+    other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
         if (exchanged := _exchanged_file(directory, again)) is not None:
             print(f"different file: the record is right, but {exchanged} holds other weights than the record says")

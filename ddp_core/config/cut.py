@@ -1,4 +1,4 @@
-"""The cut of the global batch, by experiment and layout: which rank or replica computes which micro-batch."""
+"""How a global batch is cut into micro-batches, and which rank or replica computes which of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_core.config.layout import Layout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward: `index` in the step's canonical order, samples [start, stop) of the global batch."""
+    """The samples of one forward and backward: [start, stop) of the global batch, as micro-batch `index`."""
 
     index: int
     start: int
@@ -43,8 +43,7 @@ class BatchCut:
                 choice = " or ".join(str(number) for number in (below, above) if number)
                 raise UserError(
                     f"global_batch_size {size} does not divide among {shares} {whose}; "
-                    f"the nearest sizes that do: {choice} "
-                    f"(--set global_batch_size={above})"
+                    f"the nearest sizes that do: {choice} (--set global_batch_size={above})"
                 )
             return cls(size, size // shares, shares, layout.is_strided)
         cut = cls(size, experiment.micro_batch, shares, layout.is_strided)

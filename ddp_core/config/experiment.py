@@ -6,12 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from ddp_core.base.errors import UserError, nearest_name
-from ddp_core.config.records import Frozen, MemoryFormat, Numerics, Reduction, explain, typed_like
+from ddp_core.config.records import Frozen, MemoryFormat, Numerics, ReductionKind, explain
 
 
 class Component(Frozen):
@@ -25,12 +25,12 @@ class Component(Frozen):
 
 
 class Optimizer(Frozen):
-    """Optimizer and its hyper-parameters.
+    """A built-in optimizer and its hyper-parameters.
 
-    `implementation` is fixed because each choice gives other bits: `fused` is one kernel per update, `foreach` one
-    kernel per operation over all tensors (on CPU the same as the loop), `loop` one kernel per operation and tensor. A
-    fused kernel needs real parameters whose elements fill their memory without gaps; a model with others is updated by
-    the loop.
+    `implementation` belongs to the experiment because each choice gives other bits: `fused` is one kernel per update,
+    `foreach` one kernel per operation over all tensors (on CPU the same as the loop), `loop` one kernel per operation
+    and tensor. A fused kernel needs real parameters whose elements fill their memory without gaps; a model that has
+    other parameters is updated by the loop.
     """
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -48,7 +48,7 @@ class Optimizer(Frozen):
     implementation: Literal["fused", "foreach", "loop"] = "fused"
 
     def base_rate(self, global_batch_size: int) -> float:
-        """The rate that the schedule starts from."""
+        """The rate that the schedule starts from, scaled to the global batch."""
         scale = 1.0 if self.reference_batch is None else global_batch_size / self.reference_batch
         return self.lr * scale
 
@@ -103,8 +103,8 @@ class DdpOptions(Frozen):
 
 
 _ADDED_LATER = ("ema_decay", "memory_format", "numerics")
-"""Fields that came when experiments had been digested without them. At its default such a field is left out of the
-digest, so that the digests of those experiments stay the same."""
+"""Fields added after experiments had been digested. A digest leaves out such a field at its default, so that the older
+digests stay the same."""
 
 
 def _check_name(name: str) -> str:
@@ -117,7 +117,7 @@ def _check_name(name: str) -> str:
 
 
 def _own_or(built_in: type[Frozen]) -> BeforeValidator:
-    """Reads a record with `options` as a Component and any other as `built_in`, so that errors speak of one of them."""
+    """Reads a record that has `options` as a Component and any other as `built_in`, so that errors name one type."""
 
     def read(value: object) -> object:
         if isinstance(value, built_in | Component):
@@ -132,8 +132,8 @@ class Experiment(Frozen):
 
     `global_batch_size` is the number of samples per step. It is always cut into micro-batches of `micro_batch` samples,
     each with its own forward and backward; a layout only decides which rank computes which micro-batch. With
-    `micro_batch=None` every rank computes its share at once. That share changes with the layout, and therefore the
-    exact reduction cannot be had.
+    `micro_batch=None` every rank computes its share of the global batch at once. That share changes with the layout,
+    and therefore the exact reduction cannot be had.
 
     Where the experiment's file defines a function `loss`, `optimizer` or `schedule` and the experiment does not set the
     field of that name, the function is used.
@@ -142,11 +142,11 @@ class Experiment(Frozen):
     name: Annotated[str, AfterValidator(_check_name)]
     """Also the name of the folder of its runs."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Of all random numbers: initial weights, the order of the samples, dropout, augmentation."""
+    """The seed of all random numbers: initial weights, the order of the samples, dropout, augmentation."""
     model: Component = Component(name="model")
     data: Component = Component(name="data")
     loss: str = "cross_entropy"
-    """The name of a function of outputs and targets that sums over the samples of a micro-batch."""
+    """The name of a function of outputs and targets that returns a sum over the samples of a micro-batch."""
     optimizer: Annotated[Optimizer | Component, _own_or(Optimizer)] = Optimizer()
     schedule: Annotated[Schedule | Component, _own_or(Schedule)] = Schedule()
     global_batch_size: int = Field(gt=0)
@@ -167,7 +167,7 @@ class Experiment(Frozen):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
     weights."""
-    reduction: Reduction = "exact"
+    reduction: ReductionKind = "exact"
     """exact: gradients are added in one fixed order, so that every layout ends with the same bits. plain: as torch does
     it, the fastest."""
     numerics: Numerics = "native"
@@ -208,7 +208,7 @@ class Experiment(Frozen):
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Experiment:
-        """The record that `to_json` wrote. Raises UserError with one line per wrong field."""
+        """The experiment that `to_json` wrote. Raises UserError, which names each wrong field."""
         try:
             return cls.model_validate(record)
         except ValidationError as error:
@@ -226,35 +226,46 @@ class Experiment(Frozen):
     def with_settings(self, settings: Iterable[str]) -> Experiment:
         """The experiment with `dotted.name=value` settings applied, typed and checked.
 
-        Raises UserError for an unknown name (with the nearest known name), a value of the wrong type, or a record that
-        does not fit together.
+        Raises UserError for an unknown name (with the nearest known name), a value of the wrong type, or values that do
+        not fit together.
         """
-        record = self.to_json()
+        record, known = self.to_json(), setting_names(self)
         for setting in settings:
-            _apply(record, setting, self)
+            name, separator, text = setting.partition("=")
+            name = name.strip()
+            if not separator:
+                raise UserError(f"--set {setting}: expected name=value, for example --set optimizer.lr=0.1")
+            if name not in known:
+                hint = nearest_name(name, known)
+                raise UserError(f"--set {name}: experiment {self.name} has no such setting; {hint}")
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError:
+                value = None if text.lower() == "none" else {"true": True, "false": False}.get(text.lower(), text)
+            section, _, key = name.partition(".")
+            if not key:
+                record[section] = value
+            elif isinstance(getattr(self, section), Component) and key != "name":
+                options = record[section]["options"]
+                options[key] = _typed_like(options[key], value, name)
+            else:
+                record[section][key] = value
         return Experiment.from_json(record)
 
 
 def nearest_multiples(number: int, divisor: int) -> tuple[int, int]:
-    """The two nearest multiples of `divisor`: at or below `number` (0 if there is none), and above it."""
+    """The two multiples of `divisor` nearest to `number`: at or below it (0 if there is none), and above it."""
     below = number // divisor * divisor
     return below, below + divisor
 
 
 def common_settings() -> list[str]:
-    """Every dotted name that `--set` knows for an experiment with built-in optimizer and schedule.
+    """Every dotted name that `--set` knows for any experiment with built-in optimizer and schedule.
 
-    The options of its model and its data, which are not the same for all, are left out.
+    The options of model and data are not among them, because each experiment has its own.
     """
-    names = []
-    for field, details in Experiment.model_fields.items():
-        kinds = get_args(details.annotation) or (details.annotation,)
-        record = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen)), None)
-        if record is None:
-            names.append(field)
-        else:
-            names += [f"{field}.{inner}" for inner in (["name"] if record is Component else record.model_fields)]
-    return names
+    # Made without being checked: `ddp train --help` builds no validators.
+    return setting_names(Experiment.model_construct(name="any", global_batch_size=1))
 
 
 def setting_names(experiment: Experiment) -> list[str]:
@@ -271,22 +282,17 @@ def setting_names(experiment: Experiment) -> list[str]:
     return names
 
 
-def _apply(record: dict[str, Any], setting: str, experiment: Experiment) -> None:
-    name, separator, text = setting.partition("=")
-    name = name.strip()
-    if not separator:
-        raise UserError(f"--set {setting}: expected name=value, for example --set optimizer.lr=0.1")
-    known = setting_names(experiment)
-    if name not in known:
-        raise UserError(f"--set {name}: experiment {experiment.name} has no such setting; {nearest_name(name, known)}")
-    section, _, key = name.partition(".")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None if text.lower() == "none" else {"true": True, "false": False}.get(text.lower(), text)
-    if not key:
-        record[section] = value
-    elif isinstance(getattr(experiment, section), Component) and key != "name":
-        record[section]["options"][key] = typed_like(record[section]["options"][key], value, name)
+def _typed_like(old: Any, new: Any, name: str) -> Any:
+    """`new` in the type of the option's present value `old`, because options of components have no schema."""
+    if old is None or new is None:
+        return new
+    if isinstance(old, bool) or isinstance(new, bool):
+        fits = isinstance(old, bool) and isinstance(new, bool)
+    elif isinstance(old, float):
+        fits = isinstance(new, int | float)
+        new = float(new) if fits else new
     else:
-        record[section][key] = value
+        fits = isinstance(new, type(old))
+    if not fits:
+        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
+    return new

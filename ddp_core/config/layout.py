@@ -12,11 +12,10 @@ from ddp_core.config.records import Frozen
 LayoutKind = Literal["single", "dp", "ddp"]
 DeviceType = Literal["cpu", "cuda"]
 ShardMode = Literal["none", "optimizer", "gradients", "parameters"]
-"""What the ranks of `ddp` keep only a part of, each its own: nothing, the optimizer's state, also the gradients, or
-also the parameters."""
+"""What each rank of `ddp` keeps only its own part of: nothing, the optimizer's state, gradients too, parameters too."""
 
 SHARD_MODES: tuple[ShardMode, ...] = ("optimizer", "gradients", "parameters")
-"""The modes beside none."""
+"""The modes that shard anything."""
 
 
 class Layout(Frozen):
@@ -45,8 +44,8 @@ class Layout(Frozen):
     def is_strided(self) -> bool:
         """Whether shares are strided: rank r of W then computes the micro-batches r, r + W, r + 2W, …
 
-        Where gradients are sharded, ranks exchange them after each backward. Those of W neighbouring micro-batches can
-        be added up at once.
+        Where gradients are sharded, ranks exchange them after each backward; the gradients that meet are then those of
+        W neighbouring micro-batches, which can be added up at once.
         """
         return self.shard in ("gradients", "parameters")
 
@@ -67,7 +66,7 @@ class Layout(Frozen):
 
     @property
     def description(self) -> str:
-        """The label with what a reader must know: that DP on CPU is nn.DataParallel's five moves over threads."""
+        """The label, and for dp on the CPU that its replicas are CPU threads that do what nn.DataParallel does."""
         simulated = self.kind == "dp" and self.device == "cpu"
         return f"{self.label} (nn.DataParallel's moves over CPU threads)" if simulated else self.label
 

@@ -1,9 +1,9 @@
-"""What `ddp train` may be asked, and how a run is carried out: each option is declared once, as a field.
+"""The options of `ddp train`, each declared once, as a field of a record.
 
 A field's name gives the option's name, its type and bounds say which values are accepted, its default is the option's
 default, and its description is the help text. The class that declares a field is its group in `ddp train --help`; the
-first line of that class's docstring is the title. `Asked` is all that can be asked for; `Options` is the part that
-run.json records beside experiment and layout.
+first line of that class's docstring is the title. `Asked` is all that can be asked for; `Options` is the part of it
+that run.json records beside experiment and layout.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
 from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
-from ddp_core.config.records import Frozen, Numerics, Reduction
-from ddp_core.config.written import ByDefault, CommandLine, is_repeated, option_name
+from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
 LoggerName = Literal["tensorboard", "mlflow", "wandb"]
-
 
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
@@ -37,7 +35,7 @@ class NodeRange(NamedTuple):
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
-def _split(value: object) -> object:
+def _low_and_high(value: object) -> object:
     if isinstance(value, int):
         return (value, value)
     if not isinstance(value, str):
@@ -52,7 +50,7 @@ def _in_order(nodes: NodeRange) -> NodeRange:
     return nodes
 
 
-class What(Frozen):
+class ExperimentOptions(Frozen):
     """What is trained, and from where on."""
 
     experiment: str = Field(description="A name from `ddp list`, or the path of an experiment file of your own.")
@@ -77,7 +75,7 @@ class What(Frozen):
         description="Start from the weights of a run (final, else of the newest checkpoint) or of a .safetensors or "
         "torch.save file.",
     )
-    reduction: Annotated[Reduction | None, ByDefault("what the experiment says")] = Field(
+    reduction: Annotated[ReductionKind | None, ByDefault("what the experiment says")] = Field(
         None,
         description="How gradients are added up. exact: in one fixed order, so that every layout ends with the same "
         "bits. plain: as torch does it, the fastest.",
@@ -92,7 +90,7 @@ class What(Frozen):
     )
 
 
-class Kernels(Frozen):
+class KernelOptions(Frozen):
     """How a GPU computes it."""
 
     deterministic: Literal["auto", "always", "never"] = Field(
@@ -107,7 +105,7 @@ class Kernels(Frozen):
     )
 
 
-class Where(Frozen):
+class LayoutOptions(Frozen):
     """Where it runs."""
 
     layout: LayoutKind = Field(
@@ -124,7 +122,7 @@ class Where(Frozen):
         Count | None, ByDefault("1 for single, else one for each GPU of this node, or 2 on the CPU")
     ] = Field(None, description="Processes (ddp) or replicas (dp) on each node.")
     nnodes: Annotated[
-        NodeRange, BeforeValidator(_split), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
+        NodeRange, BeforeValidator(_low_and_high), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
     ] = Field(
         NodeRange(),
         description="Nodes (machines) that train together, each started with the same command. With MIN:MAX, nodes "
@@ -149,7 +147,7 @@ class Where(Frozen):
     )
 
 
-class Communication(Frozen):
+class CommunicationOptions(Frozen):
     """How processes talk, and what is done when some are lost."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
@@ -161,7 +159,7 @@ class Communication(Frozen):
     )
 
 
-class Files(Frozen):
+class FileOptions(Frozen):
     """Where data are read and results are written."""
 
     output: Annotated[str, CommandLine(metavar="DIR", variable="DDP_OUTPUT")] = Field(
@@ -175,7 +173,7 @@ class Files(Frozen):
     )
 
 
-class Saving(Frozen):
+class SavingOptions(Frozen):
     """When checkpoints are saved, and which are kept."""
 
     checkpoint_every: Annotated[Steps | None, ByDefault("at the end of each epoch")] = Field(
@@ -192,7 +190,7 @@ class Saving(Frozen):
     )
 
 
-class Stopping(Frozen):
+class StoppingOptions(Frozen):
     """When it stops before its end."""
 
     max_seconds: Annotated[Seconds | None, ByDefault("no limit")] = Field(
@@ -210,7 +208,7 @@ class Stopping(Frozen):
     )
 
 
-class Watching(Frozen):
+class WatchingOptions(Frozen):
     """What is written down on the way."""
 
     log_every: Steps = Field(
@@ -234,7 +232,7 @@ class Watching(Frozen):
     )
 
 
-class Drills(Frozen):
+class FaultOptions(Frozen):
     """Faults on purpose, for tests and drills."""
 
     faults: Annotated[tuple[str, ...], CommandLine("--fault", "KIND@STEP[:RANK]")] = Field(
@@ -244,22 +242,32 @@ class Drills(Frozen):
     )
 
 
-class Options(Drills, Watching, Stopping, Saving, Files, Communication):
+class Options(FaultOptions, WatchingOptions, StoppingOptions, SavingOptions, FileOptions, CommunicationOptions):
     """How a run is carried out, as run.json records it.
 
     Nothing here changes what is trained or where; only `reduction`, `numerics` and `deterministic` decide the last
     bits of the result.
     """
 
-    reduction: Reduction = "exact"
+    reduction: ReductionKind = "exact"
     numerics: Numerics = "native"
     deterministic: bool = True
     cuda_graph: bool = False
     launcher: Literal["in-process", "external", Launcher] = "in-process"
-    """`external`: the processes were started by somebody else's launcher."""
+    """`external`: a launcher that is not ours has started the processes, torchrun or a scheduler's."""
 
 
-class Asked(What, Where, Kernels, Communication, Files, Saving, Stopping, Watching, Drills):
+class Asked(
+    ExperimentOptions,
+    LayoutOptions,
+    KernelOptions,
+    CommunicationOptions,
+    FileOptions,
+    SavingOptions,
+    StoppingOptions,
+    WatchingOptions,
+    FaultOptions,
+):
     """All that `ddp train` may be asked, as the user may write it."""
 
     def to_words(self) -> list[str]:

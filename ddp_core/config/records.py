@@ -1,16 +1,20 @@
-"""What the records of this package share: base class, one-line text of their errors, dotted names, common types."""
+"""What the records of this package share: base class, common types, and how they are written.
+
+A record's values are written under dotted names, as `--set` takes them; the fields of the options are written as
+options of the command line; and what is wrong in a record is written in one line.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
-from ddp_core.base.errors import UserError
-
-Reduction = Literal["exact", "plain"]
+ReductionKind = Literal["exact", "plain"]
 Numerics = Literal["native", "portable"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 
@@ -44,7 +48,7 @@ def dotted(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def setting_text(value: Any) -> str:
-    """The value as `--set` reads it: JSON, but text that would be read as text stands as it is.
+    """The value as `--set` reads it: JSON, but a text that is no JSON value stands without quotation marks.
 
     Raises TypeError or ValueError for what JSON does not have: NaN, infinity, dates.
     """
@@ -56,17 +60,52 @@ def setting_text(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def typed_like(old: Any, new: Any, name: str) -> Any:
-    """`new` in the type of the option's present value, because options of components have no schema."""
-    if old is None or new is None:
-        return new
-    if isinstance(old, bool) or isinstance(new, bool):
-        fits = isinstance(old, bool) and isinstance(new, bool)
-    elif isinstance(old, float):
-        fits = isinstance(new, int | float)
-        new = float(new) if fits else new
-    else:
-        fits = isinstance(new, type(old))
-    if not fits:
-        raise UserError(f"--set {name}={new}: expected {type(old).__name__}, as in {name}={json.dumps(old)}")
-    return new
+@dataclass(frozen=True)
+class CommandLine:
+    """How a field is written on the command line, where its name and type do not say it."""
+
+    option: str | None = None
+    metavar: str | None = None
+    variable: str | None = None
+    """The environment variable that gives the value where the option is not used."""
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class ByDefault:
+    """Says in the help what happens where an option whose default is None is not used."""
+
+    text: str
+
+
+def command_line(field: FieldInfo) -> CommandLine:
+    """The CommandLine in the field's annotation or in one of the types that it joins; an empty one if there is none."""
+    nested = [note for part in get_args(field.annotation) for note in getattr(part, "__metadata__", ())]
+    return next((note for note in (*field.metadata, *nested) if isinstance(note, CommandLine)), CommandLine())
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default in words, for the help: what happens where the option is not used."""
+    if field.default is None:
+        return next((note.text for note in field.metadata if isinstance(note, ByDefault)), "none")
+    if isinstance(field.default, bool):
+        return "off"  # the option, also where it is one that switches its field off
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
+    return str(field.default) if field.default != () else "none"
+
+
+def option_name(name: str, field: FieldInfo) -> str:
+    """The option of a field: the one that its CommandLine names, else `--checkpoint-every` for `checkpoint_every`."""
+    return command_line(field).option or f"--{name.replace('_', '-')}"
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The values of a field that has a fixed set of them, else nothing."""
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is Literal]
+    return list(get_args(kinds[0])) if kinds else []
+
+
+def is_repeated(field: FieldInfo) -> bool:
+    """Whether the option may be given several times."""
+    return get_origin(field.annotation) is tuple

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.orphans import die_with_parent
-from ddp_core.base.threads import one_thread
+from ddp_core.base.process import die_with_parent
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of

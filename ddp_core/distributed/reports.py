@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError, in_words
 from ddp_core.base.files import replace_file
-from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.process import die_with_parent
 from ddp_core.distributed.stop import ASKED_ELSEWHERE
 from ddp_core.distributed.world import World
 

@@ -14,7 +14,7 @@ from ddp_core.base.user_code import users
 from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.experiment.file import MODULE_PREFIX
 
-# Threads and libraries raise RuntimeErrors that quote the first error, where memory ran out.
+# Where memory runs out, threads and libraries raise RuntimeErrors that quote the first error.
 _OUT_OF_MEMORY = re.compile(
     r"(?:DefaultCPUAllocator|CUDA out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED)[^\n]*"
 )
@@ -47,23 +47,22 @@ def shortage(error: BaseException, speaker: str, directory: Path) -> UserError |
 def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
     """The exit code and the line for any other exception: 2 where the user's code raised it, 70 where ours did."""
     if users(error) or _is_refusal(error):
-        place = _place_in_experiment(error)
-        return ExitCode.BAD_INPUT, f"{place}{type(error).__name__}: {error}"
+        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}"
     return ExitCode.INTERNAL, internal(error)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a reduction says what cannot be reduced in the user's model: its ValueErrors and RuntimeErrors do."""
+    """Whether a reduction refuses the user's model: it does so by a ValueError or RuntimeError of its own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = str(frames[-1].f_globals.get("__name__")) if frames else ""
     return isinstance(error, ValueError | RuntimeError) and module.startswith("ddp_core.reduction.")
 
 
 def _place_in_experiment(error: BaseException) -> str:
-    """'file:line: ' of the exception's deepest point in the experiment's own file; nothing where it never was there."""
-    frames = [
-        (frame, line)
+    """'file:line: ' of the exception's deepest point in the experiment's own file; empty where it has none there."""
+    places = [
+        f"{frame.f_code.co_filename}:{line}: "
         for frame, line in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).startswith(MODULE_PREFIX)
     ]
-    return f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}: " if frames else ""
+    return places[-1] if places else ""

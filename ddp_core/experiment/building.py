@@ -1,32 +1,91 @@
-"""Calls the functions that an experiment names: with its options, and with one-line errors that say where."""
+"""The functions that an experiment names: found, called with its options, and what they return checked.
+
+They make the model, data set, loss, optimizer and schedule, and add metrics and callbacks to training.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError, nearest_name
-
-if TYPE_CHECKING:
-    from ddp_core.config.experiment import Component
+from ddp_core.base.user_code import user_code
+from ddp_core.config.experiment import Component, Optimizer, Schedule
+from ddp_core.data.builders import DATA
+from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
+from ddp_core.model.builders import MODELS
+from ddp_core.model.losses import HITS, LOSSES
+from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
+from ddp_core.observe.callback import Callback
+from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 
 Kind = Literal["model", "data", "loss", "optimizer", "schedule"]
 
-INJECTED: Mapping[str, tuple[str, ...]] = {
+_BROUGHT: Mapping[Kind, Mapping[str, Callable[..., Any]]] = {
+    "model": MODELS,
+    "data": DATA,
+    "loss": LOSSES,
+}
+"""The functions that `ddp_core` brings, by kind and name."""
+
+_INJECTED: Mapping[str, tuple[str, ...]] = {
     "data": ("root",),
     "optimizer": ("model",),
     "schedule": ("optimizer", "total_steps", "steps_per_epoch"),
 }
 """Parameters, by kind of function, that the run fills in and no experiment holds.
 
-The data's `root` says where data are, not which; the others exist only once the run has begun.
+The `root` of a data set is the folder on this machine; the others exist only once the run has begun.
 """
 _REQUIRED = {"optimizer": "model", "schedule": "optimizer"}
-"""The parameter without which a function of this kind would build for nothing."""
+"""The parameter that a function of this kind must have: what it builds would otherwise belong to nothing."""
+
+
+def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
+    """The function that `name` means in this experiment: the file's own, or the one that `ddp_core` brings.
+
+    Raises UserError, with the nearest known name, where there is no such function.
+    """
+    own: Any = loaded.namespace.get(name)
+    # A torch.nn.Module can be called, and yet makes nothing.
+    is_function = callable(own) and (isinstance(own, type) or not hasattr(own, "state_dict"))
+    if is_function:
+        if kind == "loss" and getattr(own, "__module__", None) == "torch.nn.functional":
+            raise UserError(
+                f"experiment {loaded.experiment.name}: loss {name} is torch.nn.functional's, which averages; a loss "
+                f"here sums over samples: define one in {loaded.path} that calls it with reduction='sum'"
+            )
+        return own  # type: ignore[no-any-return]
+    brought = _BROUGHT.get(kind, {})
+    if name in brought:
+        return brought[name]
+    if own is not None and not isinstance(own, ModuleType):
+        raise UserError(
+            f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "
+            f"write a function, `def {name}({SIGNATURES[kind]}): …`, so that each run makes it afresh"
+        )
+
+    define = f"define `def {name}({SIGNATURES[kind]}): …` there"
+    if kind in ("optimizer", "schedule"):
+        hint = f"{define}, or use a built-in one: {kind}={kind.capitalize()}(name=…)"
+    elif name == kind:
+        hint = f"{define}, or name one of ddp_core's: {', '.join(sorted(brought))}"
+    else:
+        hint = nearest_name(name, brought)
+    setting = kind if kind == "loss" else f"{kind}.name"
+    raise UserError(
+        f"experiment {loaded.experiment.name}: {setting} is {name}, but {loaded.path} defines no function of that name"
+        f"{' and ddp_core brings none' if brought else ''}; {hint}"
+    )
 
 
 def complete_options(component: Component, function: Callable[..., Any], kind: Kind) -> Component:
@@ -41,13 +100,12 @@ def complete_options(component: Component, function: Callable[..., Any], kind: K
         raise UserError(
             f"function {component.name} has no parameter `{needed}`: write `def {component.name}({needed}, …)`"
         )
-    defaults = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name not in INJECTED.get(kind, ()) and parameter.default is not parameter.empty
-    }
-    plain = json.loads(json.dumps({name: value for name, value in defaults.items() if _fits_json(value)}))
-    options = {name: component.options.get(name, value) for name, value in plain.items()}
+    defaults = {}
+    for name, parameter in parameters.items():
+        if name not in _INJECTED.get(kind, ()) and parameter.default is not parameter.empty:
+            with suppress(TypeError, ValueError):
+                defaults[name] = json.loads(json.dumps(parameter.default, allow_nan=False))
+    options = {name: component.options.get(name, value) for name, value in defaults.items()}
     return component.model_copy(update={"options": options | component.options})
 
 
@@ -82,39 +140,16 @@ def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Ma
         code = getattr(function, "__code__", None)
         place = place_of(error, None if code is None else code.co_filename)
         hint = _in_data_folder(error, injected.get("root"))
-        raise UserError(f"{place}: {name} raised {reason_of(error)}{hint}") from error
+        raise UserError(f"{place}: {name} raised {in_one_line(error)}{hint}") from error
 
 
 def _in_data_folder(error: BaseException, root: Path | None) -> str:
-    """What to do about a file that a builder misses in the data folder `root`; nothing for any other exception."""
+    """What to do where a builder does not find a file in the data folder `root`; empty for any other exception."""
     if root is None or not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | Path):
         return ""
     if not Path(error.filename).resolve().is_relative_to(root.resolve()):
         return ""
     return f"; the data folder is {root}: put the file there, or name another folder with --data-dir DIR"
-
-
-def place_of(error: BaseException, file: str | None) -> str:
-    """'file:line' of the deepest point of the exception inside `file`, or of its deepest point at all."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if frame.filename == file] or frames
-    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else str(file)
-
-
-def reason_of(error: BaseException) -> str:
-    """The exception in one line."""
-    from pydantic import ValidationError
-
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, ValidationError):
-        from ddp_core.config.records import explain
-
-        return f"{error.title}: {explain(error)}"
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return ": ".join(part for part in (type(error).__name__, " ".join(text.split())) if part)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -124,9 +159,121 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _fits_json(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return False
-    return True
+def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Optimizer:
+    """The experiment's optimizer, built-in or its own, over the model's parameters. Raises UserError."""
+    settings = loaded.experiment.optimizer
+    if isinstance(settings, Optimizer):
+        with user_code("your model"):
+            return build_optimizer(settings, model, loaded.experiment.global_batch_size)
+    function = resolve(loaded, "optimizer", settings.name)
+    optimizer = build(function, settings.options, {"model": model})
+    require_trains(optimizer, model, _called("optimizer", settings.name))
+    return optimizer  # type: ignore[no-any-return]
+
+
+def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samples: int) -> LRScheduler | None:
+    """The experiment's own schedule for training on so many samples; None where a built-in rule sets the rate.
+
+    Raises UserError.
+    """
+    experiment, settings = loaded.experiment, loaded.experiment.schedule
+    if isinstance(settings, Schedule):
+        return None
+    steps_per_epoch = experiment.steps_per_epoch(samples)
+    known = {
+        "optimizer": optimizer,
+        "total_steps": experiment.total_steps(steps_per_epoch),
+        "steps_per_epoch": steps_per_epoch,
+    }
+    schedule = build(resolve(loaded, "schedule", settings.name), settings.options, known)
+    require_schedules(schedule, optimizer, _called("schedule", settings.name))
+    return schedule  # type: ignore[no-any-return]
+
+
+def _called(kind: str, name: str) -> str:
+    return kind if name == kind else f"{kind} {name}"
+
+
+def hits_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
+    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the loss's; None where neither exists."""
+    own = loaded.namespace.get("hits")
+    if callable(own):
+        return own  # type: ignore[no-any-return]
+    return HITS.get(resolve(loaded, "loss", loaded.experiment.loss))
+
+
+def collate_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
+    """How a micro-batch's samples are put together: the file's own `collate(samples)`; None where it has none.
+
+    Raises UserError for a `collate` that is no function.
+    """
+    own = loaded.namespace.get("collate")
+    if own is None or callable(own):
+        return own
+    raise UserError(
+        f"experiment file {loaded.path}: collate is {own!r}; let it be a function of a list of samples "
+        "that returns (inputs, targets)"
+    )
+
+
+def metrics_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
+    """The file's own `metrics(outputs, targets)`; None where it defines none."""
+    own = loaded.namespace.get("metrics")
+    return own if callable(own) else None
+
+
+def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObserver]]:
+    """The callbacks and the step observers in the file's `callbacks`, a list or a function that returns one.
+
+    Raises UserError for anything else.
+    """
+    own = loaded.namespace.get("callbacks")
+    if own is None or isinstance(own, ModuleType):
+        return [], []
+    found = build(own, {}) if callable(own) else own
+    if not isinstance(found, list | tuple):
+        kind = f"returned a {type(found).__name__}" if callable(own) else f"is a {type(found).__name__}"
+        raise UserError(f"callbacks in {loaded.path} {kind}; it is a list, or a function that returns one")
+    for number, each in enumerate(found):
+        if isinstance(each, type):
+            raise UserError(
+                f"callbacks[{number}] in {loaded.path} is the class {each.__name__}; write {each.__name__}()"
+            )
+        if not isinstance(each, Callback | StepObserver):
+            raise UserError(
+                f"callbacks[{number}] in {loaded.path} is a {type(each).__name__}; derive it from "
+                "ddp_core.observe.callback.Callback or ddp_core.observe.step.StepObserver"
+            )
+        if isinstance(each, Callback) and each.ranks not in ("first", "all"):
+            raise UserError(f"callbacks[{number}] in {loaded.path} has ranks={each.ranks!r}; it is 'first' or 'all'")
+    callbacks = [each for each in found if isinstance(each, Callback)]
+    return callbacks, [_UsersObserver(each) for each in found if not isinstance(each, Callback)]
+
+
+class _UsersObserver(StepObserver):
+    """A step observer of the user's, each call within a boundary that says whose code it is."""
+
+    _boundary = user_code("your step observer")
+
+    def __init__(self, observer: StepObserver) -> None:
+        self._observer = observer
+
+    def before_step(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.before_step(batch)
+
+    def before_wait(self) -> None:
+        with self._boundary:
+            self._observer.before_wait()
+
+    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
+        with self._boundary:
+            self._observer.gradients_done(batch, reports)
+
+    def skipped(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.skipped(batch)
+
+    def after_step(self, batch: StepBatch) -> None:
+        with self._boundary:
+            self._observer.after_step(batch)

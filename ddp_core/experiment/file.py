@@ -1,28 +1,27 @@
 """Experiment files: found by name or path, listed without being run, loaded with one-line errors.
 
 An experiment file has a docstring, whose first line is the question it answers, and an assignment `experiment =
-Experiment(...)`. It may define the functions that its model, data set, loss, optimizer and schedule are named after;
-models, data sets and losses that it does not define are looked up in `ddp_core.model.builders`,
-`ddp_core.data.builders` and `ddp_core.model.losses`. `ddp_core.experiment.file_names` knows what else a file
-may define.
+Experiment(...)`. It may define the functions in `SIGNATURES`, and those that its `experiment` names. Each name means
+the file's own function first, else one of `ddp_core.model.builders`, `ddp_core.data.builders` or
+`ddp_core.model.losses`.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.errors import UserError, nearest_name
-from ddp_core.experiment.building import Kind, place_of, reason_of
-from ddp_core.experiment.file_names import SIGNATURES, require_known_names, use_own_functions
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `ddp list` answers without it
     from ddp_core.config.experiment import Experiment
 
 _BESIDE = Path(__file__).resolve().parents[2]
@@ -30,7 +29,27 @@ INSTALLED = next(_BESIDE / name for name in ("ddp_experiments", "experiments") i
 """The experiments that come with this package: `experiments` in a checkout, `ddp_experiments` in an installation."""
 
 MODULE_PREFIX = "ddp_experiment_"
-"""How the names of the modules begin that experiment files are run as."""
+"""The beginning of the names of the modules that experiment files are run as."""
+
+SEARCH = (Path("experiments"), INSTALLED)
+"""Where a bare name is looked up: the folder `experiments` here, then the installed one."""
+
+SIGNATURES: Mapping[str, str] = {
+    "model": "",
+    "data": "",
+    "loss": "outputs, targets",
+    "optimizer": "model",
+    "schedule": "optimizer",
+    "metrics": "outputs, targets",
+    "hits": "outputs, targets",
+    "callbacks": "",
+}
+"""The functions of an experiment file, with the parameters that they are called with."""
+
+_NAMES = ("experiment", *SIGNATURES, "collate")
+_OTHER_WORDS = {"criterion": "loss", "dataset": "data", "datasets": "data", "optim": "optimizer"}
+"""Words that people use for these functions, too different from their names to be found by spelling."""
+_OWN_BY_DEFAULT = ("loss", "optimizer", "schedule")
 
 
 class Listed(NamedTuple):
@@ -58,22 +77,35 @@ class LoadedExperiment:
     source: str
     question: str
     served: Served | None = None
-    """The modules of a recorded run that the file imports in the place of today's; None where it is no such run's."""
+    """For a recorded run, the copies of the modules that the file imports in the place of today's; else None."""
 
 
-def default_search() -> tuple[Path, ...]:
-    """Where a bare name is looked up: the folder `experiments` here, then the installed one."""
-    return (Path("experiments"), INSTALLED)
+def find_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Path:
+    """The file of the experiment of that name, or at that path. Raises UserError where there is none."""
+    path = Path(name_or_path)
+    if path.suffix == ".py":
+        if path.is_file():
+            return path
+        raise UserError(f"experiment file {path} does not exist; `ddp list` shows the experiments that have a name")
+    if path.name == name_or_path:
+        for folder in search:
+            if (folder / f"{name_or_path}.py").is_file():
+                return folder / f"{name_or_path}.py"
+    elif path.with_suffix(".py").is_file():
+        raise UserError(f"experiment {name_or_path}: a path ends in .py; did you mean {path.with_suffix('.py')}?")
+
+    hint = nearest_name(name_or_path, [listed.name for listed in list_experiments(search)])
+    raise UserError(f"unknown experiment {name_or_path}; {hint}")
 
 
-def list_experiments(search: Sequence[Path] | None = None) -> list[Listed]:
+def list_experiments(search: Sequence[Path] = SEARCH) -> list[Listed]:
     """Every experiment in the search folders, by name; reads the files without running them.
 
     Of two experiments with the same name, the one found first counts. A file that is not valid Python is listed with
     the reason in place of its question.
     """
     found: dict[str, Listed] = {}
-    for folder in default_search() if search is None else search:
+    for folder in search:
         for path in sorted(folder.glob("*.py")):
             question = None if path.stem in found else _question_of(path)
             if question is not None:
@@ -81,8 +113,26 @@ def list_experiments(search: Sequence[Path] | None = None) -> list[Listed]:
     return sorted(found.values())
 
 
-def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> LoadedExperiment:
+def _question_of(path: Path) -> str | None:
+    """The docstring's first line, a note for a broken file, or None for a file that is no experiment."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        return f"(cannot be read: {type(error).__name__}{line})"
+    if not any("experiment" in _assigned(statement) for statement in tree.body):
+        return None
+    return _first_line(ast.get_docstring(tree))
+
+
+def _first_line(docstring: str | None) -> str:
+    return docstring.strip().partition("\n")[0] if docstring and docstring.strip() else "(no question: add a docstring)"
+
+
+def load_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> LoadedExperiment:
     """The experiment of that name, or in that file (a path that ends in .py).
+
+    A `loss`, `optimizer` or `schedule` that the file defines is used where the experiment does not name another.
 
     Raises UserError for an unknown name (with the nearest known name), a missing file, a file that raises (with the
     line), or a file without an `experiment`.
@@ -91,11 +141,12 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
     try:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"experiment file {path} cannot be read: {reason_of(error)}") from None
-    module = _run(path, source)
-    experiment = module.__dict__.get("experiment")
-    from ddp_core.config.experiment import Experiment
+        raise UserError(f"experiment file {path} cannot be read: {in_one_line(error)}") from None
+    from ddp_core.config.experiment import Component, Experiment
 
+    module = _run(path, source)
+    namespace = module.__dict__
+    experiment = namespace.get("experiment")
     if not isinstance(experiment, Experiment):
         what = (
             "defines no `experiment`"
@@ -105,122 +156,24 @@ def load_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> 
         raise UserError(
             f"experiment file {path} {what}; add `experiment = Experiment(name=..., model=..., data=..., ...)`"
         )
-    require_known_names(path, source, module.__dict__, experiment)
-    experiment = use_own_functions(experiment, module.__dict__)
-    return LoadedExperiment(experiment, module.__dict__, path, source, _first_line(module.__doc__))
+    _require_known_names(path, source, namespace, experiment)
+    own = {
+        name: name if name == "loss" else Component(name=name)
+        for name in _OWN_BY_DEFAULT
+        if name not in experiment.model_fields_set and callable(namespace.get(name))
+    }
+    experiment = experiment.model_copy(update=own)
+    return LoadedExperiment(experiment, namespace, path, source, _first_line(module.__doc__))
 
 
 def run_again(
     experiment: Experiment, path: Path, source: str, question: str, served: Served | None
 ) -> LoadedExperiment:
-    """The experiment of another process, whose file is run here from that process's text of it.
+    """The experiment that another process has loaded, with its file run in this process, from that process's text.
 
-    What the file says of the experiment does not count. Raises UserError where the file raises.
+    The `experiment` that the file assigns here is not used. Raises UserError where the file raises.
     """
     return LoadedExperiment(experiment, _run(path, source).__dict__, path, source, question, served)
-
-
-def resolve(loaded: LoadedExperiment, kind: Kind, name: str) -> Callable[..., Any]:
-    """The function that `name` means in this experiment: the file's own, or the one that `ddp_core` brings.
-
-    Raises UserError, with the nearest known name, where there is no such function.
-    """
-    own = loaded.namespace.get(name)
-    if callable(own) and not _is_built(own):
-        if kind == "loss" and getattr(own, "__module__", None) == "torch.nn.functional":
-            raise UserError(
-                f"experiment {loaded.experiment.name}: loss {name} is torch.nn.functional's, which averages; a loss "
-                f"here sums over samples: define one in {loaded.path} that calls it with reduction='sum'"
-            )
-        return own  # type: ignore[no-any-return]
-    brought = _registry(kind)
-    if name in brought:
-        return brought[name]
-    if _is_built(own):
-        raise UserError(
-            f"experiment {loaded.experiment.name}: `{name}` in {loaded.path} is a {type(own).__name__}; "
-            f"write a function, `def {name}({SIGNATURES[kind]}): …`, so that each run makes it afresh"
-        )
-
-    define = f"define `def {name}({SIGNATURES[kind]}): …` there"
-    if kind in ("optimizer", "schedule"):
-        hint = f"{define}, or use a built-in one: {kind}={kind.capitalize()}(name=…)"
-    elif name == kind:
-        hint = f"{define}, or name one of ddp_core's: {', '.join(sorted(brought))}"
-    else:
-        hint = nearest_name(name, brought)
-    setting = kind if kind == "loss" else f"{kind}.name"
-    raise UserError(
-        f"experiment {loaded.experiment.name}: {setting} is {name}, but {loaded.path} defines no function of that name"
-        f"{' and ddp_core brings none' if brought else ''}; {hint}"
-    )
-
-
-def resolve_hits(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the loss's; None where neither exists."""
-    own = loaded.namespace.get("hits")
-    if callable(own):
-        return own  # type: ignore[no-any-return]
-    from ddp_core.model.losses import HITS
-
-    return HITS.get(resolve(loaded, "loss", loaded.experiment.loss))
-
-
-def resolve_collate(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """How a micro-batch's samples are put together: the file's own `collate(samples)`; None where it has none.
-
-    Raises UserError for a `collate` that is no function.
-    """
-    own = loaded.namespace.get("collate")
-    if own is None or callable(own):
-        return own
-    raise UserError(
-        f"experiment file {loaded.path}: collate is {own!r}; let it be a function of a list of samples "
-        "that returns (inputs, targets)"
-    )
-
-
-def _is_built(own: Any) -> bool:
-    """Whether a name of the file stands for an object where a function or class is meant; modules do not count."""
-    if own is None or isinstance(own, ModuleType):
-        return False
-    # A torch.nn.Module can be called, and yet is no builder; its class can be told without importing torch.
-    return not callable(own) or (hasattr(own, "state_dict") and not isinstance(own, type))
-
-
-def _registry(kind: Kind) -> Mapping[str, Callable[..., Any]]:
-    if kind in ("optimizer", "schedule"):
-        return {}
-    if kind == "model":
-        from ddp_core.model.builders import MODELS
-
-        return MODELS
-    if kind == "data":
-        from ddp_core.data.builders import DATA
-
-        return DATA
-    from ddp_core.model.losses import LOSSES
-
-    return LOSSES
-
-
-def find_experiment(name_or_path: str, search: Sequence[Path] | None = None) -> Path:
-    """The file of the experiment of that name, or at that path. Raises UserError where there is none."""
-    path = Path(name_or_path)
-    if path.suffix == ".py":
-        if path.is_file():
-            return path
-        raise UserError(f"experiment file {path} does not exist; `ddp list` shows the experiments that have a name")
-    folders = default_search() if search is None else search
-    if path.name == name_or_path:
-        for folder in folders:
-            if (folder / f"{name_or_path}.py").is_file():
-                return folder / f"{name_or_path}.py"
-    elif path.with_suffix(".py").is_file():
-        raise UserError(f"experiment {name_or_path}: a path ends in .py; did you mean {path.with_suffix('.py')}?")
-
-    hint = nearest_name(name_or_path, [listed.name for listed in list_experiments(folders)])
-    raise UserError(f"unknown experiment {name_or_path}; {hint}")
 
 
 def _run(path: Path, source: str) -> ModuleType:
@@ -236,30 +189,78 @@ def _run(path: Path, source: str) -> ModuleType:
         exec(compile(source, str(full), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        raise UserError(f"{place_of(error, str(full))}: {reason_of(error)}") from error
+        raise UserError(f"{place_of(error, str(full))}: {in_one_line(error)}") from error
     return module
 
 
-def _question_of(path: Path) -> str | None:
-    """The docstring's first line, a note for a broken file, or None for a file that is no experiment."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        return f"(cannot be read: {type(error).__name__}{line})"
-    if not any(_assigns_experiment(statement) for statement in tree.body):
-        return None
-    return _first_line(ast.get_docstring(tree))
+def place_of(error: BaseException, file: str | None) -> str:
+    """'file:line' of the deepest point of the exception inside `file`, or of its deepest point at all."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == file] or frames
+    return f"{inside[-1].filename}:{inside[-1].lineno}" if inside else str(file)
 
 
-def _assigns_experiment(statement: ast.stmt) -> bool:
-    targets: Iterable[ast.expr] = ()
-    if isinstance(statement, ast.Assign):
-        targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign):
-        targets = (statement.target,)
-    return any(isinstance(target, ast.Name) and target.id == "experiment" for target in targets)
+def in_one_line(error: BaseException) -> str:
+    """The exception in one line."""
+    from pydantic import ValidationError
+
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ValidationError):
+        from ddp_core.config.records import explain
+
+        return f"{error.title}: {explain(error)}"
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ": ".join(part for part in (type(error).__name__, " ".join(text.split())) if part)
 
 
-def _first_line(docstring: str | None) -> str:
-    return docstring.strip().partition("\n")[0] if docstring and docstring.strip() else "(no question: add a docstring)"
+def _require_known_names(path: Path, source: str, namespace: Mapping[str, Any], experiment: Experiment) -> None:
+    """Raises UserError for a name at the top of the file that nothing uses, and that was meant to be used.
+
+    Such a name belongs to a function, class or list and is nearly one that a file may define, such as `optimiser`; or
+    it is the very name of a function, and belongs to another value, such as a string. Let through are private names,
+    names that the file or the experiment itself uses, and near spellings of what either of them also defines.
+    """
+    tree = ast.parse(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    used |= {experiment.loss, "experiment", "collate"}
+    used |= {part.name for part in (experiment.model, experiment.data, experiment.optimizer, experiment.schedule)}
+    for name in dict.fromkeys(_defined(tree)):
+        value = namespace.get(name)
+        if name.startswith("_") or name in used or isinstance(value, ModuleType):
+            continue
+        if name in SIGNATURES:
+            fits = callable(value) or (name == "callbacks" and isinstance(value, list))
+            if name not in experiment.model_fields_set and not fits:
+                also = f", or say `Experiment({name}={name})`" if name in _OWN_BY_DEFAULT else ""
+                raise UserError(
+                    f"experiment file {path} defines `{name}` as a {type(value).__name__}, which nothing uses; "
+                    f"write `def {name}({SIGNATURES[name]}): …`{also}"
+                )
+            continue
+        near = difflib.get_close_matches(name.lower(), _NAMES, n=1, cutoff=0.8)
+        meant = _OTHER_WORDS.get(name.lower()) or next(iter(near), None)
+        if meant is None or meant in namespace or meant in experiment.model_fields_set:
+            continue
+        if callable(value) or isinstance(value, list):
+            raise UserError(f"experiment file {path} defines `{name}`, which nothing uses; did you mean `{meant}`?")
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """The names that the statements at the top of the file define, without imports and what has a decorator."""
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not statement.decorator_list:  # a decorator may have registered the function somewhere
+                yield statement.name
+        else:
+            yield from _assigned(statement)
+
+
+def _assigned(statement: ast.stmt) -> list[str]:
+    """The plain names that a statement gives a value with `=`."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return []
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]

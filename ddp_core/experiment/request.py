@@ -1,4 +1,4 @@
-"""The request, which says what to run, where and how, and the parts that are built from it."""
+"""The request, which says what to run, where and how; and the experiment that is built from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
 from ddp_core.data.splits import Splits, as_splits
 from ddp_core.distributed.world import missing_nodes
-from ddp_core.experiment.building import build
-from ddp_core.experiment.file import LoadedExperiment, Served, resolve, resolve_collate, resolve_hits, run_again
-from ddp_core.experiment.hooks import callbacks_of, metrics_of, optimizer_of, schedule_of
+from ddp_core.experiment.building import (
+    build,
+    callbacks_of,
+    collate_of,
+    hits_of,
+    metrics_of,
+    optimizer_of,
+    resolve,
+    schedule_of,
+)
+from ddp_core.experiment.file import LoadedExperiment, Served, run_again
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.memory_format import lay_out
 from ddp_core.observe.callback import Callback
@@ -41,7 +49,7 @@ class Request:
     """`auto`, `never`, or a run directory."""
     command: str = ""
     asked: Asked | None = None
-    """What the user asked for, in the user's own words; None where no command line did."""
+    """What the user asked for on the command line; None for a request that has another origin."""
 
     @property
     def source_sha256(self) -> str:
@@ -91,9 +99,9 @@ class Request:
         )
 
     def for_nodes(self, nnodes: int) -> Request:
-        """The request with the number of nodes that have come, where it allowed for several numbers.
+        """The request for the number of nodes that have come.
 
-        Raises UserError (6) where it named another number.
+        Raises UserError (6) where the user has asked for another number, rather than for a range.
         """
         if self.asked is not None and self.asked.nnodes.low == self.layout.nnodes != nnodes:
             raise missing_nodes(self.layout.nnodes, nnodes)
@@ -105,8 +113,8 @@ def _sha256(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What is built from an experiment."""
+class BuiltExperiment:
+    """What training needs of an experiment: model, data, loss, optimizer, and what its file adds to them."""
 
     model: nn.Module
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -120,7 +128,7 @@ class Parts:
     observers: Sequence[StepObserver] = ()
 
 
-def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu") -> Parts:
+def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu") -> BuiltExperiment:
     """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
 
     Raises UserError.
@@ -129,10 +137,10 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     model = build_model(loaded, device)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
-    return Parts(
+    return BuiltExperiment(
         model=model,
         loss=resolve(loaded, "loss", loaded.experiment.loss),
-        hits=resolve_hits(loaded),
+        hits=hits_of(loaded),
         splits=splits,
         optimizer=optimizer,
         schedule=schedule_of(loaded, optimizer, len(splits.train)),
@@ -159,18 +167,17 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Modu
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
-    """The data sets alone. Raises UserError, also where there are too few samples for one step."""
+    """The experiment's data sets. Raises UserError, also where there are too few samples for one step."""
     experiment = loaded.experiment
     built = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
     splits = as_splits(built, f"data {experiment.data.name}")
-    splits = replace(splits, collate=resolve_collate(loaded) or splits.collate)
+    splits = replace(splits, collate=collate_of(loaded) or splits.collate)
     samples, size = len(splits.train), experiment.global_batch_size
     if samples == 0:
         raise UserError(f"data {experiment.data.name} has no training samples")
     if samples < size and experiment.last_batch == "drop":
         raise UserError(
-            f"data {experiment.data.name} has {samples} training samples, "
-            f"fewer than one global batch of {size}: "
+            f"data {experiment.data.name} has {samples} training samples, fewer than one global batch of {size}: "
             f"use --set global_batch_size={samples} or less, or --set last_batch=keep"
         )
     return splits

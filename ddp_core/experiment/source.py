@@ -38,11 +38,12 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True)
 class Source:
-    """The contents of the files by their place in the folder, and what these files are."""
+    """The user's files: which they are, and what is in them. A place is a path within the folder of the copies."""
 
     experiment: str
     """The place of the experiment's file."""
     texts: Mapping[str, bytes]
+    """The contents of the files by place."""
     modules: Mapping[str, str]
     """The places of the imported modules, by full module name."""
     unreadable: tuple[str, ...] = ()
@@ -89,7 +90,11 @@ def collect(loaded: LoadedExperiment) -> Source:
         except OSError:
             unreadable.append(name)
             continue
-        place = _place(name, file, folder)
+        below = _below(file, folder)
+        if below is not None:
+            place = below.as_posix()
+        else:
+            place = name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
         if file.resolve() == loaded.path.resolve():
             place, text = loaded.path.name, texts[loaded.path.name]
         while texts.get(place, text) != text:
@@ -100,7 +105,8 @@ def collect(loaded: LoadedExperiment) -> Source:
 
 
 def _users_modules(loaded: LoadedExperiment, folder: Path) -> Iterator[tuple[str, Path]]:
-    # A module stands in sys.modules in the order of imports. A worker that is forked from its launcher has what the
+    """The names and files of the modules that `collect` counts."""
+    # Modules stand in sys.modules in the order of their imports. A worker that is forked from its launcher has what the
     # launcher imported, but loads the experiment's file again; the file's module then keeps its first place.
     own = loaded.namespace.get("__name__", "")
     begun = own not in sys.modules
@@ -108,8 +114,8 @@ def _users_modules(loaded: LoadedExperiment, folder: Path) -> Iterator[tuple[str
         begun = begun or name == own
         if name in (own, "__main__", "__mp_main__"):
             continue
-        # The file of the outermost package decides, too: torch loads code that it generates as torch's modules, from
-        # /tmp. And to ask it first is quick: of a thousand modules, most belong to a few packages.
+        # A module is installed, too, if its outermost package is: torch writes modules of its own to /tmp. The package
+        # is asked first, because that is quick: of a thousand modules, most belong to a few packages.
         outermost = _file_of(sys.modules.get(name.partition(".")[0]))
         if outermost is not None and _is_installed(outermost):
             continue
@@ -130,15 +136,15 @@ def _file_of(module: ModuleType | None) -> str | None:
 
 @cache
 def _is_installed(file: str) -> bool:
-    return _lies_installed(Path(file)) or _lies_installed(Path(file).resolve())
-
-
-def _lies_installed(path: Path) -> bool:
-    return not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(path.is_relative_to(folder) for folder in _installed())
+    return any(
+        not _INSTALLED_FOLDERS.isdisjoint(path.parts) or any(map(path.is_relative_to, _installed_folders()))
+        for path in (Path(file), Path(file).resolve())
+    )
 
 
 @cache
-def _installed() -> tuple[Path, ...]:
+def _installed_folders() -> tuple[Path, ...]:
+    """The folders of the standard library, of ddp_core with its experiments, and of ddp_lab."""
     package = Path(__file__).parents[1]
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     paths = [*library, package, package.with_name("ddp_lab"), INSTALLED]
@@ -147,17 +153,7 @@ def _installed() -> tuple[Path, ...]:
 
 def _below(file: Path, folder: Path) -> Path | None:
     """The file's path relative to the folder, None where it lies elsewhere."""
-    return next(
-        (path.relative_to(folder) for path in (file, file.resolve()) if path.is_relative_to(folder)),
-        None,
-    )
-
-
-def _place(name: str, file: Path, folder: Path) -> str:
-    below = _below(file, folder)
-    if below is not None:
-        return below.as_posix()
-    return name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
+    return next((path.relative_to(folder) for path in (file, file.resolve()) if path.is_relative_to(folder)), None)
 
 
 def read_source(directory: Path, recorded: Mapping[str, Any]) -> Source:
@@ -194,10 +190,10 @@ def serve_modules(served: Served) -> None:
 
 @contextmanager
 def kept_modules(served: Served) -> Iterator[None]:
-    """Within the block, import these modules from their copies, even where others are loaded. Raises UserError.
+    """Within the block, import these modules from their copies, even where others of the same name are loaded.
 
-    Afterwards this process knows the modules, and the places to look for others, that it knew before. So runs with
-    unlike code can be loaded one after the other.
+    Afterwards sys.modules and sys.path are as before, so that runs with unlike code can be loaded one after the other.
+    Raises UserError.
     """
     finder, path = _finder(served), list(sys.path)
     before = {name: sys.modules.pop(name) for name in served.modules if name in sys.modules}
@@ -217,6 +213,8 @@ def _finder(served: Served) -> _KeptModules:
 
 
 class _KeptModules(MetaPathFinder):
+    """Finds modules in their copies, by full module name."""
+
     def __init__(self, places: Mapping[str, Path]) -> None:
         self._places = places
 
@@ -237,7 +235,7 @@ class _ReadOnlyLoader(SourceFileLoader):
 
 
 def changed_files(before: Mapping[str, bytes], now: Mapping[str, bytes]) -> list[str]:
-    """The places whose code differs, of contents by place; other comments or other line breaks are no other code."""
+    """The places whose code differs between two sets of files; other comments and line breaks do not count."""
     return [place for place in sorted({*before, *now}) if not _is_same_code(before.get(place), now.get(place))]
 
 
@@ -262,22 +260,19 @@ def diff(before: Source, now: Source) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first lines of a diff, and how many more there are."""
+    """The first lines of a diff, and how many were left out."""
     lines = text.splitlines()
-    more = len(lines) - _SHOWN_LINES
-    return "\n".join([*lines[:_SHOWN_LINES], *([f"… and {more} more lines"] if more > 0 else [])])
+    left_out = len(lines) - _SHOWN_LINES
+    return "\n".join([*lines[:_SHOWN_LINES], *([f"… and {left_out} more lines"] if left_out > 0 else [])])
 
 
 def require_same_source(collectives: Collectives, source: Source) -> None:
     """Raises UserError on every rank where a file has other contents on another rank.
 
-    A file that only some ranks have imported is none of another's business: rank 0 may write what the others do not.
+    A file that only some ranks have imported is not compared: rank 0 may import a logger that the others do not.
     """
-    everywhere = collectives.gather(source.files)
-    for place, ours in everywhere[0].items():
-        other = [rank for rank, files in enumerate(everywhere) if files.get(place, ours) != ours]
-        if other:
-            raise UserError(
-                f"ranks {', '.join(map(str, other))} have another {place} than rank 0: "
-                "start every node with the same code"
-            )
+    files_of = collectives.gather(source.files)
+    for place, digest in files_of[0].items():
+        others = ", ".join(str(rank) for rank, files in enumerate(files_of) if files.get(place, digest) != digest)
+        if others:
+            raise UserError(f"ranks {others} have another {place} than rank 0: start every node with the same code")

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ddp_core.base.orphans import die_with_parent
+from ddp_core.base.process import die_with_parent
 from ddp_core.base.torch_internals import LOADED_BY_OPTIMIZERS, starting_workers_by
 from ddp_core.distributed.stop import die_when_asked
 

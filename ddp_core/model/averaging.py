@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_core.base.torch_internals import foreach_copy_
@@ -12,9 +12,9 @@ from ddp_core.base.torch_internals import foreach_copy_
 class WeightAverage(AveragedModel):
     """A copy of a model whose weights are decay * average + (1 - decay) * weights after each `update_parameters`.
 
-    The first update copies. Buffers, such as batch-norm statistics, are averaged as the weights are, but for buffers of
-    whole numbers, which averaging would cut off, and of infinities (attention masks), which it would turn into NaN:
-    these are copied.
+    The first update copies the weights. Buffers, such as batch-norm statistics, are averaged like them. Copied instead
+    are buffers of whole numbers, whose average would lose its fraction, and buffers with infinities (attention masks),
+    whose average would be NaN.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -29,10 +29,11 @@ class WeightAverage(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         """Average with the model's weights as they are now.
 
-        AveragedModel's own method copies its counter to the device, for averages other than this one, and makes the
-        host wait for that at each step.
+        This overrides AveragedModel's own method, which copies its counter to the device at each step, for the sake of
+        other kinds of average, and makes the host wait for that.
         """
-        pairs = list(zip(_numbers(self.module), _numbers(model), self._is_averaged, strict=True))
+        averages, current = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        pairs = list(zip(averages, current, self._is_averaged, strict=True))
         is_first = int(self.n_averaged) == 0  # on the CPU, wherever the model is
         averaged = [] if is_first else [(ours, theirs) for ours, theirs, is_averaged in pairs if is_averaged]
         copied = [(ours, theirs) for ours, theirs, is_averaged in pairs if is_first or not is_averaged]
@@ -41,7 +42,3 @@ class WeightAverage(AveragedModel):
         if copied:
             foreach_copy_([ours for ours, _ in copied], [theirs for _, theirs in copied])
         self.n_averaged += 1
-
-
-def _numbers(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]

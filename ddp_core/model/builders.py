@@ -1,7 +1,4 @@
-"""Models by name: functions with keyword options that return a module.
-
-Its weights are drawn from torch's global generator.
-"""
+"""Models by name: functions with keyword options that return a module, its weights drawn from torch's generator."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ddp_core.base.errors import UserError
 
 Loss = Callable[[Any, Any], Tensor]
-"""From the model's outputs and the targets of a micro-batch, each a tensor or a tree of tensors, to a scalar tensor."""
+"""A function of the outputs and targets of a micro-batch, each a tensor or a tree of tensors, to a scalar tensor."""
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum over samples of the squared error's mean over the features: outputs [n, …], targets with as many numbers."""
+    """Sum over samples of the squared error's mean over the features: outputs [n, …], as many targets."""
     features = outputs[0].numel()
     return functional.mse_loss(outputs.float(), _like(targets, outputs), reduction="sum") / features
 
@@ -68,7 +68,7 @@ HITS: dict[Loss, Loss] = {
     sequence_cross_entropy: sequence_hits,
     binary_cross_entropy: threshold_hits,
 }
-"""How accuracy is counted for a loss; a loss without an entry has none."""
+"""The function that counts the right answers where a loss is used; without an entry there is no accuracy."""
 
 
 def _like(targets: Tensor, outputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experiment's optimizer over a model's parameters: a built-in one, or one that the experiment's file has built."""
+"""The optimizer over a model's parameters: makes the built-in ones, and checks what an experiment's file has built."""
 
 from __future__ import annotations
 
@@ -23,31 +23,23 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The built-in optimizer over the model's trainable parameters, on the device that they are on.
 
-    With `global_batch_size` its rate is the one that the schedule starts from, else the settings' `lr` as it is.
+    Its learning rate is `settings.base_rate(global_batch_size)`, or `settings.lr` where no batch size is given.
     """
     rate = settings.lr if global_batch_size is None else settings.base_rate(global_batch_size)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     chosen = implementation(settings, parameters)
-    pinned = {"foreach": chosen == "foreach", "fused": chosen == "fused"}
+    common: dict[str, Any] = {
+        "lr": rate,
+        "weight_decay": settings.weight_decay,
+        "foreach": chosen == "foreach",
+        "fused": chosen == "fused",
+    }
+    optimizer: torch.optim.Optimizer
     if settings.name == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            parameters,
-            lr=rate,
-            momentum=settings.momentum,
-            nesterov=settings.nesterov,
-            weight_decay=settings.weight_decay,
-            **pinned,
-        )
+        optimizer = torch.optim.SGD(parameters, momentum=settings.momentum, nesterov=settings.nesterov, **common)
     else:
         kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
-        optimizer = kind(
-            parameters,
-            lr=rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            **pinned,
-        )
+        optimizer = kind(parameters, betas=settings.betas, eps=settings.eps, **common)
     strided = [parameter for parameter in parameters if not parameter.is_contiguous()]
     if chosen == "fused" and strided:
         optimizer.register_step_pre_hook(partial(_lay_out_like_parameters, strided))
@@ -105,8 +97,9 @@ def require_saveable(state: Any, what: str) -> None:
 
 
 def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal["fused", "foreach", "loop"]:
-    """The implementation that is used for these parameters; the same on every rank, as the parameters are."""
-    if settings.implementation == "fused" and all(map(_fits_fused, parameters)):
+    """The implementation that is used for these parameters: the same on every rank, as the parameters are."""
+    fit = (parameter.is_floating_point() and fills_its_memory(parameter) for parameter in parameters)
+    if settings.implementation == "fused" and all(fit):
         return "fused"
     # On CPU foreach gives the same bits, but each operation runs over all tensors before the next: the cache is cold.
     if settings.implementation == "foreach" and any(parameter.is_cuda for parameter in parameters):
@@ -114,20 +107,16 @@ def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal
     return "loop"
 
 
-def _fits_fused(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() and fills_its_memory(parameter)
-
-
 @torch.no_grad()
 def _lay_out_like_parameters(
     parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 ) -> None:
-    """Give gradients and states the strides of their parameters, where they have others; called before each step.
+    """Give gradients and optimizer states with other strides those of their parameters; called before each step.
 
-    Fused kernels walk all of them by address. Where strides differ those on the CPU mix up elements, silently
-    (aten/src/ATen/native/cpu/FusedSGDKernel.cpp), and those on CUDA raise (check_fast_path_restrictions in
-    aten/src/ATen/native/ForeachUtils.h). Autograd's gradients have the strides of their parameters; those that a model
-    sets by itself, and states from a checkpoint, may have others.
+    Fused kernels walk parameter, gradient and states by address. Where strides differ, the kernels of the CPU silently
+    mix up elements (aten/src/ATen/native/cpu/FusedSGDKernel.cpp), and those of CUDA raise (check_fast_path_restrictions
+    in aten/src/ATen/native/ForeachUtils.h). Autograd's gradients have the strides of their parameters; gradients that a
+    model sets by itself, and states from a checkpoint, may have others.
     """
     for parameter in parameters:
         if parameter.grad is not None and not same_layout(parameter, parameter.grad):

@@ -32,7 +32,7 @@ class Transformer(nn.Module):
             nn.init.normal_(weight, std=width**-0.5)
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Raises UserError for more symbols than there are positions."""
+        """The logits of each next symbol. Raises UserError for samples with more symbols than there are positions."""
         length = symbols.shape[1]
         if length > len(self.positions):
             raise UserError(

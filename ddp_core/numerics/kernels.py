@@ -1,32 +1,46 @@
-"""Kernels in the place of those of torch's CPU kernels that unlike CPUs compute differently in spite of the limits.
+"""Kernels that replace those of torch with which unlike CPUs give unlike bits in spite of the limits.
 
 torch takes square roots from MKL, whose result is not the nearest number: it is off by the last bit for one float32
 number in five, on each CPU for others. IEEE 754 asks for the nearest number, and the CPU's own instruction, which numpy
 uses, gives it. The replacement is made in torch's dispatcher, so that models, optimizers, backward passes and torch's
 own compositions all get it. float16 and bfloat16 need none: torch computes their roots as float32 and rounds, which
 gives the nearest number for so few bits. Complex roots are left as they are.
+
+Where no replacement is known, the operation is refused with one line that names it and where it is used.
 """
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library, get_kernel
 
 from ddp_core.base.errors import UserError
 from ddp_core.numerics.limits import limits_hold, limits_missed
-from ddp_core.numerics.refusals import REFUSED, refuse
 
 _OURS = (torch.float32, torch.float64)
+_HALF: tuple[tuple[float, ...], ...] = ((), (0.5,))
+"""The exponent of a square root, as the operation's further arguments: none for `sqrt`, one half for `pow`."""
 
 Replaced = Callable[..., Any]
-"""What the dispatcher calls: with the keys of its tensors first, which torch's own kernel must be given."""
+"""A kernel as the dispatcher calls it: first the dispatch keys, which torch's own kernel must be given, too."""
+
+_LEAST_SQUARES = ("torch.linalg.lstsq", "its bits depend on where its tensors lie in memory; use torch.linalg.qr")
+_REFUSED = {"linalg_lstsq": _LEAST_SQUARES, "linalg_lstsq.out": _LEAST_SQUARES}
+"""By the dispatcher's name of an operation: the name that users know, and why it is refused and what to do instead.
+
+All of them were measured to differ: docs/reference/portable-numerics.md.
+"""
 
 
 @contextmanager
@@ -40,7 +54,6 @@ def portable_kernels() -> Iterator[None]:
         raise UserError(limits_missed())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # The kernels are gone with the library.
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -48,11 +61,11 @@ def portable_kernels() -> Iterator[None]:
             warnings.simplefilter("ignore")
             for name, make in _REPLACEMENTS.items():
                 library.impl(name, make(get_kernel(f"aten::{name}", "CPU").call_boxed), "CPU", with_keyset=True)
-            for name in REFUSED:
-                library.impl(name, refuse(name), "CPU")
+            for name in _REFUSED:
+                library.impl(name, _refuse(name), "CPU")
         yield
     finally:
-        del library
+        del library  # torch then has its own kernels again
         torch.set_num_threads(threads)
 
 
@@ -71,79 +84,87 @@ def exact_root(numbers: Tensor) -> Tensor:
 
 
 def _root(usual: Replaced) -> Replaced:
-    def sqrt(keys: Any, numbers: Tensor) -> Tensor:
-        return exact_root(numbers) if _is_ours(numbers) else usual(keys, numbers)
+    """The kernel for both the square root and the power, which is a square root where the exponent is one half."""
 
-    return sqrt
+    def root(keys: Any, numbers: Tensor, *exponent: Any) -> Tensor:
+        is_root = exponent in _HALF and _is_ours(numbers)
+        return exact_root(numbers) if is_root else usual(keys, numbers, *exponent)
+
+    return root
 
 
 def _root_in_place(usual: Replaced) -> Replaced:
-    def sqrt_(keys: Any, numbers: Tensor) -> Tensor:
-        return numbers.copy_(exact_root(numbers)) if numbers.dtype in _OURS else usual(keys, numbers)
+    def root_(keys: Any, numbers: Tensor, *exponent: Any) -> Tensor:
+        is_root = exponent in _HALF and numbers.dtype in _OURS
+        return numbers.copy_(exact_root(numbers)) if is_root else usual(keys, numbers, *exponent)
 
-    return sqrt_
+    return root_
 
 
 def _root_into(usual: Replaced) -> Replaced:
-    def sqrt_out(keys: Any, numbers: Tensor, *, out: Tensor) -> Tensor:
-        return _put(exact_root(numbers), out) if _fits(numbers, out) else usual(keys, numbers, out=out)
+    def root_out(keys: Any, numbers: Tensor, *exponent: Any, out: Tensor) -> Tensor:
+        # Where `out` cannot hold the root, torch's own kernel says why.
+        kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
+        if exponent not in _HALF or not _is_ours(numbers) or not torch.can_cast(kind, out.dtype):
+            return usual(keys, numbers, *exponent, out=out)  # type: ignore[no-any-return]
+        roots = exact_root(numbers)
+        if out.shape != roots.shape:
+            out.resize_(roots.shape)
+        return out.copy_(roots)
 
-    return sqrt_out
-
-
-def _power(usual: Replaced) -> Replaced:
-    def pow_(keys: Any, numbers: Tensor, exponent: Any) -> Tensor:
-        is_root = _is_half(exponent) and _is_ours(numbers)
-        return exact_root(numbers) if is_root else usual(keys, numbers, exponent)
-
-    return pow_
-
-
-def _power_in_place(usual: Replaced) -> Replaced:
-    def pow_(keys: Any, numbers: Tensor, exponent: Any) -> Tensor:
-        is_root = _is_half(exponent) and numbers.dtype in _OURS
-        return numbers.copy_(exact_root(numbers)) if is_root else usual(keys, numbers, exponent)
-
-    return pow_
-
-
-def _power_into(usual: Replaced) -> Replaced:
-    def pow_out(keys: Any, numbers: Tensor, exponent: Any, *, out: Tensor) -> Tensor:
-        is_root = _is_half(exponent) and _fits(numbers, out)
-        return _put(exact_root(numbers), out) if is_root else usual(keys, numbers, exponent, out=out)
-
-    return pow_out
+    return root_out
 
 
 def _is_ours(numbers: Tensor) -> bool:
-    """Whether torch's root of these would be MKL's."""
+    """Whether torch would take the root of these numbers from MKL."""
     kind = numbers.dtype
     is_whole = not (kind.is_floating_point or kind.is_complex)
     return (torch.get_default_dtype() if is_whole else kind) in _OURS
-
-
-def _fits(numbers: Tensor, out: Tensor) -> bool:
-    """Whether the root can be put into `out`; torch's own kernel says why not."""
-    kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
-    return _is_ours(numbers) and torch.can_cast(kind, out.dtype)
-
-
-def _put(roots: Tensor, out: Tensor) -> Tensor:
-    if out.shape != roots.shape:
-        out.resize_(roots.shape)
-    return out.copy_(roots)
-
-
-def _is_half(exponent: Any) -> bool:
-    """Where the exponent is one half, torch's power is its square root."""
-    return bool(exponent == 0.5)
 
 
 _REPLACEMENTS: dict[str, Callable[[Replaced], Replaced]] = {
     "sqrt": _root,
     "sqrt_": _root_in_place,
     "sqrt.out": _root_into,
-    "pow.Tensor_Scalar": _power,
-    "pow_.Scalar": _power_in_place,
-    "pow.Tensor_Scalar_out": _power_into,
+    "pow.Tensor_Scalar": _root,
+    "pow_.Scalar": _root_in_place,
+    "pow.Tensor_Scalar_out": _root_into,
 }
+
+
+def _refuse(operation: str) -> Callable[..., NoReturn]:
+    """A kernel that raises UserError, for a refused operation."""
+    name, reason = _REFUSED[operation]
+
+    def kernel(*_: Any, **__: Any) -> NoReturn:
+        raise UserError(
+            f"{name} in {_place()} is not portable: {reason}. Or train with --numerics native, whose bits belong to "
+            "one kind of CPU"
+        )
+
+    return kernel
+
+
+def _place() -> str:
+    """Where the operation was called: in which module of the model, in a backward pass, or in which line."""
+    modules: list[nn.Module] = []
+    line = None
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        names = frame.f_code
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            modules += [owner] if not modules or modules[-1] is not owner else []
+        elif names.co_name == "backward" and _is_of_torch(frame) and not modules:
+            return "the backward pass"
+        if line is None and not _is_of_torch(frame) and Path(names.co_filename) != Path(__file__):
+            line = f"{names.co_filename}, line {number}"
+    if not modules:
+        return line or "code outside of Python"
+    module, whole = modules[0], modules[-1]
+    name = next((name for name, each in whole.named_modules() if each is module), "")
+    kind = type(module).__name__
+    return f"module {name} ({kind})" if name else f"module {kind}"
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"

@@ -1,6 +1,6 @@
-"""The variables that hold torch's libraries to what every x86-64 CPU with AVX2 can do, and computes alike.
+"""The environment variables that limit torch's libraries to instructions that every x86-64 CPU with AVX2 has.
 
-They are read when torch is loaded, so they must be set before that. This module does not load torch.
+torch reads them when it is loaded, so they must be set before that. This module does not load torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 
 RULES = 1
-"""Version of what portable numerics limits and replaces; a change that may change bits has a new number."""
+"""Version of what portable numerics limits and replaces; whoever changes that so that bits may change, raises it."""
 
 LIMITS: Mapping[str, str] = {
     # torch's own kernels.
     "ATEN_CPU_CAPABILITY": "avx2",
     # oneDNN: convolutions.
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    # MKL: matrix products. With its AVX2 branch, CPUs of Intel and AMD have different bits.
+    # MKL: matrix products. Its AVX2 branch gives other bits on CPUs of Intel than on those of AMD.
     "MKL_CBWR": "COMPATIBLE",
 }
 
 
 def limits_hold() -> bool:
-    """Whether the limits are set; where torch is loaded, whether it was loaded with them."""
+    """Whether the limits are set and, if torch is loaded already, whether it was loaded with them."""
     if any(os.environ.get(name) != value for name, value in LIMITS.items()):
         return False
     torch = sys.modules.get("torch")
@@ -36,7 +36,7 @@ def limits_hold() -> bool:
 
 
 def limits_missed() -> str:
-    """What to say where torch was loaded without the limits."""
+    """The message for a process that has loaded torch without the limits."""
     variables = shlex.join(f"{name}={value}" for name, value in LIMITS.items())
     return f"torch was loaded without the limits of portable numerics; set {variables} before it is imported"
 
@@ -49,17 +49,14 @@ def portable_refused_by(cpus: Path = Path("/proc/cpuinfo")) -> str | None:
     machine = platform.machine()
     if machine.lower() not in ("x86_64", "amd64"):
         return f"it is for x86-64 CPUs, and this machine is {machine or 'of an unknown kind'}"
-    flags = [line.split() for line in _lines(cpus) if line.startswith("flags")]
+    try:
+        lines = cpus.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = [line.split() for line in lines if line.startswith("flags")]
     if flags and "avx2" not in flags[0]:
         return "it needs a CPU with AVX2, which this one does not have"
     return None
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def require_portable_here() -> None:

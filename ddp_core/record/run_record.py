@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import differences, fingerprint
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.checkpoint import Fence
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at
@@ -233,7 +233,7 @@ class Changes:
             changes.attempt["data_changed"] = where
             changes.notes.append(f"{_NOT_PROMISED} other data: {where}")
         changes._note_length(before, request, steps_per_epoch)
-        other = differences(fingerprint, before["fingerprint"])
+        other = fingerprint_differences(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
         changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
         return changes

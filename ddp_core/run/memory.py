@@ -26,8 +26,8 @@ from ddp_core.config.experiment import Experiment, Optimizer
 from ddp_core.data.loader import Loader
 from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.experiment.building import optimizer_of
 from ddp_core.experiment.file import LoadedExperiment
-from ddp_core.experiment.hooks import optimizer_of
 from ddp_core.experiment.request import Request, build_model
 from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation

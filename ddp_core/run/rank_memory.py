@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from ddp_core.base.shares import share_of
-from ddp_core.config.records import Reduction
+from ddp_core.config.records import ReductionKind
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving
 from ddp_core.sharding import UNSHARDED, Sharding
@@ -27,7 +27,7 @@ class Way:
 
     micro_batches: int = 1
     """Of the whole step."""
-    reduction: Reduction = "exact"
+    reduction: ReductionKind = "exact"
     world_size: int = 1
     sharding: Sharding = UNSHARDED
 

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.deterministic_kernels import choose_kernels, has_tf32
+from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threads
 from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.process import make_patient
 from ddp_core.base.seeds import generators_kept
-from ddp_core.base.streams import make_patient
-from ddp_core.base.threads import use_chosen_threads
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
@@ -21,7 +20,7 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
-from ddp_core.experiment.request import Parts, Request, build_parts, check_promise
+from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
@@ -178,7 +177,9 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
     return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
 
 
-def _build_the_same(request: Request, collectives: Collectives, console: Console) -> tuple[Parts, Source, DataDigest]:
+def _build_the_same(
+    request: Request, collectives: Collectives, console: Console
+) -> tuple[BuiltExperiment, Source, DataDigest]:
     """All parts, the user's code and the digest of the data.
 
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.

@@ -40,7 +40,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_core.base import splitmix
+from ddp_core.base.seeds import FIRST_FACTOR, SECOND_FACTOR, STEP, finalise
 
 Ids: TypeAlias = NDArray[np.int64]
 """Ids of samples: an int64 array of one dimension."""
@@ -57,7 +57,7 @@ _ROUNDS = 8
 # the published hashes are left out: a half is too narrow for them to change it.
 _MIXERS: dict[int, tuple[int, int, int]] = {
     32: (0x7FEB352D, 15, 0x846CA68B),
-    64: (splitmix.FIRST_FACTOR, 27, splitmix.SECOND_FACTOR),
+    64: (FIRST_FACTOR, 27, SECOND_FACTOR),
 }
 
 
@@ -79,7 +79,7 @@ class Permutation:
         self._lane: type[np.uint32] | type[np.uint64] = np.uint32 if length < 2**32 else np.uint64
         if length <= BLOCK:
             # The prefix cipher: SplitMix64's first outputs from the state words[0], no two of which are equal.
-            hashes = splitmix.finalise(np.arange(1, length + 1, dtype=np.uint64) * splitmix.STEP + words[0])
+            hashes = finalise(np.arange(1, length + 1, dtype=np.uint64) * STEP + words[0])
             self._table = np.argsort(hashes).astype(np.int64)
             return
         bits = (length - 1).bit_length()

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from ddp_core.base.errors import ExitCode, UserError, said_by
-from ddp_core.base.streams import make_patient
+from ddp_core.base.process import make_patient
 from ddp_core.cli.click_kinds import asked_in
 from ddp_core.cli.commands import train_
 from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests

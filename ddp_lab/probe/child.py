@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from ddp_core.base.deterministic_kernels import choose_kernels
+from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.digests import tree_digest, weights_digest
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout

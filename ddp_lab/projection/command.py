@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError, said_by
-from ddp_core.base.streams import make_patient
+from ddp_core.base.process import make_patient
 from ddp_lab.projection.costs import Link, all_reduce_seconds
 from ddp_lab.projection.fit import Fitted
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu

@@ -12,7 +12,8 @@ from torch import nn
 
 from ddp_core import cli
 from ddp_core.checkpoint import load, newest_valid
-from ddp_core.experiment.file import load_experiment, resolve
+from ddp_core.experiment.building import resolve
+from ddp_core.experiment.file import load_experiment
 from tests.faults.launches import DOTS, check_aftermath, check_ledger
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.base.deterministic_kernels import choose_kernels
+from ddp_core.base.determinism import choose_kernels
 from ddp_core.data.splits import InMemory
 from ddp_core.observe.step import StepBatch, StepObserver
 from tests.core.trainers.test_trainers import experiment, trainer_of

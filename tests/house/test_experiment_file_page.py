@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_core.experiment.file_names import SIGNATURES
+from ddp_core.experiment.file import SIGNATURES
 from tests.support.processes import ask
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "experiment-file.md").read_text()

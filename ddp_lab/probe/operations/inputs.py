@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_core.base.splitmix import finalise
+from ddp_core.base.seeds import finalise
 
 Operation = Callable[[], Any]
 """Computes something at fixed inputs; returns a tensor, an array, a number, or a list, tuple or dict of them."""

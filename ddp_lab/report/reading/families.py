@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_core.base.fingerprint import differences
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.compare import verdict
 from ddp_core.config.records import dotted
 from ddp_lab.report.reading.runs import Run
@@ -224,7 +224,7 @@ def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
         tone = "good"
     else:
         other = next(record for record in exact if record.weights_sha256 != exact[0].weights_sha256)
-        tone = "warn" if differences(exact[0].fingerprint, other.fingerprint) else "bad"
+        tone = "warn" if fingerprint_differences(exact[0].fingerprint, other.fingerprint) else "bad"
     return SeedVerdict(runs[0].seed, text, tone)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_core.base.digests import optimizer_digest, weights_digest
-from ddp_core.base.fingerprint import differences, fingerprint
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.base.seeds import MicroBatchSeed, mix, sample_uniforms
 from ddp_core.trainers.keyed_random import KeyedRandom
 
@@ -251,8 +251,8 @@ def test_a_model_that_draws_later_is_keyed_too() -> None:
 def test_fingerprints_are_compared_fact_by_fact() -> None:
     ours: dict[str, Any] = fingerprint(torch.device("cpu"))
     assert {"torch", "cpu_capability", "threads", "mkldnn", "deterministic", "device", "cpu"} <= ours.keys()
-    assert differences(ours, dict(ours)) == []
-    (line,) = differences(ours, ours | {"threads": 99})
+    assert fingerprint_differences(ours, dict(ours)) == []
+    (line,) = fingerprint_differences(ours, ours | {"threads": 99})
     assert line.startswith("threads: here ")
     assert line.endswith("there 99")
-    assert len(differences(ours, {})) == len(ours)
+    assert len(fingerprint_differences(ours, {})) == len(ours)

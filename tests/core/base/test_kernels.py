@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_core.base.deterministic_kernels import choose_kernels, has_tf32
+from ddp_core.base.determinism import choose_kernels, has_tf32
 from ddp_core.base.errors import UserError
 from ddp_core.base.fingerprint import cuda_switches
 from ddp_core.cli.prepare import prepare

@@ -13,7 +13,7 @@ import pytest
 from ddp_core.cli import main
 from ddp_core.cli.click_kinds import _summary
 from ddp_core.config.options import groups
-from ddp_core.config.written import option_name
+from ddp_core.config.records import option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import command
 

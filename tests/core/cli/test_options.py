@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from ddp_core.config.options import Asked, NodeRange, groups
-from ddp_core.config.written import option_name
+from ddp_core.config.records import option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import ROOT
 

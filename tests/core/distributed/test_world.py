@@ -112,11 +112,10 @@ def test_nothing_else_knows_the_launchers_variables() -> None:
 def test_few_modules_touch_the_environment() -> None:
     """All other modules get values as arguments, so that one process can do two things that need different values."""
     may = {
-        "base/threads.py": "sets the number of threads, which workers inherit",
         "cli/commands.py": "keeps libraries quiet, before they are imported",
         "cli/entry.py": "hears that a shell asks for completions",
         "base/fingerprint.py": "notes what decides which kernels a library picks",
-        "base/deterministic_kernels.py": "asks cuBLAS for deterministic kernels",
+        "base/determinism.py": "asks cuBLAS for deterministic kernels; sets the number of threads for workers, too",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
         "distributed/reports.py": "reads and tells which program has called `ddp_core.train`",
         "distributed/world.py": "reads the launcher's variables",

@@ -16,8 +16,8 @@ from ddp_core.base.user_code import our_code, user_code, users
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.data.loader import Loader
 from ddp_core.experiment import blame
+from ddp_core.experiment.building import callbacks_of
 from ddp_core.experiment.file import LoadedExperiment, load_experiment
-from ddp_core.experiment.hooks import callbacks_of
 from ddp_core.model.losses import cross_entropy
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.step import StepBatch, StepObserver, StepObservers

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_core.base import fingerprint as module
-from ddp_core.base.fingerprint import differences, fingerprint
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.cli.compare import verdict
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.numerics.limits import RULES
@@ -25,14 +25,18 @@ def test_a_portable_fingerprint_names_the_rules_and_no_cpu(monkeypatch: pytest.M
     monkeypatch.setattr(module, "cpu_model", lambda: "another")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("MKL_CBWR", "another")
-    assert differences(fingerprint(CPU, RULES), here) == []
-    assert len(differences(fingerprint(CPU), native)) == 3
+    assert fingerprint_differences(fingerprint(CPU, RULES), here) == []
+    assert len(fingerprint_differences(fingerprint(CPU), native)) == 3
     assert (here["numerics"], here["numerics_rules"]) == ("portable", RULES)
-    assert differences(fingerprint(CPU, RULES + 1), here) == [f"numerics_rules: here {RULES + 1}, there {RULES}"]
+    assert fingerprint_differences(fingerprint(CPU, RULES + 1), here) == [
+        f"numerics_rules: here {RULES + 1}, there {RULES}"
+    ]
 
 
 def test_native_and_portable_differ_in_that_alone() -> None:
-    assert differences(fingerprint(CPU), fingerprint(CPU, RULES)) == ["numerics: here native, there portable"]
+    assert fingerprint_differences(fingerprint(CPU), fingerprint(CPU, RULES)) == [
+        "numerics: here native, there portable"
+    ]
 
 
 def test_a_record_without_numerics_is_native_and_keeps_its_digest() -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, Optimizer
-from ddp_core.experiment.file import LoadedExperiment, load_experiment, resolve
+from ddp_core.experiment.building import resolve
+from ddp_core.experiment.file import LoadedExperiment, load_experiment
 
 HEAD = "from torch import nn\nfrom ddp_core.config.experiment import Component, Experiment, Optimizer\n"
 OWN = "def model():\n    return nn.Linear(10, 1)\n\n\ndef data():\n    pass\n\n\n"

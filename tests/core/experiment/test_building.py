@@ -12,8 +12,8 @@ from torch import nn
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule, setting_names
+from ddp_core.experiment.building import callbacks_of, metrics_of, optimizer_of, schedule_of
 from ddp_core.experiment.file import LoadedExperiment
-from ddp_core.experiment.hooks import callbacks_of, metrics_of, optimizer_of, schedule_of
 from ddp_core.experiment.request import build_parts
 from ddp_core.observe.step import StepObserver
 

@@ -1,8 +1,9 @@
-"""Torch's switches that decide which of several kernels runs, and how finely a GPU multiplies float32 numbers."""
+"""Which kernels torch runs and in how many threads: what decides, beside the program, the last bits of a result."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -29,3 +30,24 @@ def choose_kernels(deterministic: bool = True, tf32: bool = False) -> None:
 def has_tf32(device: torch.device) -> bool:
     """Whether this device multiplies in TF32 where that is chosen: GPUs of compute capability 8.0 or higher do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def use_chosen_threads() -> None:
+    """Compute in as many threads as the variable OMP_NUM_THREADS says; in one thread where it is not set."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+def one_thread(name: str, device: torch.device | None = None) -> ThreadPoolExecutor:
+    """A pool with a single Python thread, which works on `device` where that is a CUDA device.
+
+    OpenMP's number of threads and the current CUDA device belong to each Python thread. The new thread takes over the
+    first from the thread that calls this, and sets the second.
+    """
+    count = torch.get_num_threads()
+
+    def begin() -> None:
+        torch.set_num_threads(count)
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    return ThreadPoolExecutor(1, name, initializer=begin)
