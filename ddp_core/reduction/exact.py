@@ -126,7 +126,6 @@ class ExactReduction:
             group = ddp.process_group
         self.micro_batches = micro_batches
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
-        share(micro_batches, rank, world_size)
         if rank == 0:
             warn_of_threads()
         self._statistics = BatchStatistics(module)
@@ -141,6 +140,7 @@ class ExactReduction:
         if own is not None:
             self._shares, self._gradients, self._channel = own, own.gradients, own.channel
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
+            share(micro_batches, rank, world_size)
             return
         self._gradients = Gradients(module)
         self._reduced = self._gradients.parameters
@@ -148,6 +148,7 @@ class ExactReduction:
         if group is not None and world_size > 1:
             here = socket.gethostname() if node is None else node
             nodes = require_agreement(group, micro_batches, str(shares), self._gradients, here)
+        share(micro_batches, rank, world_size)
         self._to_compare = group if ddp is None and world_size > 1 else None
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
         self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)

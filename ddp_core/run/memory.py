@@ -33,7 +33,7 @@ from ddp_core.model.losses import Loss
 from ddp_core.model.optimizers import implementation
 from ddp_core.run.backward import bytes_of, watch
 from ddp_core.run.rank_memory import MemoryEstimate, Replica, Way
-from ddp_core.sharding import UNSHARDED, Sharding
+from ddp_core.sharding import Sharding
 from ddp_core.sharding.blocks import blocks_of
 from ddp_core.sharding.shards import shard_groups
 
@@ -145,7 +145,7 @@ def predict(request: Request, loss: Loss, splits: Splits, device: torch.device) 
     return Prediction(estimate.weights, estimate.peak + (LIBRARIES if device.type == "cpu" else 0))
 
 
-def way_of(experiment: Experiment, world_size: int = 1, sharding: Sharding = UNSHARDED) -> Way:
+def way_of(experiment: Experiment, world_size: int = 1, sharding: Sharding = Sharding()) -> Way:
     """How the ranks of a run of this experiment bring the gradients of a step together."""
     return Way(experiment.micro_batches or world_size, experiment.reduction, world_size, sharding)
 

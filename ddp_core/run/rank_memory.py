@@ -15,7 +15,7 @@ from ddp_core.base.shares import share_of
 from ddp_core.config.records import ReductionKind
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving
-from ddp_core.sharding import UNSHARDED, Sharding
+from ddp_core.sharding import Sharding
 
 _WHILE_SENT = 2
 """A group of gradients that is sent counts twice: the parts of other ranks' groups arrive meanwhile."""
@@ -29,7 +29,7 @@ class Way:
     """Of the whole step."""
     reduction: ReductionKind = "exact"
     world_size: int = 1
-    sharding: Sharding = UNSHARDED
+    sharding: Sharding = Sharding()
 
 
 @dataclass(frozen=True)

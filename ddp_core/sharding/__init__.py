@@ -7,6 +7,6 @@ modules and optimizers, but no trainer and no file.
 
 from .ownership import Ownership, OwnsAll, OwnsPart
 from .pieces import OwnsPieces
-from .sharding import UNSHARDED, Sharding
+from .sharding import Sharding
 
-__all__ = ["UNSHARDED", "Ownership", "OwnsAll", "OwnsPart", "OwnsPieces", "Sharding"]
+__all__ = ["Ownership", "OwnsAll", "OwnsPart", "OwnsPieces", "Sharding"]

@@ -135,6 +135,3 @@ class Sharding:
             process_group=process_group,
             shares="strided" if self.cuts_gradients else "contiguous",
         )
-
-
-UNSHARDED = Sharding()

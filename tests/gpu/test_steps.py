@@ -67,7 +67,7 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
         weight = nn.Parameter(torch.ones(1000, device="cuda"))
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused)
         state = TrainState(nn.ParameterList([weight]), optimizer, scaler=torch.amp.GradScaler("cuda", 4.0))
-        update = WeightUpdate(experiment(optimizer=Component(name="here")), state, steps_per_epoch=4)
+        update = WeightUpdate(experiment(optimizer=Component(name="here")), state, 4, clip=pytest.fail)
         for step, gradient in enumerate((torch.inf, 1.0, 2.0)):
             assert state.scaler is not None
             weight.grad = state.scaler.scale(torch.full_like(weight, gradient))

@@ -87,7 +87,7 @@ def optimizer_step() -> None:
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.register_step_pre_hook(lambda *details: 1 / 0)
-    WeightUpdate(EXPERIMENT, TrainState(nn.Linear(1, 1), optimizer), 1).make(0)
+    WeightUpdate(EXPERIMENT, TrainState(nn.Linear(1, 1), optimizer), 1, clip=pytest.fail).make(0)
 
 
 def own_metrics() -> None:

@@ -163,8 +163,8 @@ def test_large_weights_are_finite() -> None:
     with torch.no_grad():
         model.weight.fill_(3e38)
     state = TrainState(model, torch.optim.SGD(model.parameters()))
-    assert first_not_finite(state.trained()) is None
+    assert first_not_finite(state.ownership.trained) is None
     model.weight.data[1, 2] = -math.inf
-    assert first_not_finite(state.trained()) == "weight"
+    assert first_not_finite(state.ownership.trained) == "weight"
     model.weight.requires_grad_(False)
-    assert first_not_finite(state.trained()) is None, "a frozen parameter may be a mask"
+    assert first_not_finite(state.ownership.trained) is None, "a frozen parameter may be a mask"

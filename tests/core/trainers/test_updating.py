@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def fresh(record: Experiment, make: Make | None = None, average: bool = False) -
     optimizer = build_optimizer(record.optimizer, model, 8) if built_in else two_groups(model)  # type: ignore[arg-type]
     state = TrainState(model, optimizer, schedule=make(optimizer) if make else None)
     state.average = WeightAverage(model, 0.9) if average else None
-    return state, WeightUpdate(record, state, steps_per_epoch=4)
+    return state, WeightUpdate(record, state, 4, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
 
 
 def trained(state: TrainState, update: WeightUpdate, steps: Sequence[int]) -> list[list[float]]:
@@ -184,7 +185,7 @@ def test_an_overflow_in_the_first_step_leaves_no_unwritten_momentum() -> None:
             # Dampening tells a first update, which torch does not dampen, from a later one.
             optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=fused)
             state = TrainState(model, optimizer, scaler=torch.amp.GradScaler("cpu", 4.0))
-            update = WeightUpdate(experiment(**settings), state, steps_per_epoch=4)
+            update = WeightUpdate(experiment(**settings), state, 4, clip=pytest.fail)
             for step, gradient in enumerate((torch.inf, torch.inf, 1.0, 2.0, torch.inf, 3.0)):
                 assert state.scaler is not None
                 weight.grad = state.scaler.scale(torch.full((3,), gradient))
