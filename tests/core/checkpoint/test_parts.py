@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ddp_core.checkpoint import (
     Checkpointer,
     CutTensor,
     Fence,
+    Readers,
     Superseded,
     describe,
     find_checkpoints,
@@ -29,10 +32,11 @@ from ddp_core.checkpoint import (
     read_checkpoint,
     sweep,
     verify,
+    whole_tensors,
 )
 from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
-from ddp_core.checkpoint.parts import part_of, put_together, whole_tensors
+from ddp_core.checkpoint.parts import part_of, put_together
 from ddp_core.record.initial_weights import read_weights
 from tests.core.checkpoint.parts_cases import (
     ThreadRanks,
@@ -92,6 +96,57 @@ def test_what_all_ranks_have_written_is_read_as_one_process_would_have_saved_it(
         for name in (checkpoint.manifest.name, parts[0], parts[-1]):
             assert read_checkpoint(tmp_path / name, sha256=checkpoint.sha256) == checkpoint
     assert read_weights(newest.path)["turned"].equal(whole_state(20)["model"]["turned"])
+
+
+def test_a_state_is_read_in_parts_and_put_together_where_it_is_wanted(tmp_path: Path) -> None:
+    [checkpoint] = save(tmp_path, 3, 10)
+    state, whole = load(checkpoint, in_parts=True), whole_state(10)
+    turned = state["model"]["turned"]
+    assert isinstance(turned, CutTensor)
+    assert sorted(turned.pieces) == [0, 13, 26]
+    assert turned.elements(11, 30).equal(whole["model"]["turned"].as_strided((40,), (1,))[11:30])
+    assert turned.whole().stride() == whole["model"]["turned"].stride()
+    assert state["model"]["weight"] is state["model"]["again"]
+    put = whole_tensors(state)
+    assert described(put) == described(whole)
+    assert put["model"]["weight"] is put["model"]["again"]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_whole_state_is_read_in_parts_as_it_is(tmp_path: Path, in_parts: bool) -> None:
+    Checkpointer(tmp_path).save(whole_state(10), step=10, epoch=0)
+    [checkpoint] = find_checkpoints(tmp_path)
+    state = load(checkpoint, in_parts=in_parts)
+    for file in checkpoint.data:
+        (tmp_path / file.file).unlink()
+    assert described(state) == described(whole_state(10))
+
+
+def test_readers_verify_a_share_each_and_all_hear_what_one_has_found(tmp_path: Path) -> None:
+    [checkpoint] = save(tmp_path, 3, 10)
+    flip_a_bit(tmp_path / checkpoint.parts[2].file)
+    meeting, found = threading.Barrier(2), [None, None]
+
+    def read(number: int) -> tuple[bool, str]:
+        has_found = []
+
+        def agree(error: Exception | None) -> None:
+            has_found.append(error is not None)
+            found[number] = error  # type: ignore[call-overload]
+            meeting.wait()
+            if (first := next(filter(None, found), None)) is not None:
+                raise first
+
+        with pytest.raises(UserError) as caught:
+            load(checkpoint, readers=Readers(number, 2, agree))
+        assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
+        return has_found[0], str(caught.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        (first_found, first), (second_found, second) = threads.map(read, range(2))
+    assert (first_found, second_found) == (True, False), "files 0 and 2 are the first reader's"
+    assert checkpoint.parts[2].file in first
+    assert first == second
 
 
 def test_each_rank_passes_its_points_in_the_order_of_the_page(tmp_path: Path) -> None:
