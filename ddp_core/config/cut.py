@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.config.experiment import Experiment, nearest_multiples
 from ddp_core.config.layout import Layout
 

@@ -33,7 +33,7 @@ from ddp_core.experiment.building import (
 )
 from ddp_core.experiment.file import LoadedExperiment, Served, run_again
 from ddp_core.experiment.source import serve_modules
-from ddp_core.model.memory_format import lay_out
+from ddp_core.model.builders import lay_out
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 
