@@ -202,11 +202,12 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     """Rank 0's metrics and loggers; the other ranks write nothing."""
     if not record.world.is_first:
         return MetricsWriter(None)
-    request, directory = record.request, record.directory
-    settings = request.loaded.experiment.to_json()
-    settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-    logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
-    loggers = start_loggers(request.options.log_to, logged, console.warn)
+    request, directory, loggers = record.request, record.directory, []
+    if request.options.log_to:
+        settings = request.loaded.experiment.to_json()
+        settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
+        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)
 
