@@ -31,10 +31,10 @@ def _rank(rank: int, world_size: int, port: int, case: Case, rounds: int, result
     import torch
 
     from ddp_core.base.determinism import choose_kernels
+    from ddp_core.base.process import keep_freed_memory
     from ddp_core.config.layout import Layout
     from ddp_core.distributed.process_group import process_group
     from ddp_core.distributed.world import World
-    from ddp_core.run.freed_memory import keep_freed_memory
 
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})

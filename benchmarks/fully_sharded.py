@@ -28,8 +28,8 @@ from benchmarks.record import record
 from benchmarks.reduction import on_ranks
 from benchmarks.sharded import LAYERS, ROWS, WARM_UP, WIDTH
 from benchmarks.turns import rotated
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import MODELS
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sharding.blocks import blocks_of
 from ddp_core.sharding.rows import OwnsRows
 

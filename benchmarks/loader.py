@@ -7,7 +7,7 @@ Images kept as bytes, 75 MB of them as 224x224 and as many as 32x32, without aug
 the way in which everything is made in line: rows gathered, turned to float32 and standardised. On a GPU the host makes
 less: it only gathers bytes, in a thread beside training, and the device does the rest. That host part is measured here
 without a device, and, where there is one, with pinned memory, copies and all. `memory kept` means that malloc keeps
-what is freed (ddp_core/run/freed_memory.py), as in every run.
+what is freed (ddp_core/base/process.py), as in every run.
 
 Nothing is trained, so these figures are ceilings. Each turn begins with one step that is not timed.
 """
@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from benchmarks.record import record
 from benchmarks.turns import Seconds, Turn, take_turns
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.data.loader import Loader
 from ddp_core.data.prefetching import StepIds, made_ahead
 from ddp_core.data.splits import ByteImages
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sampler import GlobalOrder
 
 GLOBAL_BATCH, MICRO_BATCH = 256, 32

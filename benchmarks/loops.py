@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.turns import Seconds, Turn
 from ddp_core.base.determinism import choose_kernels
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.base.torchvision_import import import_torchvision
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment, Optimizer
@@ -38,7 +39,6 @@ from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepBatch, StepObserver
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.trainers import Job, build_trainer
 
 CLASSES = 10

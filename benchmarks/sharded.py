@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.record import record
 from benchmarks.reduction import on_ranks, wrapped
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.reduction import ExactReduction
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.sharding import OwnsPieces
 
 LAYERS, WIDTH, ROWS = 25, 1000, 16

@@ -1,7 +1,8 @@
-"""Random numbers computed from a key, without a generator whose state is carried along.
+"""What all ranks compute alike from a few numbers: random numbers from a key, and which rank has which micro-batches.
 
-Nothing here depends on rank, worker or history: dropout is keyed by (seed, step, micro-batch), augmentation by
-(seed, epoch, sample id). So a checkpoint needs no random state, and a resume needs no replay.
+No generator's state is carried along, and no random number depends on rank, worker or history: dropout is keyed by
+(seed, step, micro-batch), augmentation by (seed, epoch, sample id). So a checkpoint needs no random state, and a resume
+needs no replay.
 
 SplitMix64, a hash of 64-bit numbers that gives unrelated results for neighbouring numbers, turns a key into numbers
 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the two factors and three
@@ -44,6 +45,14 @@ def mix(*words: int) -> int:
     for word in words:
         state = finalise((state ^ word & _MASK) + STEP & _MASK)
     return state
+
+
+def share_of(count: int, rank: int, world_size: int) -> range:
+    """The numbers below `count` that belong to `rank`: contiguous, in rank order, sizes differing by one at most.
+
+    With `count` below `world_size` some ranks get an empty range.
+    """
+    return range(rank * count // world_size, (rank + 1) * count // world_size)
 
 
 def sample_uniforms(seed: int, epoch: int, ids: NDArray[np.int64], draws: int) -> NDArray[np.float64]:

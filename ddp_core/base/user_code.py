@@ -7,6 +7,8 @@ in the midst of the user's model are marked with `our_code`; the boundary that a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -17,22 +19,17 @@ _MARK = "_ddp_crossed"
 _OURS = ""
 
 
-class user_code:
+@dataclass
+class user_code(AbstractContextManager["user_code"]):
     """A block in which the user's functions run; `what` names them: "your model". One object may be entered often."""
 
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
+    what: str
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            _mark(error, self._what)
+            _mark(error, self.what)
 
 
 def our_code(hook: Callable[_P, _T]) -> Callable[_P, _T]:

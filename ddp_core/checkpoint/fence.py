@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -71,6 +72,7 @@ def _read(path: Path) -> tuple[int, str]:
         raise UserError(f"{path} is damaged ({error}); remove it when no run uses this directory") from None
 
 
+@dataclass(frozen=True)
 class Fence:
     """The right to write in a directory, held by whoever took the highest token.
 
@@ -79,10 +81,9 @@ class Fence:
     `Fence(directory, token)` is the same right in another process that writes for the one that took the token.
     """
 
-    def __init__(self, directory: Path, token: int, patience: float = _PATIENCE) -> None:
-        self.directory = directory
-        self.token = token
-        self._patience = patience
+    directory: Path
+    token: int
+    patience: float = _PATIENCE
 
     @classmethod
     def take(cls, directory: str | Path, *, patience: float = _PATIENCE) -> Self:
@@ -120,6 +121,6 @@ class Fence:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Check, and keep others from taking the token until the block ends; keep the block as short as a rename."""
-        with _short_lock(self.directory / _LOCK_FILE, self._patience):
+        with _short_lock(self.directory / _LOCK_FILE, self.patience):
             self.check()
             yield

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from ddp_core.checkpoint.state import Shapes, Snapshots, StateTensors
 WRITER_NICENESS = 5
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Writes the checkpoints of one run into `directory`; only one process (rank 0) may have a Checkpointer.
 
     keep_last: how many of the newest checkpoints stay; the best one and every `keep_every`-th step stay too.
@@ -77,9 +77,6 @@ class Checkpointer:
                 pass
         except OSError as error:
             raise write_error(error, self.directory) from error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

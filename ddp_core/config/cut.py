@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.config.experiment import Experiment, nearest_multiples
 from ddp_core.config.layout import Layout
 
@@ -23,7 +23,6 @@ class MicroBatch:
 class BatchCut:
     """How a global batch is cut into micro-batches, and these into shares, one per rank or replica.
 
-    A share is a range of neighbouring micro-batches; where shares are strided, W ranks take micro-batches in turns.
     Where the experiment sets `micro_batch`, the micro-batches depend on the experiment alone.
     """
 
@@ -31,11 +30,17 @@ class BatchCut:
     micro_batch: int
     shares: int
     is_strided: bool = False
+    """Whether W ranks take micro-batches in turns: rank r computes r, r + W, r + 2W, … Otherwise neighbouring ones.
+
+    Where gradients are sharded, ranks exchange them after each backward; the gradients that meet are then those of W
+    neighbouring micro-batches, which can be added up at once.
+    """
 
     @classmethod
     def of(cls, experiment: Experiment, layout: Layout) -> BatchCut:
         """The cut for a layout. Raises UserError, naming the nearest sizes that work, where it cannot be made."""
         size, shares = experiment.global_batch_size, layout.shares
+        is_strided = layout.shard in ("gradients", "parameters")
         whose = "replicas" if layout.kind == "dp" else "ranks"
         if experiment.micro_batch is None:
             if size % shares:
@@ -45,8 +50,8 @@ class BatchCut:
                     f"global_batch_size {size} does not divide among {shares} {whose}; "
                     f"the nearest sizes that do: {choice} (--set global_batch_size={above})"
                 )
-            return cls(size, size // shares, shares, layout.is_strided)
-        cut = cls(size, experiment.micro_batch, shares, layout.is_strided)
+            return cls(size, size // shares, shares, is_strided)
+        cut = cls(size, experiment.micro_batch, shares, is_strided)
         if shares > cut.micro_batches:
             needed = experiment.micro_batch * shares
             raise UserError(

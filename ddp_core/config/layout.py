@@ -41,15 +41,6 @@ class Layout(Frozen):
         return self.shares if self.kind == "ddp" else 1
 
     @property
-    def is_strided(self) -> bool:
-        """Whether shares are strided: rank r of W then computes the micro-batches r, r + W, r + 2W, …
-
-        Where gradients are sharded, ranks exchange them after each backward; the gradients that meet are then those of
-        W neighbouring micro-batches, which can be added up at once.
-        """
-        return self.shard in ("gradients", "parameters")
-
-    @property
     def saves_in_parts(self) -> bool:
         """Whether each rank writes its part of every checkpoint."""
         return self.shard != "none" and self.world_size > 1

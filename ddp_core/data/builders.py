@@ -49,7 +49,7 @@ def digits(augment: bool = True, test_share: float = 0.2) -> Splits:
 
 def linear_data(size: int = 10_000, test_size: int = 2_000, noise: float = 0.1, seed: int = 0) -> Splits:
     """Points on y = 2x + 3 + noise: inputs and targets float32 [1], x and the noise normal."""
-    generator = _generator(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
     total = size + test_size
     x = generator.standard_normal((total, 1), dtype=np.float32)
     y = 2 * x + 3 + np.float32(noise) * generator.standard_normal((total, 1), dtype=np.float32)
@@ -60,7 +60,7 @@ def linear_data(size: int = 10_000, test_size: int = 2_000, noise: float = 0.1, 
 
 def counter_data(size: int = 100, features: int = 10, seed: int = 0) -> Splits:
     """Normal inputs [features] with random labels 0.0 or 1.0: there is nothing to learn."""
-    generator = _generator(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
     inputs = torch.from_numpy(generator.standard_normal((size, features), dtype=np.float32))
     targets = torch.from_numpy(generator.integers(0, 2, size).astype(np.float32))
     return Splits(InMemory(inputs, targets), None, 2, None, content_digest(inputs, targets))
@@ -68,7 +68,7 @@ def counter_data(size: int = 100, features: int = 10, seed: int = 0) -> Splits:
 
 def toy_data(size: int = 32, seed: int = 0) -> Splits:
     """Normal inputs [10] with normal targets [1], unrelated to each other."""
-    generator = _generator(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
     inputs = torch.from_numpy(generator.standard_normal((size, 10), dtype=np.float32))
     targets = torch.from_numpy(generator.standard_normal((size, 1), dtype=np.float32))
     return Splits(InMemory(inputs, targets), None, None, None, content_digest(inputs, targets))
@@ -82,7 +82,7 @@ def random_images(
     Only `pool` different images exist (150 MB at 256 images of 224x224): sample `id` is image `id % pool`. As images
     are repeated, the loss can fall.
     """
-    generator = _generator(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
     kept = min(pool, samples)
     inputs = torch.from_numpy(generator.standard_normal((kept, 3, image_size, image_size), dtype=np.float32))
     targets = torch.from_numpy(generator.integers(0, classes, kept))
@@ -96,17 +96,13 @@ def random_byte_images(
 
     The values are uniform. On a GPU only a quarter of the bytes travels to the device.
     """
-    generator = _generator(seed)
+    generator = np.random.Generator(np.random.PCG64(seed))
     kept = min(pool, samples)
     images = torch.from_numpy(generator.integers(0, 256, (kept, 3, image_size, image_size), dtype=np.uint8))
     targets = torch.from_numpy(generator.integers(0, classes, kept))
     deviation = 12**-0.5  # of a number uniform in [0, 1]
     train = ByteImages(images, targets, [0.5] * 3, [deviation] * 3, samples)
     return Splits(train, None, classes, None, content_digest(images, targets))
-
-
-def _generator(seed: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(seed))
 
 
 def _digit_table() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

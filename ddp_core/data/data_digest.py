@@ -45,11 +45,6 @@ class DataDigest:
     Empty where the builder gave the digest.
     """
 
-    @property
-    def is_given(self) -> bool:
-        """Whether the builder gave the digest."""
-        return self.digest_of == _GIVEN
-
 
 _GIVEN = "content, given by the builder"
 _UNSTEADY = "nothing: items differ from one read to the next"
@@ -152,7 +147,7 @@ def changed_at(before: DataDigest, now: DataDigest) -> str | None:
     if before.digest_of != now.digest_of:
         return f"the digest was over {before.digest_of}, and is over {now.digest_of} now"
     if not before.parts or not now.parts:
-        return "the builder gives another digest" if now.is_given else "the digest is another one"
+        return "the builder gives another digest" if now.digest_of == _GIVEN else "the digest is another one"
     names = [
         name + ("" if name in before.parts and name in now.parts else " (gone)" if name in before.parts else " (new)")
         for name in {**before.parts, **now.parts}

@@ -23,7 +23,7 @@ from ddp_core.config.experiment import Component, Optimizer, Schedule
 from ddp_core.data.builders import DATA
 from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
 from ddp_core.model.builders import MODELS
-from ddp_core.model.losses import HITS, LOSSES
+from ddp_core.model.losses import LOSSES
 from ddp_core.model.optimizers import build_optimizer, require_schedules, require_trains
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
@@ -192,34 +192,6 @@ def schedule_of(loaded: LoadedExperiment, optimizer: torch.optim.Optimizer, samp
 
 def _called(kind: str, name: str) -> str:
     return kind if name == kind else f"{kind} {name}"
-
-
-def hits_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """How accuracy is counted: the file's own `hits(outputs, targets)`, or the loss's; None where neither exists."""
-    own = loaded.namespace.get("hits")
-    if callable(own):
-        return own  # type: ignore[no-any-return]
-    return HITS.get(resolve(loaded, "loss", loaded.experiment.loss))
-
-
-def collate_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """How a micro-batch's samples are put together: the file's own `collate(samples)`; None where it has none.
-
-    Raises UserError for a `collate` that is no function.
-    """
-    own = loaded.namespace.get("collate")
-    if own is None or callable(own):
-        return own
-    raise UserError(
-        f"experiment file {loaded.path}: collate is {own!r}; let it be a function of a list of samples "
-        "that returns (inputs, targets)"
-    )
-
-
-def metrics_of(loaded: LoadedExperiment) -> Callable[..., Any] | None:
-    """The file's own `metrics(outputs, targets)`; None where it defines none."""
-    own = loaded.namespace.get("metrics")
-    return own if callable(own) else None
 
 
 def callbacks_of(loaded: LoadedExperiment) -> tuple[list[Callback], list[StepObserver]]:

@@ -144,7 +144,7 @@ def load_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Loade
         raise UserError(f"experiment file {path} cannot be read: {in_one_line(error)}") from None
     from ddp_core.config.experiment import Component, Experiment
 
-    module = _run(path, source)
+    module = run_file(path, source)
     namespace = module.__dict__
     experiment = namespace.get("experiment")
     if not isinstance(experiment, Experiment):
@@ -166,18 +166,11 @@ def load_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Loade
     return LoadedExperiment(experiment, namespace, path, source, _first_line(module.__doc__))
 
 
-def run_again(
-    experiment: Experiment, path: Path, source: str, question: str, served: Served | None
-) -> LoadedExperiment:
-    """The experiment that another process has loaded, with its file run in this process, from that process's text.
+def run_file(path: Path, source: str) -> ModuleType:
+    """Execute the file as a module of its own, known to pickle and dataclasses under a name that no other file has.
 
-    The `experiment` that the file assigns here is not used. Raises UserError where the file raises.
+    Raises UserError where the file raises.
     """
-    return LoadedExperiment(experiment, _run(path, source).__dict__, path, source, question, served)
-
-
-def _run(path: Path, source: str) -> ModuleType:
-    """Execute the file as a module of its own, known to pickle and dataclasses under a name that no other file has."""
     full = path.resolve()
     module = ModuleType(f"{MODULE_PREFIX}{full.stem}_{hashlib.sha256(bytes(full)).hexdigest()[:8]}")
     module.__file__ = str(full)

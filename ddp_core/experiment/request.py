@@ -24,16 +24,14 @@ from ddp_core.distributed.world import missing_nodes
 from ddp_core.experiment.building import (
     build,
     callbacks_of,
-    collate_of,
-    hits_of,
-    metrics_of,
     optimizer_of,
     resolve,
     schedule_of,
 )
-from ddp_core.experiment.file import LoadedExperiment, Served, run_again
+from ddp_core.experiment.file import LoadedExperiment, Served, run_file
 from ddp_core.experiment.source import serve_modules
-from ddp_core.model.memory_format import lay_out
+from ddp_core.model.builders import lay_out
+from ddp_core.model.losses import HITS
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 
@@ -54,7 +52,7 @@ class Request:
     @property
     def source_sha256(self) -> str:
         """SHA-256 of the text of the experiment's file."""
-        return _sha256(self.loaded.source)
+        return hashlib.sha256(self.loaded.source.encode()).hexdigest()
 
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
@@ -82,13 +80,16 @@ class Request:
         Raises UserError where the file raises, or the text is not the one that was sent.
         """
         told = json.loads(text)
-        if _sha256(told["source"]) != told["source_sha256"]:
-            raise UserError(f"the request's copy of {told['file']} was changed on its way; start again")
+        path, source = Path(told["file"]), told["source"]
+        if hashlib.sha256(source.encode()).hexdigest() != told["source_sha256"]:
+            raise UserError(f"the request's copy of {path} was changed on its way; start again")
         served = None if told["served"] is None else Served(*told["served"])
         if served is not None:
             serve_modules(served)
         experiment = Experiment.from_json(told["experiment"])
-        loaded = run_again(experiment, Path(told["file"]), told["source"], told["question"], served)
+        # What counts is the request's experiment, not the one that the file assigns here.
+        namespace = run_file(path, source).__dict__
+        loaded = LoadedExperiment(experiment, namespace, path, source, told["question"], served)
         return cls(
             loaded=loaded,
             layout=Layout(**told["layout"]),
@@ -108,10 +109,6 @@ class Request:
         return replace(self, layout=self.layout.model_copy(update={"nnodes": nnodes}))
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class BuiltExperiment:
     """What training needs of an experiment: model, data, loss, optimizer, and what its file adds to them."""
@@ -119,6 +116,7 @@ class BuiltExperiment:
     model: nn.Module
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     hits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    """How accuracy is counted: by the file's own function, or by the one that belongs to the loss."""
     splits: Splits
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None = None
@@ -137,14 +135,16 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     model = build_model(loaded, device)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
+    loss = resolve(loaded, "loss", loaded.experiment.loss)
+    hits, named_metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
     return BuiltExperiment(
         model=model,
-        loss=resolve(loaded, "loss", loaded.experiment.loss),
-        hits=hits_of(loaded),
+        loss=loss,
+        hits=hits if callable(hits) else HITS.get(loss),
         splits=splits,
         optimizer=optimizer,
         schedule=schedule_of(loaded, optimizer, len(splits.train)),
-        named_metrics=metrics_of(loaded),
+        named_metrics=named_metrics if callable(named_metrics) else None,
         callbacks=callbacks,
         observers=observers,
     )
@@ -171,7 +171,13 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
     experiment = loaded.experiment
     built = build(resolve(loaded, "data", experiment.data.name), experiment.data.options, {"root": data_dir})
     splits = as_splits(built, f"data {experiment.data.name}")
-    splits = replace(splits, collate=collate_of(loaded) or splits.collate)
+    collate = loaded.namespace.get("collate")
+    if collate is not None and not callable(collate):
+        raise UserError(
+            f"experiment file {loaded.path}: collate is {collate!r}; let it be a function of a list of samples "
+            "that returns (inputs, targets)"
+        )
+    splits = replace(splits, collate=collate or splits.collate)
     samples, size = len(splits.train), experiment.global_batch_size
     if samples == 0:
         raise UserError(f"data {experiment.data.name} has no training samples")

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import describe
 from ddp_core.config.experiment import Optimizer
-from ddp_core.model.memory_format import fills_its_memory, same_layout
 
 
 def build_optimizer(
@@ -107,6 +106,17 @@ def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal
     return "loop"
 
 
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie without gaps or overlaps, whichever of the dimensions is innermost."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != reach:
+                return False
+            reach *= size
+    return True
+
+
 @torch.no_grad()
 def _lay_out_like_parameters(
     parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -125,6 +135,13 @@ def _lay_out_like_parameters(
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and not same_layout(parameter, value):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def same_layout(tensor: Tensor, other: Tensor) -> bool:
+    """Whether equal indices lie at equal places in the memory of two tensors of one shape."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    # The stride of a dimension with one element means nothing.
+    return all(ours == theirs for size, ours, theirs in strides if size > 1)
 
 
 def require_schedules(schedule: Any, optimizer: torch.optim.Optimizer, name: str) -> None:

@@ -51,7 +51,7 @@ def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str]
         _refuse(found, seen, collectives)
     # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
     digest = found if found is not None and collectives.world.is_first else DataDigest(*seen[0])
-    if not digest.is_given:
+    if not splits.digest:
         seconds = time.monotonic() - started
         tell(f"data: digested {digest.digest_of} in {seconds:.1f} s, as the builder gives no digest")
     return digest
@@ -84,11 +84,6 @@ def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives)
         f"ranks {', '.join(map(str, other))} have other data than rank 0 ({where}): copy the same files to every node; "
         "where equal data are read in another way on purpose, let the builder give Splits.digest"
     )
-
-
-def data_fields(digest: DataDigest) -> dict[str, Any]:
-    """The fields of run.json that tell of the data."""
-    return {"data_sha256": digest.sha256, "data": {"digest_of": digest.digest_of, "parts": len(digest.parts)}}
 
 
 def write_parts(directory: Path, digest: DataDigest) -> None:

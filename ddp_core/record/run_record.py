@@ -24,7 +24,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, kept_length
-from ddp_core.record.data import data_fields, recorded_digest, write_parts
+from ddp_core.record.data import recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
 from ddp_core.record.initial_weights import InitialWeights
@@ -67,11 +67,11 @@ class RunRecord:
     def start(self) -> None:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
-        request, loaded = self.request, self.request.loaded
+        request, loaded, data = self.request, self.request.loaded, self.origin.data
         before = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
-        write_parts(self.directory.path, self.origin.data)
+        write_parts(self.directory.path, data)
         self.attempt = len(before.get("attempts", []))
         attempt = {
             "layout": request.layout.model_dump(),
@@ -101,7 +101,8 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                **data_fields(self.origin.data),
+                "data_sha256": data.sha256,
+                "data": {"digest_of": data.digest_of, "parts": len(data.parts)},
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,

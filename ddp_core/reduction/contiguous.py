@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_reducing, rebuild_buckets
 from ddp_core.base.user_code import our_code
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 
 from .exchange import Arrival, Exchange, cut
 from .tree import Span, are_siblings, canonical_subtrees

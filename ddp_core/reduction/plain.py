@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 
 from .flat import scale_gradients_
 

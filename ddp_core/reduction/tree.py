@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.base.torch_internals import foreach_add_
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.config.records import ReductionKind
 from ddp_core.reduction.tree import canonical_subtrees
 from ddp_core.run.backward import Backward, Leaving

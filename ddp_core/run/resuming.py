@@ -104,14 +104,8 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
 
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
-    chosen = by_rank_0(collectives, _newest_checkpoint, directory, console)
-    return None if chosen is None else read_checkpoint(chosen[0], sha256=chosen[1])
-
-
-def _newest_checkpoint(directory: RunDirectory, console: Console) -> tuple[str, str] | None:
-    """The manifest of the newest valid checkpoint, and its SHA-256."""
-    checkpoint = newest_valid(directory.checkpoints, console.say)
-    return None if checkpoint is None else (str(checkpoint.manifest), checkpoint.sha256)
+    chosen = by_rank_0(collectives, newest_valid, directory.checkpoints, console.say)
+    return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threads
 from ddp_core.base.errors import ExitCode, UserError, said_by
-from ddp_core.base.process import make_patient
+from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
 from ddp_core.base.seeds import generators_kept
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
@@ -37,7 +37,6 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
-from ddp_core.run.freed_memory import keep_freed_memory, return_large_blocks
 from ddp_core.run.memory import predict
 from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.sharding import Sharding
@@ -203,11 +202,12 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     """Rank 0's metrics and loggers; the other ranks write nothing."""
     if not record.world.is_first:
         return MetricsWriter(None)
-    request, directory = record.request, record.directory
-    settings = request.loaded.experiment.to_json()
-    settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-    logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
-    loggers = start_loggers(request.options.log_to, logged, console.warn)
+    request, directory, loggers = record.request, record.directory, []
+    if request.options.log_to:
+        settings = request.loaded.experiment.to_json()
+        settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
+        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)
 

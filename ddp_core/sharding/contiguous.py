@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Channel, Transfer
 from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, record_use, scale_

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import UserError
-from ddp_core.base.seeds import MicroBatchSeed
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.trees import Tree, map_tensors
+from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
-from ddp_core.model.memory_format import laid_out
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,7 +17,7 @@ from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
-from ddp_core.model.memory_format import lay_out
+from ddp_core.model.builders import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import linear, resnet18
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, ratio_interval

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import mlp, resnet18
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import Interval, median_interval, ratio_interval

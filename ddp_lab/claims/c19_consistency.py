@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import small_cnn
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval, ratio_interval

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
 

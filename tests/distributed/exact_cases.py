@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.collectives import CollectiveExchange
 from ddp_core.reduction.exchange import WholeExchange

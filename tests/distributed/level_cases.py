@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.collectives import BatchedMessages
 from ddp_core.reduction.host_memory import ThroughHost

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.base.seeds import MicroBatchSeed
-from ddp_core.base.shares import share_of
+from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World

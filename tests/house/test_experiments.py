@@ -15,8 +15,9 @@ from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.data import characters
-from ddp_core.experiment.building import build, complete_options, hits_of, resolve
+from ddp_core.experiment.building import build, complete_options, resolve
 from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
+from ddp_core.experiment.request import build_parts
 from tests.support.commands import command, trained
 from tests.support.processes import HANG
 
@@ -125,10 +126,10 @@ def test_a_transformer_learns_more_than_counts_of_pairs_know(tmp_path: Path) -> 
 
 
 def test_accuracy_belongs_to_the_loss_or_to_the_file(tmp_path: Path) -> None:
-    assert hits_of(load_experiment("digits", [INSTALLED])) is not None
-    assert hits_of(load_experiment("linear_regression", [INSTALLED])) is None
+    assert build_parts(load_experiment("digits", [INSTALLED]), Path("data")).hits is not None
+    assert build_parts(load_experiment("linear_regression", [INSTALLED]), Path("data")).hits is None
     own = load_experiment(str(mine(tmp_path, "def hits(outputs, targets):\n    return 5\n\n\n")))
-    counter = hits_of(own)
+    counter = build_parts(own, Path("data")).hits
     assert counter is not None
     assert counter(1, 2) == 5
 

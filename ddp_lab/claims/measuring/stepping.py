@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ddp_core.base.process import keep_freed_memory
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
@@ -17,7 +18,6 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import build_parts
 from ddp_core.observe.metrics import Console, MetricsWriter
-from ddp_core.run.freed_memory import keep_freed_memory
 from ddp_core.trainers import Job, Trainer, build_trainer
 
 EXPERIMENTS: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -37,7 +37,7 @@ def test_the_builders_digest_is_believed() -> None:
         raise AssertionError
 
     digest = digest_items(Splits(Squares(10, dict.fromkeys(range(10), never)), digest="abc"))
-    assert (digest.sha256, digest.is_given, digest.parts) == ("abc", True, {})
+    assert (digest.sha256, digest.digest_of, digest.parts) == ("abc", "content, given by the builder", {})
     other = digest_items(Splits(Squares(10), digest="abd"))
     assert changed_at(digest, other) == "the builder gives another digest"
     assert changed_at(digest, digest) is None

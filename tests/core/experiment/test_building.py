@@ -12,7 +12,7 @@ from torch import nn
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule, setting_names
-from ddp_core.experiment.building import callbacks_of, metrics_of, optimizer_of, schedule_of
+from ddp_core.experiment.building import callbacks_of, optimizer_of, schedule_of
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import build_parts
 from ddp_core.observe.step import StepObserver
@@ -194,7 +194,7 @@ def test_callbacks_and_observers_are_told_apart_and_modules_are_left_alone(tmp_p
     assert len(observers) == 1
     assert isinstance(observers[0], StepObserver)
     modules = loaded(tmp_path, "import json as metrics\nimport json as callbacks\nimport json as schedule\n")
-    assert metrics_of(modules) is None
+    assert build_parts(modules, Path("data")).named_metrics is None
     assert callbacks_of(modules) == ([], [])
     assert modules.experiment.schedule == Schedule()
 

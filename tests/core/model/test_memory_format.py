@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.model.memory_format import fills_its_memory, laid_out, lay_out, same_layout
+from ddp_core.model.builders import laid_out, lay_out
+from ddp_core.model.optimizers import fills_its_memory, same_layout
 
 IMAGES, FILM = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)
 

@@ -12,7 +12,7 @@ from tests.support.processes import HANG
 
 FAULTS = """
 import resource, sys, torch
-from ddp_core.run.freed_memory import keep_freed_memory
+from ddp_core.base.process import keep_freed_memory
 print(sys.argv[1] == "keep" and keep_freed_memory())
 for _ in range(20):
     torch.ones(10_000_000)
@@ -48,7 +48,7 @@ def test_what_is_freed_is_used_again_without_page_faults() -> None:
 
 RETURNED = """
 import psutil, torch
-from ddp_core.run.freed_memory import return_large_blocks
+from ddp_core.base.process import return_large_blocks
 worked = return_large_blocks()
 blocks = [torch.ones(elements) for _ in range(100) for elements in (70_000, 700)]
 full = psutil.Process().memory_info().rss
