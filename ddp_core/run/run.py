@@ -27,7 +27,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
-from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
+from ddp_core.observe.loggers.logger import BackgroundLogger, LoggedRun, loggable, start_loggers
 from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
@@ -204,10 +204,12 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     if not record.world.is_first:
         return MetricsWriter(None)
     request, directory = record.request, record.directory
-    settings = request.loaded.experiment.to_json()
-    settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-    logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
-    loggers = start_loggers(request.options.log_to, logged, console.warn)
+    loggers: list[BackgroundLogger] = []
+    if request.options.log_to:
+        settings = request.loaded.experiment.to_json()
+        settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
+        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)
 
