@@ -28,7 +28,7 @@ from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 __all__ = ["World", "free_port", "node_here"]
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE"}
-"""The variables by which torchrun, and whatever speaks like it, is known."""
+"""Where both are set, the launcher is torchrun, or another one that sets the same variables."""
 
 
 @dataclass(frozen=True)

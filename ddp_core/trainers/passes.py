@@ -42,7 +42,7 @@ class Passes:
         self._precision = _PRECISIONS.get(experiment.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self._precision is torch.float16 else None
         self.autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        """While in this context, the forwards of the thread run in the experiment's precision."""
+        """Makes a context in which the forwards of this thread run in the experiment's precision."""
         if self._precision is not None:
             self.autocast = partial(torch.autocast, device.type, self._precision)
         self._memory_format = experiment.memory_format

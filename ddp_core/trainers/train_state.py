@@ -23,8 +23,9 @@ from ddp_core.trainers.job import Job
 
 @dataclass
 class TrainState:
-    """The record that a checkpoint holds: weights, optimizer and the like, and the position, from which random state
-    follows. `step` counts finished optimizer steps over the whole run.
+    """The record that a checkpoint holds: weights, optimizer and the like, and the position.
+
+    Random state follows from the position. `step` counts finished optimizer steps over the whole run.
     """
 
     model: nn.Module
