@@ -184,7 +184,9 @@ class _Drawing(Console):
     """Draws its progress bar wherever stderr leads to."""
 
     def __init__(self, rank: int, world_size: int, log: Path | None) -> None:
-        super().__init__(rank, world_size, log)
+        super().__init__(rank, world_size)
+        if log is not None:
+            self.log_to(log)
         self.draws = True
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,13 +35,13 @@ _LOOKING_SECONDS = 0.0005
 _ABORTING_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class Collectives:
     """What ranks send each other beside gradients. All ranks call the same methods in the same order."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.world = world
-        self.device = device
-        self._abandoned = False
+    world: World
+    device: torch.device
+    _abandoned: bool = field(default=False, init=False)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (plain Python types) on every rank."""

@@ -27,6 +27,9 @@ from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
 
 __all__ = ["World", "free_port", "node_here"]
 
+_TORCHRUNS = {"RANK", "WORLD_SIZE"}
+"""Where both are set, the launcher is torchrun, or another one that sets the same variables."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -73,7 +76,7 @@ class World:
     def is_set(environ: Mapping[str, str] = os.environ) -> bool:
         """Whether a launcher has already made this process a worker."""
         try:
-            return _is_torchruns(environ) or bool(ranks_place(environ))
+            return environ.keys() >= _TORCHRUNS or bool(ranks_place(environ))
         except UserError:
             return False  # `from_environment` tells the user what is wrong
 
@@ -88,7 +91,7 @@ class World:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> World:
         """The place that the launcher gave, checked. Raises UserError naming the variable that is missing or wrong."""
-        if not _is_torchruns(environ):
+        if not environ.keys() >= _TORCHRUNS:
             place = ranks_place(environ)
             if not place:
                 return cls()
@@ -150,16 +153,12 @@ class World:
         return {name: str(value) for name, value in variables.items() if value is not None}
 
 
-def _is_torchruns(environ: Mapping[str, str]) -> bool:
-    return "RANK" in environ and "WORLD_SIZE" in environ
-
-
 def node_here(environ: Mapping[str, str] = os.environ) -> Node | None:
     """The place of this process where a launcher has started it once on each of several nodes; else None.
 
     Raises UserError where the launcher's variables are missing or contradict each other.
     """
-    return None if _is_torchruns(environ) else nodes_place(environ)
+    return None if environ.keys() >= _TORCHRUNS else nodes_place(environ)
 
 
 def missing_nodes(asked: int, came: int) -> UserError:

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,8 +33,8 @@ _OURS = (torch.float32, torch.float64)
 _HALF: tuple[tuple[float, ...], ...] = ((), (0.5,))
 """The exponent of a square root, as the operation's further arguments: none for `sqrt`, one half for `pow`."""
 
-Replaced = Callable[..., Any]
-"""A kernel as the dispatcher calls it: first the dispatch keys, which torch's own kernel must be given, too."""
+Kernel = Callable[..., Any]
+"""What the dispatcher calls: with the dispatch keys first, which torch's own kernel must be given, too."""
 
 _LEAST_SQUARES = ("torch.linalg.lstsq", "its bits depend on where its tensors lie in memory; use torch.linalg.qr")
 _REFUSED = {"linalg_lstsq": _LEAST_SQUARES, "linalg_lstsq.out": _LEAST_SQUARES}
@@ -59,10 +60,11 @@ def portable_kernels() -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
-            for name, make in _REPLACEMENTS.items():
-                library.impl(name, make(get_kernel(f"aten::{name}", "CPU").call_boxed), "CPU", with_keyset=True)
+            for name, replacement in _REPLACEMENTS.items():
+                usual = get_kernel(f"aten::{name}", "CPU").call_boxed
+                library.impl(name, partial(replacement, usual), "CPU", with_keyset=True)
             for name in _REFUSED:
-                library.impl(name, _refuse(name), "CPU")
+                library.impl(name, partial(_refuse, name), "CPU")
         yield
     finally:
         del library  # torch then has its own kernels again
@@ -83,36 +85,29 @@ def exact_root(numbers: Tensor) -> Tensor:
     return roots
 
 
-def _root(usual: Replaced) -> Replaced:
-    """The kernel for both the square root and the power, which is a square root where the exponent is one half."""
+def _root(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
+    """Both the square root and the power, which is a square root where the exponent is one half.
 
-    def root(keys: Any, numbers: Tensor, *exponent: Any) -> Tensor:
-        is_root = exponent in _HALF and _is_ours(numbers)
-        return exact_root(numbers) if is_root else usual(keys, numbers, *exponent)
-
-    return root
-
-
-def _root_in_place(usual: Replaced) -> Replaced:
-    def root_(keys: Any, numbers: Tensor, *exponent: Any) -> Tensor:
-        is_root = exponent in _HALF and numbers.dtype in _OURS
-        return numbers.copy_(exact_root(numbers)) if is_root else usual(keys, numbers, *exponent)
-
-    return root_
+    `usual` is torch's own kernel, here and in the kernels below.
+    """
+    is_root = exponent in _HALF and _is_ours(numbers)
+    return exact_root(numbers) if is_root else usual(keys, numbers, *exponent)
 
 
-def _root_into(usual: Replaced) -> Replaced:
-    def root_out(keys: Any, numbers: Tensor, *exponent: Any, out: Tensor) -> Tensor:
-        # Where `out` cannot hold the root, torch's own kernel says why.
-        kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
-        if exponent not in _HALF or not _is_ours(numbers) or not torch.can_cast(kind, out.dtype):
-            return usual(keys, numbers, *exponent, out=out)  # type: ignore[no-any-return]
-        roots = exact_root(numbers)
-        if out.shape != roots.shape:
-            out.resize_(roots.shape)
-        return out.copy_(roots)
+def _root_in_place(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any) -> Any:
+    is_root = exponent in _HALF and numbers.dtype in _OURS
+    return numbers.copy_(exact_root(numbers)) if is_root else usual(keys, numbers, *exponent)
 
-    return root_out
+
+def _root_into(usual: Kernel, keys: Any, numbers: Tensor, *exponent: Any, out: Tensor) -> Any:
+    # Where `out` cannot hold the root, torch's own kernel says why.
+    kind = numbers.dtype if numbers.is_floating_point() else torch.get_default_dtype()
+    if exponent not in _HALF or not _is_ours(numbers) or not torch.can_cast(kind, out.dtype):
+        return usual(keys, numbers, *exponent, out=out)
+    roots = exact_root(numbers)
+    if out.shape != roots.shape:
+        out.resize_(roots.shape)
+    return out.copy_(roots)
 
 
 def _is_ours(numbers: Tensor) -> bool:
@@ -122,7 +117,7 @@ def _is_ours(numbers: Tensor) -> bool:
     return (torch.get_default_dtype() if is_whole else kind) in _OURS
 
 
-_REPLACEMENTS: dict[str, Callable[[Replaced], Replaced]] = {
+_REPLACEMENTS: dict[str, Kernel] = {
     "sqrt": _root,
     "sqrt_": _root_in_place,
     "sqrt.out": _root_into,
@@ -132,17 +127,13 @@ _REPLACEMENTS: dict[str, Callable[[Replaced], Replaced]] = {
 }
 
 
-def _refuse(operation: str) -> Callable[..., NoReturn]:
-    """A kernel that raises UserError, for a refused operation."""
+def _refuse(operation: str, *_: Any, **__: Any) -> NoReturn:
+    """The kernel of a refused operation: raises UserError."""
     name, reason = _REFUSED[operation]
-
-    def kernel(*_: Any, **__: Any) -> NoReturn:
-        raise UserError(
-            f"{name} in {_place()} is not portable: {reason}. Or train with --numerics native, whose bits belong to "
-            "one kind of CPU"
-        )
-
-    return kernel
+    raise UserError(
+        f"{name} in {_place()} is not portable: {reason}. Or train with --numerics native, whose bits belong to "
+        "one kind of CPU"
+    )
 
 
 def _place() -> str:

@@ -99,14 +99,12 @@ SILENT_SECONDS = 60.0
 class Console:
     """Prints for the user: rank 0 everything, other ranks only warnings with their rank. Also keeps log.txt."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, log: Path | None = None) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self._is_first = rank == 0
         self._prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
         self.draws = self._is_first and sys.stderr.isatty()
         """Whether there is a terminal to draw a bar on."""
         self._log: IO[str] | None = None
-        if log is not None:
-            self.log_to(log)
         self._bar: Any = None
         self._printed_at = time.monotonic()
         self._first_step: tuple[int, float] | None = None

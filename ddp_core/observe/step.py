@@ -77,28 +77,28 @@ class StepObserver:
         """The weights have been updated (or the step skipped), and the step counts as done."""
 
 
+@dataclass(frozen=True)
 class StepObservers(StepObserver):
     """Several observers as one; they are called in the order given."""
 
-    def __init__(self, observers: Sequence[StepObserver]) -> None:
-        self._observers = tuple(observers)
+    observers: Sequence[StepObserver]
 
     def before_step(self, batch: StepBatch) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.before_step(batch)
 
     def before_wait(self) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.before_wait()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.gradients_done(batch, reports)
 
     def skipped(self, batch: StepBatch) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.skipped(batch)
 
     def after_step(self, batch: StepBatch) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.after_step(batch)

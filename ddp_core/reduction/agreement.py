@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.digests import weights_digest
 
 from .flat import Gradients
-
-T = TypeVar("T")
 
 
 def refuse_inexact(ddp: DistributedDataParallel) -> None:
@@ -56,7 +53,8 @@ def require_agreement(
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
-    gathered = _gathered(group, (node, facts))
+    gathered = [(node, facts)] * group.size()
+    dist.all_gather_object(gathered, (node, facts), group=group)
     for fact, rank, first, other in _differences([facts for _, facts in gathered]):
         raise ValueError(
             f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"
@@ -75,17 +73,13 @@ def require_equal_weights(group: dist.ProcessGroup, module: nn.Module) -> None:
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     digests = {name: weights_digest({name: tensor}) for name, tensor in tensors}
-    for name, rank, _, _ in _differences(_gathered(group, digests)):
+    everyones = [digests] * group.size()
+    dist.all_gather_object(everyones, digests, group=group)
+    for name, rank, _, _ in _differences(everyones):
         raise ValueError(
             f"{name} is another on rank {rank} than on rank 0: seed all ranks alike before the model is made, or load "
             "the same weights on all of them"
         )
-
-
-def _gathered(group: dist.ProcessGroup, own: T) -> list[T]:
-    everyones = [own] * group.size()
-    dist.all_gather_object(everyones, own, group=group)
-    return everyones
 
 
 def _differences(everyones: Sequence[Mapping[str, object]]) -> Iterator[tuple[str, int, object, object]]:

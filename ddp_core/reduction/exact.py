@@ -125,14 +125,16 @@ class ExactReduction:
             refuse_inexact(ddp)
             group = ddp.process_group
         self.micro_batches = micro_batches
+        self.share: range
+        """The micro-batches that this rank computes in the step at hand (else in a full one), in order."""
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
         if rank == 0:
             warn_of_threads()
         self._statistics = BatchStatistics(module)
         self._foreign: dict[str, Tensor] | None = None
         self._checked = False
-        # Of the step at hand: its number of micro-batches, and how many this rank has run.
-        self._leaves: int | None = None
+        # Whether a step has begun, and how many micro-batches of it this rank has run.
+        self._has_begun = False
         self._run = 0
         self._shares: Shares
         self._own = own
@@ -141,6 +143,7 @@ class ExactReduction:
             self._shares, self._gradients, self._channel = own, own.gradients, own.channel
             self._reduced, self._to_compare = own.reduced, own.weights_to_compare
             share(micro_batches, rank, world_size)
+            self._full_share = self.share = own.share(micro_batches)
             return
         self._gradients = Gradients(module)
         self._reduced = self._gradients.parameters
@@ -154,11 +157,7 @@ class ExactReduction:
         self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
         kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares
         self._shares = kind(ddp, self._gradients, self._channel)
-
-    @property
-    def share(self) -> range:
-        """The micro-batches that this rank computes in the step at hand (else in a full one), in order."""
-        return self.share_of(self.micro_batches if self._leaves is None else self._leaves)
+        self._full_share = self.share = self._shares.share(micro_batches)
 
     def share_of(self, micro_batches: int) -> range:
         """The micro-batches that this rank computes in a step of so many, in order."""
@@ -183,8 +182,10 @@ class ExactReduction:
             require_equal_weights(self._to_compare, self.module)
             self._to_compare = None
         self._shares.begin(micro_batches)
-        self._leaves, self._run = micro_batches, 0
-        self._gradients.clear()
+        self.share = self._shares.share(micro_batches)
+        self._has_begun, self._run = True, 0
+        for parameter in self._gradients.parameters:
+            parameter.grad = None
         self._statistics.begin()
         if not self._checked:
             self._foreign = foreign_buffers(self.module)
@@ -196,7 +197,7 @@ class ExactReduction:
         `weight` is the micro-batch's weight in the batch-norm statistics: its number of samples where they differ.
         Raises ValueError for a micro-batch out of turn, RuntimeError for gradients that were made outside.
         """
-        if self._leaves is None:
+        if not self._has_begun:
             self.begin()
         if index not in self.remaining[:1]:
             raise ValueError(f"micro-batch {index} is out of turn: this rank computes {self.share}, in order")
@@ -218,14 +219,14 @@ class ExactReduction:
         Raises RuntimeError if micro-batches are missing, for gradients that were made outside of `micro_batch`, if DDP
         left parameters out of the last backward, and what the exchange raised if that failed.
         """
-        if self._leaves is None:
+        if not self._has_begun:
             self.begin()
         if self.remaining:
             raise RuntimeError(f"micro-batch {self.remaining[0]} of {self.share} has not been run")
         total = self._statistics.zeros()
         self._shares.finish(total, scale)
         self._statistics.finish(total)
-        self._leaves, self._run = None, 0
+        self._has_begun, self._run, self.share = False, 0, self._full_share
         self._refuse_foreign_buffers()
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
@@ -240,7 +241,7 @@ class ExactReduction:
     def close(self) -> None:
         """End the communication threads and their process group, and give the batch-norm layers their momenta back."""
         self._statistics.restore()
-        self._leaves, self._run = None, 0
+        self._has_begun, self._run, self.share = False, 0, self._full_share
         self._shares.close()
         self._channel.close()
 

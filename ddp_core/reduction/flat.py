@@ -33,11 +33,6 @@ class Gradients:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
 
-    def clear(self) -> None:
-        """Set every `.grad` to None."""
-        for parameter in self.parameters:
-            parameter.grad = None
-
     def take(self, positions: Iterable[int] | None = None) -> list[Tensor | None]:
         """`take_gradients`, of all or of the parameters at these positions. Raises ValueError for a sparse gradient."""
         taken = self.parameters if positions is None else [self.parameters[position] for position in positions]

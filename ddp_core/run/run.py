@@ -27,7 +27,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
-from ddp_core.observe.loggers.logger import LoggedRun, loggable, start_loggers
+from ddp_core.observe.loggers.logger import BackgroundLogger, LoggedRun, loggable, start_loggers
 from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
@@ -202,7 +202,8 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     """Rank 0's metrics and loggers; the other ranks write nothing."""
     if not record.world.is_first:
         return MetricsWriter(None)
-    request, directory, loggers = record.request, record.directory, []
+    request, directory = record.request, record.directory
+    loggers: list[BackgroundLogger] = []
     if request.options.log_to:
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .plain_rounds import PlainRounds
 
 
+@dataclass(eq=False)
 class Ownership(ABC):
     """What this process owns of the state of `module` and `optimizer`, which stay the same objects.
 
@@ -33,11 +35,10 @@ class Ownership(ABC):
     tensors that lie in a mapped file, a rank touches its own part.
     """
 
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
     has_whole_weights = True
     """Whether this process has all weights; else every forward gathers them, so all ranks must run as many."""
-
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
 
     @property
     def trained(self) -> dict[str, Tensor]:

@@ -52,13 +52,8 @@ class DataParallelTrainer(Trainer):
             for number, device in enumerate(devices)
         ]
 
-    def shares(self) -> range:
-        """All shares: this one process computes for every replica."""
-        return range(self.job.layout.nproc_per_node)
-
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
-        self.losses.begin(batch)
         scattered = self._scatter(batch)
         for replica in self.replicas[1:]:
             replica.copy_from(self.model)
@@ -75,7 +70,7 @@ class DataParallelTrainer(Trainer):
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
                 self.losses.put(index, loss.to(self.device, non_blocking=True))
-        self.send_losses()
+        self.send_losses(batch)
         self._reduce()
 
     def close(self) -> None:
@@ -193,13 +188,8 @@ class CudaDataParallelTrainer(Trainer):
         self.module.train()
         self.seeds = [MicroBatchSeed(job.experiment.seed, device) for device in devices]
 
-    def shares(self) -> range:
-        """All shares: this one process feeds every device."""
-        return range(self.job.layout.nproc_per_node)
-
     def compute_gradients(self, batch: StepBatch) -> None:
         """Call nn.DataParallel once per round; it scatters, replicates, applies, gathers and reduces."""
-        self.losses.begin(batch)
         for parameter in self.model.parameters():
             parameter.grad = None
         weight = self.passes.loss_weight(batch.samples)
@@ -213,7 +203,7 @@ class CudaDataParallelTrainer(Trainer):
             loss = self.passes.loss(self.module, inputs, targets)
             self.losses.put(parts[0].index, loss.detach())
             self.passes.backward(loss, weight)
-        self.send_losses()
+        self.send_losses(batch)
 
 
 def _joined(batches: Sequence[Batch], samples: Sequence[int]) -> Batch:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class DistributedTrainer(Trainer):
     """Computes this rank's share of every global batch."""
 
+    loss_copies = 1
+    """By how much the reduction divides its sums, so that the loss is weighted with it."""
+
     def __init__(self, job: Job) -> None:
         if job.experiment.sync_batch_norm:
             job = replace(job, model=nn.SyncBatchNorm.convert_sync_batchnorm(job.model))
@@ -52,19 +55,8 @@ class DistributedTrainer(Trainer):
             self.module = self.wrapped()
             self.reduction = ExactReduction(self.module, self.cut.micro_batches, node=node)
 
-    @property
-    def loss_copies(self) -> int:
-        """By how much the reduction divides its sums, so that the loss is weighted with it."""
-        return 1
-
-    def shares(self) -> range:
-        """This rank's own share."""
-        rank = self.job.collectives.world.rank
-        return range(rank, rank + 1)
-
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
-        self.losses.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
@@ -76,23 +68,23 @@ class DistributedTrainer(Trainer):
                 if self.cut.is_strided:
                     self.observers.before_wait()  # each backward exchanges gradients, not only the last
                 if part is batch.micro_batches[-1]:
-                    self.send_losses()
+                    self.send_losses(batch)
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
             if self.cut.is_strided:
                 # What backward has not sent yet is sent at the end of the block.
                 self.clock.lap("exposed_communication")
         if not batch.micro_batches:
-            self.join_empty_handed()
+            self.join_empty_handed(batch)
         self.join_last_round(batch)
         self.reduction.finish()
 
     def join_last_round(self, batch: StepBatch) -> None:
         """Take part in what other ranks still do for the step; overridden where all ranks must."""
 
-    def join_empty_handed(self) -> None:
+    def join_empty_handed(self, batch: StepBatch) -> None:
         """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
-        self.send_losses()
+        self.send_losses(batch)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
@@ -140,6 +132,7 @@ class PlainDistributedTrainer(DistributedTrainer):
         """Wrap the model in DistributedDataParallel, and register the experiment's hook."""
         settings, self.module = self.experiment.ddp, self.wrapped()
         self.reduction = PlainReduction(self.module, self.cut.micro_batches)
+        self.loss_copies = self.job.layout.world_size
         if settings.communication_hook == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif settings.communication_hook == "bf16":
@@ -148,12 +141,7 @@ class PlainDistributedTrainer(DistributedTrainer):
             state = powerSGD_hook.PowerSGDState(None, settings.powersgd_rank, start_powerSGD_iter=10)
             self.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    @property
-    def loss_copies(self) -> int:
-        """DDP's all-reduce divides by the number of ranks."""
-        return self.job.layout.world_size
-
-    def join_empty_handed(self) -> None:
+    def join_empty_handed(self, batch: StepBatch) -> None:
         """Run the backward of one sample with a loss weight of 0: DDP's all-reduce runs in a backward only.
 
         The forward before it takes part in the broadcast of the buffers; in eval mode it does not change them.
@@ -161,6 +149,6 @@ class PlainDistributedTrainer(DistributedTrainer):
         self.module.eval()
         inputs, targets = self.batches.loader.fetch(0, self.batches.order.ids(0, 0, 1))
         loss = self.passes.loss(self.module, inputs, targets)
-        self.send_losses()
+        self.send_losses(batch)
         self.passes.backward(loss, torch.zeros((), device=self.device))
         self.module.train()

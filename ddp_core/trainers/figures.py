@@ -103,11 +103,9 @@ class CallbackCalls(StepObserver):
         self._job, self._state = job, state
         first = job.collectives.world.is_first
         self._callbacks = [callback for callback in job.callbacks if first or callback.ranks == "all"]
-        self._loss: float | None = None
-
-    def __bool__(self) -> bool:
+        self.has_any = bool(self._callbacks)
         """Whether this rank has a callback."""
-        return bool(self._callbacks)
+        self._loss: float | None = None
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         self._loss = reports[-1].loss / reports[-1].samples if reports else None

@@ -1,12 +1,12 @@
-"""Forward and backward passes of the experiment's model, in the experiment's precision.
+"""What a step does with the experiment's own code: forward and backward passes, and the update of the weights.
 
-Only this file calls the model and its loss.
+Only this file calls the model, its loss, the optimizer and the schedule.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.user_code import user_code
-from ddp_core.config.experiment import Experiment
+from ddp_core.config.experiment import Experiment, Schedule
 from ddp_core.data.trees import Tree, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
+from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,12 +32,19 @@ def call(module: nn.Module, inputs: Tree) -> Tree:
 
 
 class Passes:
-    """Computes outputs, losses and gradients of micro-batches; `module` is the model, or what wraps it."""
+    """Computes outputs, losses and gradients of micro-batches, in the experiment's precision.
+
+    `module` is the model, or what wraps it.
+    """
 
     def __init__(self, experiment: Experiment, loss: Loss, device: torch.device) -> None:
         self._loss, self._device = loss, device
         self._precision = _PRECISIONS.get(experiment.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self._precision is torch.float16 else None
+        self.autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Makes a context in which the forwards of this thread run in the experiment's precision."""
+        if self._precision is not None:
+            self.autocast = partial(torch.autocast, device.type, self._precision)
         self._memory_format = experiment.memory_format
         self._loss_weights: dict[int, Tensor] = {}
 
@@ -56,12 +64,6 @@ class Passes:
             outputs = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
         with user_code("your loss"):
             return outputs, targets, self._loss(outputs, targets)
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """While in the block, this thread's forwards run in the experiment's precision."""
-        if self._precision is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._precision)
 
     def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
@@ -98,3 +100,71 @@ class InPrecision(nn.Module):
         """What the module returns."""
         with self._passes.autocast():
             return self.module(*inputs, **named)
+
+
+class WeightUpdate:
+    """Updates the weights of a state from the gradients in `.grad`.
+
+    `clip(max_norm)` limits the norm of the gradients.
+
+    A built-in schedule sets each parameter group's rate, from the rate that the group was made with. A schedule of the
+    experiment's own takes a step after each update, but not where the update was skipped.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        state: TrainState,
+        steps_per_epoch: int,
+        clip: Callable[[float], object],
+    ) -> None:
+        self._state, self._clip_norm = state, experiment.clip_norm
+        self._clip = clip
+        self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
+        self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
+        self._has_stepped = False
+        groups = state.optimizer.param_groups
+        self._base_rates = [float(group["lr"]) for group in groups]
+        state.learning_rate = self._base_rates[0]
+
+    def make(self, step: int) -> None:
+        """Make the update of `step`, counted from 0 over the whole run."""
+        state = self._state
+        groups = state.optimizer.param_groups
+        if self._rule is not None:
+            for group, base in zip(groups, self._base_rates, strict=True):
+                group["lr"] = self._rule.rate(base, step, *self._steps)
+        state.learning_rate = float(groups[0]["lr"])
+        if state.scaler is not None:
+            state.scaler.unscale_(state.optimizer)
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
+        with user_code("your optimizer"):
+            if state.scaler is None:
+                state.optimizer.step()
+            elif not self._step_scaled(state.scaler):
+                return
+        if state.schedule is not None:
+            with user_code("your schedule"):
+                state.schedule.step()
+        if state.average is not None:
+            state.average.update_parameters(state.model)
+
+    def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
+        """Step with scaled gradients, unless one of them overflowed; returns whether the weights were updated."""
+        state = self._state
+        if self._has_stepped and state.schedule is None and state.average is None:
+            # Nothing depends on the answer, and on CUDA reading the scale makes the host wait for the device.
+            scaler.step(state.optimizer)
+            scaler.update()
+            return True
+        before, is_fresh = scaler.get_scale(), not state.optimizer.state
+        scaler.step(state.optimizer)
+        scaler.update()
+        made = scaler.get_scale() >= before
+        self._has_stepped = self._has_stepped or made
+        if is_fresh and not made:
+            # torch's fused SGD has made momentum buffers that it expects its first update to fill, which was skipped
+            # (torch/optim/sgd.py: empty_like). Without them the next update is the first one again.
+            state.optimizer.state.clear()
+        return made

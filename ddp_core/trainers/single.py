@@ -18,13 +18,8 @@ class SingleTrainer(Trainer):
         self.reduction = kind(self.model, self.cut.micro_batches)
         self.model.train()
 
-    def shares(self) -> range:
-        """The only share, which is the whole global batch."""
-        return range(1)
-
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up the gradients."""
-        self.losses.begin(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
@@ -35,7 +30,7 @@ class SingleTrainer(Trainer):
                 self.clock.lap("forward")
                 self.passes.backward(loss, weight)
                 self.clock.lap_backward()
-        self.send_losses()
+        self.send_losses(batch)
         self.reduction.finish()
 
     def close(self) -> None:

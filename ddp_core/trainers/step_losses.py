@@ -32,7 +32,6 @@ class StepLosses:
     def __init__(self, collectives: Collectives, micro_batches: int) -> None:
         self._collectives = collectives
         self._micro_batches = micro_batches
-        self._step = self._samples = 0
         self._by_micro_batch: dict[int, Tensor] = {}
         self._stop = False
         self._requests: Tensor | None = None
@@ -42,28 +41,23 @@ class StepLosses:
         # Of each step that has not been read: number, samples, micro-batches and their losses.
         self._unread: list[tuple[int, int, Sequence[int], Tensor]] = []
 
-    def begin(self, batch: StepBatch) -> None:
-        """Start a step."""
-        self._step, self._samples = batch.step, batch.samples
-        self._by_micro_batch = {}
-
     def put(self, micro_batch: int, loss: Tensor) -> None:
         """Take the loss of one micro-batch, summed over its samples."""
         self._by_micro_batch[micro_batch] = loss
 
-    def send(self, stop: bool) -> None:
-        """Start the sums; call this once per step on every rank, after its last forward.
+    def send(self, batch: StepBatch, stop: bool) -> None:
+        """Start the sums of a step; call this once per step on every rank, after its last forward.
 
         `stop` says whether this rank was asked to stop.
         """
         self._stop = stop
+        own, self._by_micro_batch = self._by_micro_batch, {}
         if self._collectives.world.world_size == 1:
-            losses = torch.stack(list(self._by_micro_batch.values()))
-            self._unread.append((self._step, self._samples, list(self._by_micro_batch), losses))
+            self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
             return
         device = self._collectives.device
         vector = torch.zeros(self._micro_batches + 1, device=device)
-        for micro_batch, loss in self._by_micro_batch.items():
+        for micro_batch, loss in own.items():
             vector[micro_batch] = loss
         self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1)
         if stop:
@@ -71,7 +65,7 @@ class StepLosses:
         sent = [vector] if device.type == "cpu" else [self._requests, vector]
         begun = [self._collectives.start_sum(tensor) for tensor in sent]
         self._sums = [work for work in begun if work is not None]
-        self._unread.append((self._step, self._samples, range(self._micro_batches), vector[:-1]))
+        self._unread.append((batch.step, batch.samples, range(self._micro_batches), vector[:-1]))
 
     def receive(self) -> bool:
         """Wait for the sums of this step; whether any rank was asked to stop.

@@ -22,13 +22,12 @@ from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.checkpoints import Saving
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -37,8 +36,7 @@ from ddp_core.trainers.step_losses import (
     name_bad_loss,
     steps_between_reading,
 )
-from ddp_core.trainers.train_state import TrainState
-from ddp_core.trainers.updating import WeightUpdate
+from ddp_core.trainers.train_state import Saving, TrainState
 
 
 class Trainer(ABC):
@@ -61,7 +59,10 @@ class Trainer(ABC):
             collate=job.splits.collate,
             device=job.device,
         )
-        self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, self.shares())
+        world = job.collectives.world
+        # A process has the share of its rank; the only process of `dp` has all shares, one for each replica.
+        shares = range(world.rank, self.cut.shares, world.world_size)
+        self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, shares)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
@@ -70,32 +71,28 @@ class Trainer(ABC):
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)
-        overlaps = job.collectives.world.world_size > 1 and not job.options.cuda_graph
+        overlaps = world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.callbacks = CallbackCalls(job, self.state)
-        called = [self.callbacks] if self.callbacks else []
+        called = [self.callbacks] if self.callbacks.has_any else []
         self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
     @abstractmethod
-    def shares(self) -> range:
-        """Which shares of the global batch this process computes."""
-
-    @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
 
-    def send_losses(self) -> None:
+    def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
 
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.losses.send(self.job.stop.requested)
+        self.losses.send(batch, self.job.stop.requested)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -113,7 +110,8 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
-        self.saving.begin()
+        # A state that is not at step 0 came from the checkpoint of its step.
+        self.saving.newest_step = self.state.step
         self.clock.restart()
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
@@ -140,7 +138,7 @@ class Trainer(ABC):
                     self.saving.save(best=is_best)
                 if stop and not self.is_at_end:
                     self.stop()
-        if self.callbacks:
+        if self.callbacks.has_any:
             self.saving.wait()
             self.callbacks.end((self.state.step - 1) // self.steps_per_epoch)
 

@@ -134,14 +134,13 @@ def _render(stepper: Stepper, count: int) -> None:
     module = RenderedDataParallel(trainer.model, count).train()
 
     def compute_gradients(batch: StepBatch) -> None:
-        trainer.losses.begin(batch)
         for parameter in trainer.model.parameters():
             parameter.grad = None
         ((inputs, targets),) = batch.tensors
         loss = trainer.passes.loss(module, inputs, targets)
         trainer.losses.put(batch.micro_batches[0].index, loss.detach())
         trainer.passes.backward(loss, trainer.passes.loss_weight(batch.samples))
-        trainer.send_losses()
+        trainer.send_losses(batch)
 
     trainer.compute_gradients = compute_gradients  # type: ignore[method-assign]
 

@@ -15,8 +15,8 @@ from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import find_checkpoints, load, newest_valid
 from ddp_core.config.experiment import Component
 from ddp_core.sampler import GlobalOrder
+from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.train_state import TrainState
-from ddp_core.trainers.updating import WeightUpdate
 from tests.core.trainers.test_loss_gate import OPTIMIZERS
 from tests.core.trainers.test_trainers import digests, experiment, finished, samples, trainer_of
 from tests.faults.launches import DOTS, Launch, Watch

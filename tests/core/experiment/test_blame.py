@@ -24,9 +24,8 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepObservers
 from ddp_core.reduction import ExactReduction
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.named_sums import NamedSums
-from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.train_state import TrainState
-from ddp_core.trainers.updating import WeightUpdate
 
 CPU = torch.device("cpu")
 EXPERIMENT = Experiment(name="mine", model=Component(name="m"), data=Component(name="d"), global_batch_size=4)

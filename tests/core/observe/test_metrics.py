@@ -107,7 +107,8 @@ def test_without_a_terminal_a_line_breaks_a_long_silence(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    console = Console(log=tmp_path / "log.txt")
+    console = Console()
+    console.log_to(tmp_path / "log.txt")
     assert not console.draws
     for step in range(1, 301):  # a step every two seconds; a line is said at step 250
         now += 2

@@ -18,8 +18,8 @@ from ddp_core.checkpoint import Checkpointer, load, newest_valid
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import build_optimizer
+from ddp_core.trainers.passes import WeightUpdate
 from ddp_core.trainers.train_state import TrainState
-from ddp_core.trainers.updating import WeightUpdate
 
 STEPS = 12
 Make = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
