@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+_COLUMNS = 1024
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
@@ -37,6 +40,22 @@ def optimizer_digest(state: Mapping[str, Any]) -> str:
         if value is not None
     }
     return weights_digest(tensors)
+
+
+def checksum(tensor: Tensor) -> str:
+    """Tells two tensors of one shape and dtype apart: no digest, but several times faster, and made on their device.
+
+    8 bytes make a number, and the numbers a table. The sums of its rows and of its columns differ after any one change,
+    and after two, unless these make up for each other in a row and in a column.
+    """
+    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    if len(content) % 8 or content.storage_offset() % 8:
+        content = pad(content, (0, -len(content) % 8))
+    numbers = content.view(torch.int64)
+    whole_rows = len(numbers) // _COLUMNS * _COLUMNS
+    table = numbers[:whole_rows].view(-1, _COLUMNS)
+    sums = torch.cat([table.sum(0), table.sum(1), numbers[whole_rows:]])
+    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def tree_digest(tree: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,13 @@ class Ownership(ABC):
     def trained(self) -> dict[str, Tensor]:
         """What this process has of the trained parameters, by name."""
         return {name: each.detach() for name, each in self.module.named_parameters() if each.requires_grad}
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """What every rank has a whole copy of, by names that a message can tell, in one sequence on all ranks."""
+        for kind, named in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
+            for name, tensor in named:
+                if kind == "buffer" or self.has_whole_weights:
+                    yield f"{kind} {name}", tensor.detach()
 
     def described_weights(self) -> dict[str, Any]:
         """The module's whole state_dict, of which only names, dtypes and shapes are meant; no collective."""
@@ -84,6 +91,13 @@ class OwnsAll(Ownership):
         return self.optimizer.state_dict()
 
     own_state = whole_state
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().replicated()
+        for name, parameter in self.module.named_parameters():
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"the optimizer's {entry} of {name}", value
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(whole_tensors(state))

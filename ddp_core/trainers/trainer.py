@@ -28,6 +28,7 @@ from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
+from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -134,6 +135,8 @@ class Trainer(ABC):
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
                     self.record_digest()
+                if is_best or self.is_at_epoch_end or self.saving.is_due(self.state.step):
+                    self.require_same_state()
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
                 if stop and not self.is_at_end:
@@ -245,8 +248,15 @@ class Trainer(ABC):
                 digest = weights_digest(weights)
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
+    def require_same_state(self) -> None:
+        """Compare what all ranks have alike, where the reduction promises that; raises UserError (2)."""
+        if self.exact:
+            with self.clock.aside("other"):
+                require_same_state(self.state, self.job.collectives, self.saving.newest)
+
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""
+        self.require_same_state()
         self.saving.save(wait=True)
         self.job.stop.saved()
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)
