@@ -28,8 +28,9 @@ def require_same_state(state: TrainState, collectives: Collectives, newest: str)
     sums = [(name, checksum(tensor)) for name, tensor in replicated(state)]
     if len(set(collectives.gather(sha256(repr(sums).encode()).hexdigest()))) == 1:
         return
-    for (name, _), *of_ranks in zip(sums, *collectives.gather(sums), strict=True):
-        values = [value for _, value in of_ranks]
+    everyones = [dict(theirs) for theirs in collectives.gather(sums)]
+    for name in dict.fromkeys(name for theirs in everyones for name in theirs):
+        values = [theirs.get(name) for theirs in everyones]
         usual, count = Counter(values).most_common(1)[0]
         if count < len(values):
             others = [rank for rank, value in enumerate(values) if value != usual] if len(values) > 2 else [0, 1]
