@@ -7,7 +7,7 @@ import pickle
 import re
 import tracemalloc
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,12 @@ from tests.support.processes import run_processes
 # the lengths just above.
 LENGTHS = [0, 1, 2, 3, 4, 5, 63, 1437, BLOCK - 1, BLOCK, BLOCK + 1, 2**15, 2**15 + 1, 50_000, 2**16 + 1]
 HUGE = [2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1, 10**12, 2**63 - 1]
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sampler-in-your-own-script.md"
+BLOCKS_OF_THE_PAGE = [
+    pytest.param(block, marks=[pytest.mark.extras("torchdata")] if "torchdata" in block else [])
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+]
 
 
 class Numbers(Dataset[int]):
@@ -263,6 +269,37 @@ def test_the_cursor_counts_trained_samples_not_prefetched_ones(workers: int) -> 
     assert list(sampler) == rest
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 40_000), st.booleans(), st.booleans(), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6000)))
+)
+def test_an_iterator_continues_where_any_other_stopped(
+    length: int, shuffle: bool, drop_last: bool, stays: list[tuple[int, int]]
+) -> None:
+    """What torchdata's StatefulDataLoader does with it: the iterator's state counts what was handed out."""
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": 2}
+    seen: list[int] = []
+    state = iter(ElasticSampler(Numbers(length), 1, 0, **options)).state_dict()
+    for world_size, taken in stays:
+        states = []
+        samplers = [ElasticSampler(Numbers(length), world_size, rank, **options) for rank in range(world_size)]
+        taken = min(taken, (length - state["samples_trained"]) // world_size)
+        for sampler in samplers:
+            ids = iter(sampler)
+            ids.load_state_dict(json.loads(json.dumps(state)))
+            assert ids.state_dict() == state
+            seen += islice(ids, taken)
+            states.append(ids.state_dict())
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    sampler = ElasticSampler(Numbers(length), 1, 0, **options)
+    (ids := iter(sampler)).load_state_dict(state)
+    seen += ids
+    assert sorted(seen) == list(range(length))
+    assert ids.state_dict()["samples_trained"] == length
+    assert len(list(sampler)) == length  # the next iteration is whole
+
+
 def test_its_length_is_known_before_it_is_iterated() -> None:
     assert [len(ElasticSampler(range(5), 2, rank)) for rank in (0, 1)] == [3, 2]
 
@@ -366,9 +403,6 @@ def test_ids_index_tensors() -> None:
     assert torch.arange(100)[torch.from_numpy(ids)].tolist() == ids.tolist()
 
 
-def test_the_documented_lines_run() -> None:
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "sampler-in-your-own-script.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), {})
+@pytest.mark.parametrize("block", BLOCKS_OF_THE_PAGE)
+def test_the_documented_lines_run(block: str) -> None:
+    exec(compile(block, PAGE.name, "exec"), {})
