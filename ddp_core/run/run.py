@@ -13,6 +13,7 @@ from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threa
 from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
@@ -71,7 +72,8 @@ def run_worker(request: Request, world: World) -> int:
     How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
     """
     try:
-        run(request, world)
+        with no_way_out("your code"):
+            run(request, world)
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
