@@ -49,7 +49,8 @@ def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
     if isinstance(error, LeftEarly):
         return ExitCode.BAD_INPUT, str(error)
     if users(error) or _is_refusal(error):
-        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}"
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}{notes}"
     return ExitCode.INTERNAL, internal(error)
 
 

@@ -22,6 +22,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
+from ddp_core.experiment.same_model import require_same_model
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
@@ -188,6 +189,7 @@ def _build_the_same(
     check_promise(request)
     collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
+    require_same_model(collectives, parts.model)
     if parts.named_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)

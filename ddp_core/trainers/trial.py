@@ -40,8 +40,8 @@ def check_loss(trainer: Trainer) -> None:
     that averages all gradients are too small, and nothing later shows that. The loss of two samples is compared with
     that of the same two samples twice in one batch: a sum doubles, a mean does not.
 
-    There is no verdict where the loss raises, or is 0 or not finite, and none is needed for the losses of `ddp_core` or
-    for micro-batches of one sample, whose sum and mean are the same.
+    A loss that is no single number is refused, too. There is no verdict where the loss raises, or is 0 or not finite,
+    and none is needed for the losses of `ddp_core` or for micro-batches of one sample, whose sum and mean are the same.
     """
     job, experiment, batches = trainer.job, trainer.experiment, trainer.batches
     if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
@@ -53,6 +53,8 @@ def check_loss(trainer: Trainer) -> None:
                 float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
                 for numbers in (ids, np.concatenate((ids, ids)))
             )
+        except UserError:
+            raise
         except Exception:  # training meets it, too, and says on which rank
             return
     ratio = twice / once if once else math.nan
