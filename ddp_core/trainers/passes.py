@@ -1,12 +1,12 @@
 """What a step does with the experiment's own code: forward and backward passes, and the update of the weights.
 
-Only this file calls the model, its loss, the optimizer and the schedule.
+Only this file calls the model in training, its loss, the optimizer and the schedule.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -16,20 +16,13 @@ from torch import Tensor, nn
 
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
-from ddp_core.data.trees import Tree, map_tensors
+from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
 from ddp_core.trainers.torch_errors import note_backward, note_labels, require_gradient, summed_loss
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def call(module: nn.Module, inputs: Tree) -> Tree:
-    """What the module returns for a tensor, for a tuple or list of arguments, or for a dict of named arguments."""
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
 class Passes:

@@ -19,6 +19,7 @@ from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.model.forward_state import ForwardState
 from ddp_core.model.losses import LOSSES
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.named_sums import NamedMetrics
@@ -93,14 +94,11 @@ def try_metrics(
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model into eval mode; put its mode, its buffers and every state of random numbers back afterwards."""
-    training, buffers = model.training, [buffer.clone() for buffer in model.buffers()]
+    """Put the model into eval mode; put its modes, buffers, attributes and all random numbers back afterwards."""
+    state = ForwardState(model)
     with generators_kept(device):
         model.eval()
         try:
             yield
         finally:
-            model.train(training)
-            with torch.no_grad():
-                for buffer, value in zip(model.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
+            state.put_back()
