@@ -2,12 +2,16 @@
 
 Whatever comes out of `with user_code("your model"):` is the user's, and nothing else is. Hooks of ours that torch calls
 in the midst of the user's model are marked with `our_code`; the boundary that an exception crosses first decides.
+
+No code of the user ends a run in silence: what would end the process there, such as `sys.exit()`, becomes LeftEarly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
@@ -19,6 +23,13 @@ _MARK = "_ddp_crossed"
 _OURS = ""
 
 
+class LeftEarly(Exception):
+    """The user's code raised what ends a program without being an error, such as SystemExit: training is unfinished.
+
+    The message is one line with what was raised, where, and what to do instead.
+    """
+
+
 @dataclass
 class user_code(AbstractContextManager["user_code"]):
     """A block in which the user's functions run; `what` names them: "your model". One object may be entered often."""
@@ -28,8 +39,46 @@ class user_code(AbstractContextManager["user_code"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            _mark(error, self.what)
+        if error is None:
+            return
+        if is_way_out(error):
+            raise left_early(error, self.what).with_traceback(trace) from None
+        _mark(error, self.what)
+
+
+def is_way_out(error: BaseException) -> bool:
+    """Whether the user's code raised it to leave: SystemExit, KeyboardInterrupt, or an exception of that rank.
+
+    A KeyboardInterrupt may also be a true Ctrl-C, but only while Python's own handler answers to SIGINT; a command that
+    trains has other handlers.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return not isinstance(error, Exception | GeneratorExit)
+
+
+def left_early(error: BaseException, what: str) -> LeftEarly:
+    """The exception in the place of one that `is_way_out`; `what` names the user's function that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    words = " ".join(str(error).split())
+    early = LeftEarly(
+        f"{what} left{place} by {type(error).__name__}{f': {words}' if words else ''}, so training is not finished; "
+        "raise an ordinary exception to end a run for an error, or make it shorter with --set max_steps=N"
+    )
+    _mark(early, what)
+    return early
+
+
+@contextmanager
+def no_way_out(what: str) -> Iterator[None]:
+    """What would end the process in this block, such as `sys.exit()` in code of the user, becomes LeftEarly."""
+    try:
+        yield
+    except BaseException as error:
+        if is_way_out(error):
+            raise left_early(error, what).with_traceback(error.__traceback__) from None
+        raise
 
 
 def our_code(hook: Callable[_P, _T]) -> Callable[_P, _T]:

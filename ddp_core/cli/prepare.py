@@ -84,7 +84,7 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     names = {f"{component}.name" for component in components}
     naming = [setting for setting in settings if setting.partition("=")[0].strip() in names]
     for setting in naming:
-        section, _, _ = setting.partition(".")
+        section = setting.partition(".")[0].strip()
         component = getattr(record, section)
         record = record.model_copy(update={section: component.model_copy(update={"options": {}})})
         record = record.with_settings([setting])

@@ -7,12 +7,14 @@ options of the command line; and what is wrong in a record is written in one lin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
+
+from ddp_core.base.errors import near_names, nearest_name
 
 ReductionKind = Literal["exact", "plain"]
 Numerics = Literal["native", "portable"]
@@ -32,8 +34,39 @@ def explain(error: ValidationError) -> str:
     for item in error.errors():
         place = ".".join(str(part) for part in item["loc"])
         text = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden" and (known := _fields_at(error.title, item["loc"][:-1])):
+            wrong = str(item["loc"][-1])
+            nested = [
+                f"{name}.{inner}" for name, kinds in known.items() for kind in kinds for inner in kind.model_fields
+            ]
+            near = near_names(wrong, [*known, *nested])
+            text = f"there is no such field; {nearest_name(wrong, near or known)}"
         findings.append(f"{place}: {text}" if place else text)
     return "; ".join(findings)
+
+
+def _fields_at(title: str, place: Sequence[int | str]) -> dict[str, list[type[Frozen]]]:
+    """The fields of the record called `title`, or of the one that it has at `place`, with the records that each holds.
+
+    Empty where no record is found there.
+    """
+    found = [kind for kind in _kinds_of(Frozen) if kind.__name__ == title]
+    for name in place:
+        found = [inner for kind in found for inner in _records_in(kind.model_fields.get(str(name)))]
+    return {name: _records_in(field) for kind in found for name, field in kind.model_fields.items()}
+
+
+def _kinds_of(record: type[Frozen]) -> list[type[Frozen]]:
+    """The classes derived from `record`."""
+    return [each for kind in record.__subclasses__() for each in (kind, *_kinds_of(kind))]
+
+
+def _records_in(field: FieldInfo | None) -> list[type[Frozen]]:
+    """The kinds of record that may be the value of the field."""
+    if field is None:
+        return []
+    kinds = (field.annotation, *get_args(field.annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Frozen)]
 
 
 def dotted(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

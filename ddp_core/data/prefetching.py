@@ -21,7 +21,7 @@ from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import die_with_parent
 from ddp_core.base.torch_internals import end_loader_workers
-from ddp_core.base.user_code import user_code
+from ddp_core.base.user_code import LeftEarly, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
 from ddp_core.sampler import Ids
 
@@ -82,7 +82,7 @@ def made_by_workers(
                 step = next(ahead, None)
             if step is None:
                 break
-            if isinstance(step, UserError):
+            if isinstance(step, UserError | LeftEarly):
                 raise step
             yield step
     finally:
@@ -107,16 +107,16 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
         )
 
 
-class _Steps(TorchDataset[Made | UserError]):
+class _Steps(TorchDataset[Made | UserError | LeftEarly]):
     """`make` as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
 
     def __init__(self, make: Callable[[StepIds], Made]) -> None:
         self.make = make
 
-    def __getitem__(self, step_ids: StepIds) -> Made | UserError:
+    def __getitem__(self, step_ids: StepIds) -> Made | UserError | LeftEarly:
         try:
             return self.make(step_ids)
-        except UserError as error:
+        except (UserError, LeftEarly) as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
 
 

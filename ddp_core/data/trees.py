@@ -48,6 +48,13 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
+def call(module: Callable[..., Tree], inputs: Tree) -> Tree:
+    """What a model returns for a tensor, for a tuple or list of arguments, or for a dict of named arguments."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+
+
 def structure_difference(tree: Tree, other: Tree, place: str) -> str | None:
     """Where two trees are built differently, in words that begin with the place; None where keys and lengths agree."""
     if isinstance(tree, Mapping) and isinstance(other, Mapping) and tree.keys() == other.keys():

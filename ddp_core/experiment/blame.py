@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistError
 
 from ddp_core.base.errors import ExitCode, UserError, internal, is_full, no_room
-from ddp_core.base.user_code import users
+from ddp_core.base.user_code import LeftEarly, users
 from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.experiment.file import MODULE_PREFIX
 
@@ -46,8 +46,11 @@ def shortage(error: BaseException, speaker: str, directory: Path) -> UserError |
 
 def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
     """The exit code and the line for any other exception: 2 where the user's code raised it, 70 where ours did."""
+    if isinstance(error, LeftEarly):
+        return ExitCode.BAD_INPUT, str(error)
     if users(error) or _is_refusal(error):
-        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}"
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}{notes}"
     return ExitCode.INTERNAL, internal(error)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError, nearest_name
-from ddp_core.base.user_code import user_code
+from ddp_core.base.user_code import LeftEarly, no_way_out, user_code
 from ddp_core.config.experiment import Component, Optimizer, Schedule
 from ddp_core.data.builders import DATA
 from ddp_core.experiment.file import SIGNATURES, LoadedExperiment, in_one_line, place_of
@@ -133,9 +133,12 @@ def build(function: Callable[..., Any], options: Mapping[str, Any], injected: Ma
     if missing:
         raise UserError(f"{name} needs the option {sorted(missing)[0]}; give it in the experiment file's options")
     try:
-        return function(**given)
+        with no_way_out(name):
+            return function(**given)
     except (UserError, MemoryError):
         raise
+    except LeftEarly as error:
+        raise UserError(str(error)) from error
     except Exception as error:
         code = getattr(function, "__code__", None)
         place = place_of(error, None if code is None else code.co_filename)

@@ -91,7 +91,12 @@ def find_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Path:
         for folder in search:
             if (folder / f"{name_or_path}.py").is_file():
                 return folder / f"{name_or_path}.py"
-    elif path.with_suffix(".py").is_file():
+    if name_or_path and path.is_dir():
+        raise UserError(
+            f"experiment {name_or_path}: this is a folder; give the path of an experiment file, which ends in .py, or "
+            "a name that `ddp list` shows"
+        )
+    if path.name != name_or_path and path.with_suffix(".py").is_file():
         raise UserError(f"experiment {name_or_path}: a path ends in .py; did you mean {path.with_suffix('.py')}?")
 
     hint = nearest_name(name_or_path, [listed.name for listed in list_experiments(search)])

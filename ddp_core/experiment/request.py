@@ -29,6 +29,7 @@ from ddp_core.experiment.building import (
     schedule_of,
 )
 from ddp_core.experiment.file import LoadedExperiment, Served, run_file
+from ddp_core.experiment.first_batch import fill_tables, make_real
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS
@@ -132,7 +133,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     Raises UserError.
     """
     splits = build_splits(loaded, data_dir)
-    model = build_model(loaded, device)
+    model = build_model(loaded, device, splits)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
@@ -150,8 +151,11 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     )
 
 
-def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Module:
-    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError."""
+def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None) -> nn.Module:
+    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError.
+
+    With `splits`, its lazy layers and the tables in its buffers are made from the first samples; else they are left.
+    """
     experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
@@ -162,8 +166,13 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Modu
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
+    if splits is not None:
+        make_real(model, experiment, splits)
     with user_code("your model"):
-        return lay_out(model.to(device), experiment.memory_format)
+        model = lay_out(model.to(device), experiment.memory_format)
+    if splits is not None:
+        fill_tables(model, experiment, splits)
+    return model
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:

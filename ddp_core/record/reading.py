@@ -99,6 +99,7 @@ class Run:
         from ddp_core.base.seeds import generators_kept
         from ddp_core.config.experiment import Experiment
         from ddp_core.experiment.file import Served, load_experiment
+        from ddp_core.experiment.first_batch import lazy_parts
         from ddp_core.experiment.request import build_model
         from ddp_core.experiment.source import kept_modules, read_source
         from ddp_core.record.initial_weights import fill, read_weights
@@ -110,6 +111,9 @@ class Run:
             loaded = load_experiment(str(folder / record["source"]["experiment"]))
             model = build_model(replace(loaded, experiment=Experiment.from_json(record["experiment"])), device)
         file = self.path / "model.safetensors"
+        if lazy_parts(model):
+            # Lazy layers take their shapes from what they load.
+            model.load_state_dict(read_weights(file), strict=False)
         fill(model, read_weights(file), str(file))
         if weights_digest(model.state_dict()) != record["weights_sha256"]:
             raise UserError(f"{file} holds other weights than the run ended with", ExitCode.NO_CHECKPOINT)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
+from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at
@@ -32,6 +33,8 @@ from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
 
+_ENDED = "this rank ended with exit code"
+"""Begins the last line of a rank's `error-rank-N.txt`."""
 _NOT_PROMISED = "warning: bit-identity with the steps before is not promised,"
 
 
@@ -117,7 +120,8 @@ class RunRecord:
     def outcome(self) -> Iterator[None]:
         """Record how the run ended; a failed collective becomes PeersLost, which names the lost ranks."""
         try:
-            yield
+            with no_way_out("your code"):
+                yield
         except Stopped as stopped:
             told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
             self._end("stopped", ExitCode.STOPPED, str(told))
@@ -132,15 +136,31 @@ class RunRecord:
             else:
                 known = shortage(error, self.world.place, self.directory.path)
             if known is not None:
-                self._try_to_end(known.exit_code, str(known))
+                cause = self._cause_on_another_rank() if is_peer_loss(error) else None
+                self._try_to_end(*(cause or (known.exit_code, str(known))))
                 raise known from error
-            trace = f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}"
+            exit_code, message = unforeseen(error)
+            message = f"{self.world.place}: {message}"
+            trace = (
+                f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}{_ENDED} {int(exit_code)}: {message}\n"
+            )
             file = self.directory.path / f"error-rank-{self.world.rank}.txt"
             with contextlib.suppress(OSError):
                 file.write_text(trace, encoding="utf-8", errors="backslashreplace")
-            exit_code, message = unforeseen(error)
-            self._try_to_end(exit_code, f"{self.world.place}: {message}")
+            self._try_to_end(exit_code, message)
             raise
+
+    def _cause_on_another_rank(self) -> tuple[int, str] | None:
+        """Exit code and message of a rank that has left this attempt by an error of its own, where one has said so."""
+        if not self.world.is_first:
+            return None
+        with contextlib.suppress(OSError):
+            for file in sorted(self.directory.path.glob("error-rank-*.txt")):
+                _, found, end = file.read_text(encoding="utf-8").rpartition(f"\n{_ENDED} ")
+                code, _, message = end.partition(": ")
+                if found and code.isdecimal() and file.stat().st_mtime >= self.started:
+                    return int(code), message.strip()
+        return None
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
         """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""

@@ -173,8 +173,18 @@ def foreign_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def foreign_buffers_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the buffers that differ between two results of `foreign_buffers`."""
+    """Return the names of the buffers that differ between two results of `foreign_buffers`.
+
+    A NaN that stays where it was is no change.
+    """
     names = sorted(before.keys() | after.keys())
-    return [
-        name for name in names if name not in before or name not in after or not torch.equal(before[name], after[name])
-    ]
+    return [name for name in names if name not in before or name not in after or not _same(before[name], after[name])]
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    if torch.equal(before, after):
+        return True
+    may_hold_nan = (before.is_floating_point() or before.is_complex()) and before.layout is torch.strided
+    if not may_hold_nan or (before.shape, before.dtype) != (after.shape, after.dtype):
+        return False
+    return torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True)

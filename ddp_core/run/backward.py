@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp_core.data.trees import Tree, tensors_of
+from ddp_core.data.trees import Tree, call, tensors_of
 from ddp_core.model.losses import Loss
-from ddp_core.trainers.passes import call
 
 
 class BackwardEvent(NamedTuple):

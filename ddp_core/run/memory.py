@@ -139,7 +139,7 @@ def predict(request: Request, loss: Loss, splits: Splits, device: torch.device) 
     sharding = Sharding.of(layout)
     way = Way(experiment.micro_batches or world_size, reduction, world_size, sharding)
     micro_batch = BatchCut.of(experiment, layout).micro_batch
-    replica = replica_of(request.loaded, build_model(request.loaded, device), loss, splits, micro_batch)
+    replica = replica_of(request.loaded, build_model(request.loaded, device, splits), loss, splits, micro_batch)
     bucketed = layout.kind == "ddp" and not sharding.is_any
     estimate = replica.estimate(way, bucketed)
     return Prediction(estimate.weights, estimate.peak + (LIBRARIES if device.type == "cpu" else 0))

@@ -13,6 +13,7 @@ from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threa
 from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
 from ddp_core.data.data_digest import DataDigest
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
@@ -21,6 +22,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
+from ddp_core.experiment.same_model import require_same_model
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES
@@ -71,7 +73,8 @@ def run_worker(request: Request, world: World) -> int:
     How the worker ended is written to a report for the launcher, or printed where there is no launcher of ours.
     """
     try:
-        run(request, world)
+        with no_way_out("your code"):
+            run(request, world)
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
@@ -186,6 +189,7 @@ def _build_the_same(
     check_promise(request)
     collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
+    require_same_model(collectives, parts.model)
     if parts.named_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)

@@ -1,12 +1,12 @@
 """What a step does with the experiment's own code: forward and backward passes, and the update of the weights.
 
-Only this file calls the model, its loss, the optimizer and the schedule.
+Only this file calls the model in training, its loss, the optimizer and the schedule.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -16,19 +16,13 @@ from torch import Tensor, nn
 
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
-from ddp_core.data.trees import Tree, map_tensors
+from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.model.builders import laid_out
 from ddp_core.model.losses import Loss
+from ddp_core.trainers.torch_errors import note_backward, note_labels, require_gradient, summed_loss
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def call(module: nn.Module, inputs: Tree) -> Tree:
-    """What the module returns for a tensor, for a tuple or list of arguments, or for a dict of named arguments."""
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
 class Passes:
@@ -38,7 +32,7 @@ class Passes:
     """
 
     def __init__(self, experiment: Experiment, loss: Loss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
+        self._loss, self._loss_name, self._device = loss, experiment.loss, device
         self._precision = _PRECISIONS.get(experiment.precision)
         self.scaler = torch.amp.GradScaler(device.type) if self._precision is torch.float16 else None
         self.autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -63,16 +57,28 @@ class Passes:
         if self._precision is not None:
             outputs = map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
         with user_code("your loss"):
-            return outputs, targets, self._loss(outputs, targets)
+            try:
+                loss = self._loss(outputs, targets)
+            except Exception as error:
+                note_labels(error, outputs, targets)
+                raise
+        return outputs, targets, summed_loss(loss, self._loss_name)
 
     def loss(self, module: nn.Module, inputs: Tree, targets: Tree) -> Tensor:
         """The loss of one micro-batch from the loader, summed over its samples."""
-        return self.outputs_and_loss(module, inputs, targets)[2]
+        loss = self.outputs_and_loss(module, inputs, targets)[2]
+        if torch.is_grad_enabled():
+            require_gradient(loss, self._loss_name)
+        return loss
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         with user_code("your model's backward"):
-            loss.backward(weight)
+            try:
+                loss.backward(weight)
+            except Exception as error:
+                note_backward(error)
+                raise
 
     def loss_weight(self, samples: int, copies: int = 1) -> Tensor:
         """The factor of a summed loss in backward, 1 / `samples`: gradients are then of the mean over the global batch.

@@ -37,6 +37,7 @@ from ddp_core.trainers.step_losses import (
     name_bad_loss,
     steps_between_reading,
 )
+from ddp_core.trainers.torch_errors import note_samples
 from ddp_core.trainers.train_state import Saving, TrainState
 
 
@@ -122,7 +123,11 @@ class Trainer(ABC):
         ):
             for batch in stream:
                 self.observers.before_step(batch)
-                self.compute_gradients(batch)
+                try:
+                    self.compute_gradients(batch)
+                except Exception as error:
+                    note_samples(error, batch)
+                    raise
                 stop, reports = self.receive_losses(batch)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)

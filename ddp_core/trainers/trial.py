@@ -19,6 +19,7 @@ from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
+from ddp_core.model.forward_state import ForwardState
 from ddp_core.model.losses import LOSSES
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.named_sums import NamedMetrics
@@ -40,8 +41,8 @@ def check_loss(trainer: Trainer) -> None:
     that averages all gradients are too small, and nothing later shows that. The loss of two samples is compared with
     that of the same two samples twice in one batch: a sum doubles, a mean does not.
 
-    There is no verdict where the loss raises, or is 0 or not finite, and none is needed for the losses of `ddp_core` or
-    for micro-batches of one sample, whose sum and mean are the same.
+    A loss that is no single number is refused, too. There is no verdict where the loss raises, or is 0 or not finite,
+    and none is needed for the losses of `ddp_core` or for micro-batches of one sample, whose sum and mean are the same.
     """
     job, experiment, batches = trainer.job, trainer.experiment, trainer.batches
     if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
@@ -53,6 +54,8 @@ def check_loss(trainer: Trainer) -> None:
                 float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
                 for numbers in (ids, np.concatenate((ids, ids)))
             )
+        except UserError:
+            raise
         except Exception:  # training meets it, too, and says on which rank
             return
     ratio = twice / once if once else math.nan
@@ -91,14 +94,11 @@ def try_metrics(
 
 @contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model into eval mode; put its mode, its buffers and every state of random numbers back afterwards."""
-    training, buffers = model.training, [buffer.clone() for buffer in model.buffers()]
+    """Put the model into eval mode; put its modes, buffers, attributes and all random numbers back afterwards."""
+    state = ForwardState(model)
     with generators_kept(device):
         model.eval()
         try:
             yield
         finally:
-            model.train(training)
-            with torch.no_grad():
-                for buffer, value in zip(model.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
+            state.put_back()

@@ -29,6 +29,11 @@ BROKEN = {
 from ddp_core.config.experiment import *
 experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=-1)
 """,
+    "unknown_field": """
+from ddp_core.config.experiment import *
+experiment = Experiment(name='a', model=Component(name='mlp'), data=Component(name='digits'), global_batch_size=8,
+                        epoch=3)
+""",
     "unknown_model": """
 from ddp_core.config.experiment import *
 experiment = Experiment(name='a', model=Component(name='mpl'), data=Component(name='digits'), global_batch_size=8)
@@ -147,6 +152,7 @@ CASES: dict[str, tuple[list[str], int, list[str]]] = {
     "syntax": (["syntax.py"], 2, ["syntax.py:1", "SyntaxError"]),
     "no experiment": (["no_experiment.py"], 2, ["no_experiment.py", "experiment = Experiment("]),
     "wrong field": (["wrong_field.py"], 2, ["wrong_field.py:3", "global_batch_size"]),
+    "unknown field": (["unknown_field.py"], 2, ["unknown_field.py:3", "epoch", "did you mean epochs?"]),
     "unknown model": (["unknown_model.py"], 2, ["mpl", "did you mean mlp?"]),
     "data raises": (["data_raises.py"], 2, ["data_raises.py:4", "the disk is on fire"]),
     "stream": (["stream.py"], 2, ["data: train is a Lines, a stream", "docs/how-to/stream-from-shards.md"]),

@@ -153,6 +153,25 @@ def test_a_wrong_field_is_named_in_one_line(fields: dict[str, Any], word: str) -
     assert raised.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"epoch": 3}, "epoch: there is no such field; did you mean epochs?"),
+        ({"lr": 0.1}, "lr: there is no such field; did you mean optimizer.lr?"),
+        ({"optimizer": {"learning_rate": 0.1}}, "optimizer.learning_rate: there is no such field; did you mean lr?"),
+        (
+            {"evaluation": {"zzzz": 1}},
+            "evaluation.zzzz: there is no such field; known: every_epochs, samples_per_batch, w",
+        ),
+        ({"model": {"nam": "m"}}, "model.nam: there is no such field; did you mean name?"),
+    ],
+)
+def test_a_field_that_is_not_there_is_asked_about(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Experiment.from_json(MINIMAL | fields)
+    assert said in str(raised.value)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 64))
 def test_a_batch_that_is_no_multiple_names_the_nearest_that_are(size: int, micro_batch: int) -> None:

@@ -123,7 +123,9 @@ def raised_by(cause: Callable[[], None]) -> Exception:
 )
 def test_what_the_experiment_raised_is_bad_input(cause: Callable[[], None]) -> None:
     error = raised_by(cause)
-    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}")
+    notes = [f"; {note}" for note in getattr(error, "__notes__", [])]
+    assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}{''.join(notes)}")
+    assert bool(notes) == (cause is target_that_is_no_class)
     assert blame.shortage(error, "rank 0", Path()) is None
 
 

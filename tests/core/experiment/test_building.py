@@ -54,6 +54,12 @@ def refusal(folder: Path, text: str, **details: Any) -> str:
     return str(failure.value)
 
 
+def test_a_setting_may_begin_with_a_space(tmp_path: Path) -> None:
+    text = "def other(width: int = 3):\n    return nn.Linear(10, width)\n"
+    experiment = loaded(tmp_path, text, " model.name=other", " model.width = 5").experiment
+    assert experiment.model == Component(name="other", options={"width": 5})
+
+
 def test_a_file_without_hooks_has_the_built_in_ones(tmp_path: Path) -> None:
     parts = build_parts(loaded(tmp_path, "", fields=", optimizer=Optimizer(lr=0.1, reference_batch=2)"), Path("data"))
     assert type(parts.optimizer) is torch.optim.SGD

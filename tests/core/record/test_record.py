@@ -177,13 +177,20 @@ class TwoRanks(Collectives):
 
 
 def _other_weights(part: Any) -> Any:
-    (_, average), *rest = part
-    return (("another", average), *rest)
+    return _with_another(part, 0, "2.bias of the model")
 
 
 def _other_average(part: Any) -> Any:
-    (weights, _), *rest = part
-    return ((weights, "another"), *rest)
+    return _with_another(part, 1, "0.weight of the averaged model")
+
+
+def _with_another(part: Any, place: int, tensor: str) -> Any:
+    """What is gathered first, the digests of all, with another one; or what is gathered then, that of each tensor."""
+    if isinstance(part, dict):
+        assert tensor in part
+        return part | {tensor: "another"}
+    digests, *rest = part
+    return (tuple("another" if number == place else each for number, each in enumerate(digests)), *rest)
 
 
 def _ends(trainer: Trainer) -> Any:
@@ -192,11 +199,14 @@ def _ends(trainer: Trainer) -> Any:
     return gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [_other_weights, _other_average])
-def test_ranks_that_ended_with_other_weights_are_named(change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "tensor"), [(_other_weights, "2.bias of the model"), (_other_average, "0.weight of the averaged model")]
+)
+def test_ranks_that_ended_with_other_weights_are_named(change: Callable[[Any], Any], tensor: str) -> None:
     trainer = finished(experiment(max_steps=1, ema_decay=0.9), collectives=TwoRanks(change))
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] ended with other weights"):
+    with pytest.raises(UserError, match=f"rank 1 ended with other weights than rank 0, first in {tensor}") as refused:
         _ends(trainer)
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_ranks_that_ended_with_the_same_weights_are_believed() -> None:

@@ -265,6 +265,10 @@ def test_what_cannot_be_exact_is_refused() -> None:
     before = foreign_buffers(net)
     assert list(before) == ["1.calls"]
     assert foreign_buffers_changed(before, foreign_buffers(net)) == []
+    never = {"a": torch.tensor([1.0, torch.nan]), "b": torch.tensor([1.0, torch.inf])}
+    assert foreign_buffers_changed(never, {name: value.clone() for name, value in never.items()}) == []
+    assert foreign_buffers_changed(never, never | {"a": torch.tensor([torch.nan, 1.0])}) == ["a"]
+    assert foreign_buffers_changed(never, never | {"b": torch.tensor([torch.nan, torch.inf])}) == ["b"]
     embedding = nn.Embedding(4, 2, sparse=True)
     exact = ExactReduction(embedding, 1)
     with pytest.raises(ValueError, match="sparse"), exact.micro_batch(0):

@@ -1,0 +1,115 @@
+"""What a model's first forward makes, made before anything looks at its parameters: lazy layers, and tables in buffers.
+
+A lazy layer (torch.nn.LazyLinear) has no parameters until it has seen a batch, and the optimizer needs them. A table,
+such as a rotary embedding's sines, is kept in a buffer that the first forward fills: then that forward changes a buffer
+and yet makes nothing that depends on the layout. Every rank of every layout runs the same forwards on the same samples,
+in evaluation mode, and the random numbers that come afterwards are as if it had not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import generators_kept
+from ddp_core.base.user_code import user_code
+from ddp_core.config.experiment import Experiment
+from ddp_core.data.loader import Loader
+from ddp_core.data.splits import Splits
+from ddp_core.data.trees import Tree, call, map_tensors
+from ddp_core.experiment.file import in_one_line, place_of
+from ddp_core.model.forward_state import ForwardState
+from ddp_core.reduction.batch_statistics import foreign_buffers, foreign_buffers_changed
+
+_SAMPLES = 2  # many models cannot take a single one
+
+
+def lazy_parts(model: nn.Module) -> list[str]:
+    """The names of the parameters and buffers that a first batch has yet to make."""
+    return [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
+
+
+def make_real(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
+    """Run one forward, on the CPU, that gives lazy layers their parameters; does nothing where there are none.
+
+    Their values are the next numbers of torch's generator. Raises UserError where the forward fails, or leaves one out.
+    """
+    if not lazy_parts(model):
+        return
+    name = f"model {experiment.model.name}"
+    inputs = _inputs(experiment, splits, 0, _SAMPLES)
+    state = ForwardState(model)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not is_lazy(buffer)]
+    try:
+        _forward(model, inputs)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{place_of(error, None)}: {name} has lazy layers, and the forward of {_SAMPLES} samples that gives them "
+            f"their parameters raised {in_one_line(error)}"
+        ) from error
+    state.put_back_modes()
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    if left := lazy_parts(model):
+        raise UserError(
+            f"{name}: no forward gives {left[0]} its values, so it cannot be trained; let forward use this lazy layer, "
+            "or leave it out"
+        )
+
+
+def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
+    """Let buffers that a first forward fills, with what depends on no micro-batch, be filled now.
+
+    That is so where forwards of different samples fill them with the same, and the next forward leaves them. Anything
+    else that a forward changes in buffers is as before, and for the reduction to judge.
+    """
+    before = foreign_buffers(model)
+    if not before and all(buffer is not None for layer in model.modules() for buffer in layer._buffers.values()):
+        return
+    device, size = next(model.parameters()).device, experiment.micro_batch or _SAMPLES
+    start = ForwardState(model)
+    with generators_kept(device):
+        try:
+            one, other = (
+                map_tensors(lambda tensor: tensor.to(device), _inputs(experiment, splits, place, size))
+                for place in (0, size)
+            )
+            first = _buffers_after(model, one)
+            is_table = bool(foreign_buffers_changed(before, first))
+            if is_table:
+                start.put_back()
+                # First other samples, as if they had come first; then those of before, which must change nothing more.
+                is_table = not foreign_buffers_changed(first, _buffers_after(model, other))
+                is_table = is_table and not foreign_buffers_changed(first, _buffers_after(model, one))
+        except Exception:  # training meets it, too, and says on which rank
+            is_table = False
+    if is_table:
+        start.put_back_modes()
+    else:
+        start.put_back()
+
+
+def _inputs(experiment: Experiment, splits: Splits, first: int, count: int) -> Tree:
+    """The inputs of `count` samples from number `first` on, as training has them."""
+    loader = Loader(splits.train, splits.augmentation, experiment.seed, collate=splits.collate)
+    samples = len(splits.train)
+    with generators_kept():
+        return loader.fetch(0, np.arange(first, first + min(count, samples), dtype=np.int64) % samples)[0]
+
+
+@torch.no_grad()
+def _forward(model: nn.Module, inputs: Tree) -> None:
+    model.eval()
+    with user_code("your model"):
+        call(model, inputs)
+
+
+def _buffers_after(model: nn.Module, inputs: Tree) -> dict[str, torch.Tensor]:
+    _forward(model, inputs)
+    return foreign_buffers(model)

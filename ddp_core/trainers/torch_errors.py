@@ -1,0 +1,80 @@
+"""What torch's raw errors mean in the user's terms: a note that goes with the exception, beside its traceback.
+
+The note of an exception (`BaseException.add_note`) ends the line that the user reads (`ddp_core.experiment.blame`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_core.base.errors import UserError
+from ddp_core.data.trees import Tree, map_tensors, tensors_of
+from ddp_core.observe.step import StepBatch
+
+_OUT_OF_RANGE = re.compile(r"Target (-?\d+) is out of bounds")
+_MOST_IDS = 16
+_TWICE = "ready only once"
+"""Words of DistributedDataParallel's error where a parameter is used in two backward passes."""
+
+
+def summed_loss(loss: Any, name: str) -> Tensor:
+    """The loss that the function `name` returned. Raises UserError where that is no single number in a tensor."""
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise UserError(
+        f"loss {name} returned {what}; let it return one number as a tensor of shape [], the sum over the samples, "
+        "for example by reduction='sum' or .sum()"
+    )
+
+
+def require_gradient(loss: Tensor, name: str) -> None:
+    """Raises UserError where backward could not begin, because nothing that is trained leads to the loss."""
+    if not loss.requires_grad:
+        raise UserError(
+            f"loss {name} has no gradient, because nothing that is trained leads to it: look for .detach(), .item(), "
+            ".numpy(), argmax, a comparison or torch.no_grad() in your model and your loss"
+        )
+
+
+def note_labels(error: Exception, outputs: Tree, targets: Tree) -> None:
+    """Where a label has no class, add what labels and outputs are to the exception of a loss."""
+    if _OUT_OF_RANGE.search(str(error)):
+        shapes = map_tensors(lambda tensor: list(tensor.shape), outputs)
+        error.add_note(
+            f"this is a label among the targets, and your model's outputs, of shape {shapes}, have no class for it: "
+            "labels go from 0 to the number of classes - 1"
+        )
+
+
+def note_samples(error: Exception, batch: StepBatch) -> None:
+    """Where a label of this step's batch has no class, add the ids of the samples that have it, and the step."""
+    found = _OUT_OF_RANGE.search(str(error))
+    if found is None:
+        return
+    label = int(found[1])
+    ids = [
+        int(number)
+        for numbers, (_, targets) in zip(batch.ids, batch.tensors, strict=True)
+        for place, number in enumerate(numbers)
+        if any(_has(each[place], label) for each in tensors_of(targets) if each.shape[:1] == (len(numbers),))
+    ]
+    if ids:
+        error.add_note(f"step {batch.step + 1}, sample ids {', '.join(map(str, ids[:_MOST_IDS]))}")
+
+
+def note_backward(error: Exception) -> None:
+    """Where DistributedDataParallel met a parameter in two backward passes, add what to do."""
+    if _TWICE in str(error):
+        error.add_note(
+            "a layer that is checkpointed (torch.utils.checkpoint) is called more than once in a forward: call "
+            "checkpoint with use_reentrant=False"
+        )
+
+
+def _has(tensor: Tensor, label: int) -> bool:
+    return not tensor.is_floating_point() and bool(torch.any(tensor == label))
