@@ -158,7 +158,31 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
     "_foreach_mul_": PrivateName("torch", "scale many tensors in one call", *_FOREACH),
-    "_foreach_zero_": PrivateName("torch", "clear many tensors in one call", *_FOREACH),
+    "torch.Tensor._version": PrivateName(
+        "torch",
+        "see in every step, without looking at the values, whether a buffer was written to",
+        "torch's notes on autograd explain the counter, but nothing public reads it",
+        "0.2",
+    ),
+    "_buffers": PrivateName(
+        "torch.nn.Module",
+        "look at all buffers in every step, at a tenth of the price of named_buffers",
+        "named_buffers walks through all modules and all names",
+        "0.1",
+    ),
+    "_backward_hooks": PrivateName(
+        "torch.Tensor",
+        "give the replicas of dp what register_hook has put on a weight",
+        "copy.deepcopy leaves it out, and nothing public lists it",
+        "0.1",
+    ),
+    "_post_accumulate_grad_hooks": PrivateName(
+        "torch.Tensor",
+        "give the replicas of dp what register_post_accumulate_grad_hook has put on a weight",
+        "as `_backward_hooks`",
+        "2.1",
+        "https://github.com/pytorch/pytorch/pull/107063",
+    ),
     "_python_dispatch": PrivateName(
         "torch.utils",
         "see every operation on tensors of one thread, through TorchDispatchMode",
@@ -205,7 +229,7 @@ LOADED_BY_OPTIMIZERS = "torch._dynamo"
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
-foreach_zero_: Callable[..., None] = torch._foreach_zero_
+_counter_of_writes: Callable[[torch.Tensor], int] = cast(Any, torch.Tensor._version).__get__
 
 
 def workers_of(agent: LocalElasticAgent) -> dict[int, Any]:
@@ -292,6 +316,28 @@ def abort_process_groups(patience: float) -> None:
     ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
     ending.start()
     ending.join(patience)
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """How many writes to the tensor's memory torch has counted; those through `.data` are not among them."""
+    # A tensor of inference mode has no counter, and can be written to in inference mode alone.
+    return 0 if tensor.is_inference() else _counter_of_writes(tensor)
+
+
+def buffers_of(layer: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The layer's own buffers, as it keeps them: later changes are seen."""
+    return layer._buffers
+
+
+def share_hooks(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Give `ours` the hooks on its gradient that `theirs` has; both then see what is registered later.
+
+    Both must be trained, or neither.
+    """
+    if ours._backward_hooks is not theirs._backward_hooks:
+        ours._backward_hooks = theirs._backward_hooks
+    if ours._post_accumulate_grad_hooks is not theirs._post_accumulate_grad_hooks:
+        ours._post_accumulate_grad_hooks = theirs._post_accumulate_grad_hooks
 
 
 def module_versions(state: Mapping[str, Any]) -> Any | None:

@@ -134,7 +134,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._layout: list[tuple[Any, ...]] = []
-        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._events: list[torch.cuda.Event] = []
         self._aside: list[tuple[torch.device, torch.cuda.Event, list[Tensor]]] = []
@@ -153,12 +153,12 @@ class Snapshots:
         """
         layout = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda) for tensor in own.tensors]
         if layout != self._layout:
-            self._buffers = []  # freed before the new ones are made
-            self._buffers = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in own.tensors]
+            self._copies = []  # freed before the new ones are made
+            self._copies = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in own.tensors]
             self._layout = layout
         first = None if now is None else {tensor.data_ptr() for tensor in now}
         at_once, aside = [], []
-        for buffer, tensor in zip(self._buffers, own.tensors, strict=True):
+        for buffer, tensor in zip(self._copies, own.tensors, strict=True):
             if first is None or tensor.data_ptr() in first:
                 at_once.append((buffer, tensor))
             elif tensor.is_cuda:
@@ -170,7 +170,7 @@ class Snapshots:
         self._missing, self._failed = len(self._left), False
         if self._missing:
             self._arrived.clear()
-        return own.state_over(self._buffers)
+        return own.state_over(self._copies)
 
     @property
     def arrived(self) -> bool:

@@ -22,7 +22,8 @@ from ddp_core.data.splits import Splits
 from ddp_core.data.trees import Tree, call, map_tensors
 from ddp_core.experiment.file import in_one_line, place_of
 from ddp_core.model.forward_state import ForwardState
-from ddp_core.reduction.batch_statistics import foreign_buffers, foreign_buffers_changed
+from ddp_core.reduction.batch_statistics import BatchNorm
+from ddp_core.reduction.foreign_buffers import ForeignBuffers
 
 _SAMPLES = 2  # many models cannot take a single one
 
@@ -69,7 +70,7 @@ def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> Non
     That is so where forwards of different samples fill them with the same, and the next forward leaves them. Anything
     else that a forward changes in buffers is as before, and for the reduction to judge.
     """
-    before = foreign_buffers(model)
+    before = _digests_of_buffers(model)
     if not before and all(buffer is not None for layer in model.modules() for buffer in layer._buffers.values()):
         return
     device, size = next(model.parameters()).device, experiment.micro_batch or _SAMPLES
@@ -81,12 +82,12 @@ def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> Non
                 for place in (0, size)
             )
             first = _buffers_after(model, one)
-            is_table = bool(foreign_buffers_changed(before, first))
+            is_table = first != before
             if is_table:
                 start.put_back()
                 # First other samples, as if they had come first; then those of before, which must change nothing more.
-                is_table = not foreign_buffers_changed(first, _buffers_after(model, other))
-                is_table = is_table and not foreign_buffers_changed(first, _buffers_after(model, one))
+                is_table = _buffers_after(model, other) == first
+                is_table = is_table and _buffers_after(model, one) == first
         except Exception:  # training meets it, too, and says on which rank
             is_table = False
     if is_table:
@@ -110,6 +111,13 @@ def _forward(model: nn.Module, inputs: Tree) -> None:
         call(model, inputs)
 
 
-def _buffers_after(model: nn.Module, inputs: Tree) -> dict[str, torch.Tensor]:
+def _buffers_after(model: nn.Module, inputs: Tree) -> dict[str, str]:
     _forward(model, inputs)
-    return foreign_buffers(model)
+    return _digests_of_buffers(model)
+
+
+def _digests_of_buffers(model: nn.Module) -> dict[str, str]:
+    """The digest of each buffer by name, without those of batch norm that the reduction looks after."""
+    buffers = ForeignBuffers(model)
+    buffers.begin([layer for layer in model.modules() if isinstance(layer, BatchNorm)])
+    return dict(buffers.digests)

@@ -49,7 +49,7 @@ class Callback:
     """The base class of a user's object that is called while a run goes on. It overrides the methods that it needs.
 
     What it raises ends the run as a mistake in the experiment. It must not change weights in a way that depends on the
-    rank: the result would depend on the layout.
+    rank: the result would depend on the layout. It may change what is trained (`requires_grad`), on all ranks alike.
     """
 
     ranks: Literal["first", "all"] = "first"

@@ -1,26 +1,35 @@
 """Batch normalisation that does not depend on who computed which micro-batch.
 
 A batch-norm layer folds each forward into its running statistics, so their bits depend on how many micro-batches its
-process saw, in which order. Here, while a step's micro-batches run, momentum is 1.0: the buffers then hold the
-statistics of just that micro-batch. Those are summed over micro-batches in the canonical tree, like gradients, and
-one update is made per step:
+process saw, in which order. Here, while a step's micro-batches run, the layers show buffers of ours in the place of
+their own, and momentum is 1.0: after a forward these hold the statistics of just that micro-batch. They are summed over
+micro-batches in the canonical tree, like gradients, and one update is made per step:
 
     running = (1 - momentum) * running + momentum * mean over micro-batches
 
 (with `momentum=None`, a cumulative average over steps, as torch.nn.BatchNorm2d defines it over forwards), and
 `num_batches_tracked` counts steps. Normalisation itself is untouched: each micro-batch uses its own statistics.
+
+A forward may also read the running statistics: of a layer that it puts into evaluation mode for a while (pseudo
+labels), or in a subclass (batch renormalisation). Every micro-batch begins with those of the step's beginning, and a
+layer that is called in evaluation mode sees these, also after a call in training mode. So what is read depends on the
+step alone, not on the micro-batches that this process ran before.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_core.base.torch_internals import foreach_copy_, foreach_zero_
+from ddp_core.base.torch_internals import buffers_of, foreach_copy_
 
+LOOKED_AFTER = ("running_mean", "running_var", "num_batches_tracked")
+"""The buffers of a layer that are looked after here."""
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 
 
@@ -41,8 +50,13 @@ class BatchStatistics:
         self._layers: _Layers | None = None
         self._step: _Step | None = None
 
+    @property
+    def layers(self) -> Sequence[BatchNorm]:
+        """The layers that are looked after in the step at hand."""
+        return () if self._step is None else self._step.layers.modules
+
     def begin(self) -> None:
-        """Set the true running statistics aside and let the buffers show one micro-batch at a time."""
+        """Set the true running statistics aside and let the layers show one micro-batch at a time."""
         self.restore()
         active = [
             module
@@ -62,29 +76,32 @@ class BatchStatistics:
         step = self._step
         if step is None:
             return torch.empty(0)
-        weights = torch.stack(step.counters).clamp(max=1).to(step.before.dtype) * weight
-        foreach_zero_(step.counters)
-        return torch.cat([torch.cat(step.running) * weights[step.owner], weights])
+        shown = step.layers.shown
+        shown.keep_hold()
+        weights = (shown.counts - step.steps).clamp_(max=1).to(step.before.dtype) * weight
+        taken = torch.cat([shown.statistics() * weights[step.owner], weights])
+        shown.show(step.before, step.steps)
+        return taken
 
     def zeros(self) -> Tensor:
         """A tensor like that of `take`, in which a rank without a micro-batch receives the sum."""
         step = self._step
-        return torch.empty(0) if step is None else step.before.new_zeros(len(step.owner) + len(step.counters))
+        return torch.empty(0) if step is None else step.before.new_zeros(len(step.owner) + len(step.steps))
 
     def finish(self, total: Tensor) -> None:
         """Make the step's running update from the sum of all micro-batches' `take`, and restore the momenta."""
         step = self._step
         if step is None:
             return
-        sums, weights = total.split([len(step.owner), len(step.counters)])
+        sums, weights = total.split([len(step.owner), len(step.steps)])
         seen = weights > 0
         step.steps += seen
         # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
         momenta = torch.where(step.momenta.isnan(), 1.0 / step.steps.clamp(min=1).double(), step.momenta)
         taken, kept = momenta.to(total.dtype)[step.owner], (1.0 - momenta).to(total.dtype)[step.owner]
         updated = kept * step.before + taken * (sums / weights[step.owner])
-        step.before = torch.where(seen[step.owner], updated, step.before)
         self.restore()
+        step.write(torch.where(seen[step.owner], updated, step.before))
 
     def restore(self) -> None:
         """Give the layers their momenta and running statistics back. Without `finish`, those from before the step."""
@@ -110,6 +127,7 @@ class _Layers:
         layers = torch.arange(len(modules)).repeat(2)
         self.owner = torch.repeat_interleave(layers, torch.tensor(self.sizes)).to(self.device)
         """For each number of the running statistics laid end to end, the layer that it belongs to."""
+        self.shown = _Shown(modules)
 
     def fit(self, modules: Sequence[BatchNorm]) -> bool:
         """Whether `modules` are the same layers, with the same momenta, on the same device."""
@@ -120,30 +138,109 @@ class _Layers:
         )
 
 
-class _Step:
-    """The buffers of the active layers, and their contents: all means, then all variances, laid end to end.
+class _Shown:
+    """What the layers show in the place of their buffers while micro-batches run: views of a few flat tensors.
 
-    `before` and `steps` are those from before the step, until `BatchStatistics.finish` updates them.
+    They keep their memory from step to step, since a CUDA graph writes to it again.
+    """
+
+    def __init__(self, modules: Sequence[BatchNorm]) -> None:
+        self._flats: list[Tensor] = []
+        views: list[Tensor] = []
+        # One flat tensor, unless layers have several dtypes.
+        for dtype, buffers in itertools.groupby(_running(modules), lambda buffer: buffer.dtype):
+            sizes = [buffer.numel() for buffer in buffers]
+            self._flats.append(torch.empty(sum(sizes), dtype=dtype, device=_buffer(modules[0].running_mean).device))
+            views += self._flats[-1].split(sizes)
+        self.counts = torch.stack([_buffer(module.num_batches_tracked) for module in modules])
+        half = len(modules)
+        self.of_layers = [
+            dict(zip(LOOKED_AFTER, of_layer, strict=True))
+            for of_layer in zip(views[:half], views[half:], self.counts.unbind(), strict=True)
+        ]
+        """For each layer its buffers by name."""
+        self._foreign_forwards = [
+            (buffers_of(module), shown)
+            for module, shown in zip(modules, self.of_layers, strict=True)
+            if type(module).forward is not nn.BatchNorm1d.forward
+        ]
+        """Of layers with a forward that is not torch's: their buffers as they have them, and these ones."""
+
+    def keep_hold(self) -> None:
+        """Take in what a forward that is not torch's has put in the place of these buffers."""
+        for buffers, shown in self._foreign_forwards:
+            for name, ours in shown.items():
+                if (theirs := buffers[name]) is not ours and theirs is not None:
+                    ours.copy_(theirs.detach())
+                    buffers[name] = ours
+
+    def statistics(self) -> Tensor:
+        """All means, then all variances."""
+        return self._flats[0] if len(self._flats) == 1 else torch.cat(self._flats)
+
+    def show(self, statistics: Tensor, counts: Tensor) -> None:
+        """Let the layers see these."""
+        parts = statistics.split([len(flat) for flat in self._flats])
+        for flat, part in zip(self._flats, parts, strict=True):
+            flat.copy_(part)
+        self.counts.copy_(counts)
+
+
+class _Step:
+    """A step that has begun: the active layers show other buffers, and their own stay as they were before the step.
+
+    `before` and `steps` are copies of those: all means, then all variances, laid end to end.
     """
 
     def __init__(self, layers: _Layers) -> None:
         self.layers = layers
         self.momenta, self.owner = layers.momenta, layers.owner
-        self.running = _running(layers.modules)
-        self.counters = [_buffer(module.num_batches_tracked) for module in layers.modules]
-        flat = torch.cat(self.running)
+        self._running = _running(layers.modules)
+        self._counters = [_buffer(module.num_batches_tracked) for module in layers.modules]
+        flat = torch.cat(self._running)
         self.before = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        self.steps = torch.stack(self.counters)
-        for module in layers.modules:
+        self.steps = torch.stack(self._counters)
+        layers.shown.show(self.before, self.steps)
+        self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
+        self._hooks = []
+        for module, shown in zip(layers.modules, layers.shown.of_layers, strict=True):
+            buffers = buffers_of(module)
+            self._own[module] = {name: buffers[name] for name in LOOKED_AFTER}
+            buffers.update(shown)
             module.momentum = 1.0
-        foreach_zero_(self.counters)
+            self._hooks.append(module.register_forward_pre_hook(self._before_call))
 
     def restore(self) -> None:
-        """Write momenta, statistics and counters back into the layers."""
+        """Give the layers their momenta and their own buffers back."""
+        for hook in self._hooks:
+            hook.remove()
         for module, momentum in zip(self.layers.modules, self.layers.plain_momenta, strict=True):
             module.momentum = momentum
-        foreach_copy_(self.running, list(self.before.split(self.layers.sizes)))
-        foreach_copy_(self.counters, list(self.steps.unbind()))
+            buffers_of(module).update(self._own[module])
+
+    def write(self, statistics: Tensor) -> None:
+        """Write statistics, and counters from `steps`, into the layers' own buffers."""
+        foreach_copy_(self._running, list(statistics.split(self.layers.sizes)))
+        foreach_copy_(self._counters, list(self.steps.unbind()))
+
+    def _before_call(self, layer: nn.Module, _: Any) -> None:
+        """Let a layer in evaluation mode see its own buffers for this call."""
+        # Where a forward is compiled, it shows what a call in training mode has left, if there was one.
+        if layer.training or torch.compiler.is_compiling() or layer not in self._own:
+            return
+        buffers, own = buffers_of(layer), self._own[layer]
+        shown = {name: buffers[name] for name in own}
+
+        def put_back(*_: Any) -> None:
+            hook.remove()
+            buffers.update(shown)
+
+        hook = layer.register_forward_hook(put_back, always_call=True)
+        buffers.update(own)
+
+    def __deepcopy__(self, _: Any) -> _Step:
+        """A layer that forward copies takes its hooks along; they must not take the step along."""
+        return self
 
 
 def _running(modules: Sequence[BatchNorm]) -> list[Tensor]:
@@ -155,36 +252,3 @@ def _running(modules: Sequence[BatchNorm]) -> list[Tensor]:
 def _buffer(buffer: Tensor | None) -> Tensor:
     assert buffer is not None
     return buffer.detach()
-
-
-def foreign_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the buffers by name, without those that BatchStatistics looks after.
-
-    What a forward changes in them (a counter, a moving average, a power iteration) happens once per micro-batch of
-    one rank, so it cannot be the same on every layout.
-    """
-    handled = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, BatchNorm)
-        for name in ("running_mean", "running_var", "num_batches_tracked")
-    }
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers() if name not in handled}
-
-
-def foreign_buffers_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the buffers that differ between two results of `foreign_buffers`.
-
-    A NaN that stays where it was is no change.
-    """
-    names = sorted(before.keys() | after.keys())
-    return [name for name in names if name not in before or name not in after or not _same(before[name], after[name])]
-
-
-def _same(before: Tensor, after: Tensor) -> bool:
-    if torch.equal(before, after):
-        return True
-    may_hold_nan = (before.is_floating_point() or before.is_complex()) and before.layout is torch.strided
-    if not may_hold_nan or (before.shape, before.dtype) != (after.shape, after.dtype):
-        return False
-    return torch.allclose(before, after, rtol=0.0, atol=0.0, equal_nan=True)

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import refuse_inexact, require_agreement, require_equal_weights, warn_of_threads
-from .batch_statistics import BatchStatistics, foreign_buffers, foreign_buffers_changed
+from .batch_statistics import BatchStatistics
 from .communication import Channel
 from .contiguous import ContiguousShares
 from .flat import Gradients
+from .foreign_buffers import ForeignBuffers
 from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
+from .trained import TrainedParameters
 from .tree import share
 
 
@@ -99,10 +101,10 @@ class ExactReduction:
     of a rank's micro-batches has other bits on each layout; undo that before backward.
 
     Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with buffers,
-    SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in the first step a buffer that
-    forward changes, and ranks that do not agree (on the numbers of threads and micro-batches, parameters, torch; in the
-    first step, without DDP, on the weights). Warns where torch chose the number of threads itself, since another number
-    has other bits.
+    SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in any step a buffer that forward
+    changes, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not agree
+    (on the numbers of threads and micro-batches, parameters, torch; in the first step, without DDP, on the weights).
+    Warns where torch chose the number of threads itself, since another number has other bits.
     """
 
     def __init__(
@@ -131,8 +133,8 @@ class ExactReduction:
         if rank == 0:
             warn_of_threads()
         self._statistics = BatchStatistics(module)
-        self._foreign: dict[str, Tensor] | None = None
-        self._checked = False
+        inner = module if ddp is None else ddp.module
+        self._foreign, self._trained = ForeignBuffers(inner), TrainedParameters(inner)
         # Whether a step has begun, and how many micro-batches of it this rank has run.
         self._has_begun = False
         self._run = 0
@@ -187,8 +189,7 @@ class ExactReduction:
         for parameter in self._gradients.parameters:
             parameter.grad = None
         self._statistics.begin()
-        if not self._checked:
-            self._foreign = foreign_buffers(self.module)
+        self._foreign.begin(self._statistics.layers)
 
     @contextlib.contextmanager
     def micro_batch(self, index: int, weight: float = 1.0) -> Iterator[None]:
@@ -223,11 +224,12 @@ class ExactReduction:
             self.begin()
         if self.remaining:
             raise RuntimeError(f"micro-batch {self.remaining[0]} of {self.share} has not been run")
+        self._trained.refuse_changes()
+        self._foreign.refuse_changed()
         total = self._statistics.zeros()
         self._shares.finish(total, scale)
         self._statistics.finish(total)
         self._has_begun, self._run, self.share = False, 0, self._full_share
-        self._refuse_foreign_buffers()
 
     def clip_gradients_(self, max_norm: float) -> Tensor:
         """Multiply all gradients by max_norm / norm where that is below 1; returns the norm, the same on any layout.
@@ -252,12 +254,3 @@ class ExactReduction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _refuse_foreign_buffers(self) -> None:
-        if self._foreign is not None:
-            changed = foreign_buffers_changed(self._foreign, foreign_buffers(self.module))
-            self._foreign, self._checked = None, True
-            if changed:
-                raise ValueError(
-                    f"forward changes the buffer {changed[0]}, which depends on the layout: use plain reduction"
-                )

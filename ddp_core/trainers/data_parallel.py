@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import methodcaller
 
@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
-from ddp_core.base.torch_internals import foreach_copy_
+from ddp_core.base.torch_internals import foreach_copy_, share_hooks
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
+from ddp_core.reduction.foreign_buffers import ForeignBuffers
+from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
@@ -55,8 +57,13 @@ class DataParallelTrainer(Trainer):
     def compute_gradients(self, batch: StepBatch) -> None:
         """Scatter, replicate, parallel apply, gather, reduce."""
         scattered = self._scatter(batch)
-        for replica in self.replicas[1:]:
+        first, *others = self.replicas
+        for replica in others:
             replica.copy_from(self.model)
+        if self.exact:
+            first.begin()
+            for replica in others:
+                replica.begin(first.foreign.digests)
         loss_weight = self.passes.loss_weight(batch.samples)
         weights = [loss_weight.to(replica.device) for replica in self.replicas]
         self.clock.lap("exposed_communication")
@@ -72,6 +79,11 @@ class DataParallelTrainer(Trainer):
                 self.losses.put(index, loss.to(self.device, non_blocking=True))
         self.send_losses(batch)
         self._reduce()
+
+    def retrain(self) -> None:
+        """Let all replicas train what the first one does."""
+        for replica in self.replicas:
+            replica.retrain(self.model)
 
     def close(self) -> None:
         """End the threads."""
@@ -130,18 +142,35 @@ class _Replica:
         self.passes = trainer.passes
         if device != trainer.device:
             self.passes = Passes(trainer.experiment, trainer.job.loss, device)
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.statistics = BatchStatistics(self.module)
+        self.retrain(trainer.model)
+        self.statistics, self.foreign = BatchStatistics(self.module), ForeignBuffers(self.module)
         self.random = KeyedRandom(trainer.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
         self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
 
+    def retrain(self, model: nn.Module) -> None:
+        """Train the parameters that `model` trains."""
+        for ours, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+            ours.requires_grad_(theirs.requires_grad)
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.trained = TrainedParameters(self.module)
+
     @torch.no_grad()
     def copy_from(self, model: nn.Module) -> None:
-        """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward."""
+        """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward.
+
+        And the hooks on its weights, which no copy of a module takes along.
+        """
         ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         foreach_copy_(ours, theirs, non_blocking=True)
+        for our, their in zip(ours, theirs, strict=True):
+            share_hooks(our, their)
+
+    def begin(self, digests: Mapping[str, str] | None = None) -> None:
+        """Start a step of the exact reduction; `digests` are those of the first replica's buffers."""
+        self.statistics.begin()
+        self.foreign.begin(self.statistics.layers, digests)
 
     def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
         """Forward and backward of this replica's micro-batches; returns their numbers and losses.
@@ -153,8 +182,6 @@ class _Replica:
         own = share_of(count, self.number, trainer.cut.shares)
         self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
         take_gradients(self.parameters)
-        if trainer.exact:
-            self.statistics.begin()
         losses = []
         for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
@@ -167,6 +194,9 @@ class _Replica:
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
+        if trainer.exact:
+            self.trained.refuse_changes()
+            self.foreign.refuse_changed()
         self.gradients = [] if trainer.exact else take_gradients(self.parameters)
         return losses
 

@@ -86,6 +86,11 @@ class DistributedTrainer(Trainer):
         """Take part in a step without a micro-batch: an incomplete last batch may leave none for this rank."""
         self.send_losses(batch)
 
+    def retrain(self) -> None:
+        """Make DDP and the reduction anew, for what is trained now."""
+        self.drop()
+        self.set_up()
+
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
         self.reduction.clip_gradients_(max_norm)
@@ -106,6 +111,10 @@ class DistributedTrainer(Trainer):
 
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of DDP and the reduction."""
         self.reduction.close()
         del self.reduction, self.module
         gc.collect()

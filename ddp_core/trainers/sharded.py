@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch
+from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.distributed import DistributedTrainer
 
@@ -33,6 +35,8 @@ class ShardedTrainer(DistributedTrainer):
         sharding.check_parts(self.model, state.optimizer)
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
+        # The parameters are other objects where each rank has a part of them.
+        self.trained = TrainedParameters(self.model)
         state.ownership, self.reduction = self.owned, self.owned.reduction
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("exposed_communication"))
         if state.scaler is not None:
@@ -47,6 +51,12 @@ class ShardedTrainer(DistributedTrainer):
         # DistributedDataParallel does so in the first forward of each step.
         self.settle_buffers()
         super().compute_gradients(batch)
+
+    def refuse_to_retrain(self, changes: dict[str, bool]) -> None:
+        raise UserError(
+            f"{self.where}: {describe_changes(changes)}, and --shard {self.job.layout.shard} has cut what was trained "
+            "at first: set requires_grad in the model's function, once for the whole run, or leave --shard out"
+        )
 
     def join_last_round(self, batch: StepBatch) -> None:
         """Run the passes of other ranks' micro-batches along, where this rank has none: each gathers the parameters.

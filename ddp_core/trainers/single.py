@@ -14,9 +14,13 @@ class SingleTrainer(Trainer):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self.set_up()
+        self.model.train()
+
+    def set_up(self) -> None:
+        """Make what adds up the gradients."""
         kind = ExactReduction if self.exact else PlainReduction
         self.reduction = kind(self.model, self.cut.micro_batches)
-        self.model.train()
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of each micro-batch; the reduction adds up the gradients."""
@@ -32,6 +36,11 @@ class SingleTrainer(Trainer):
                 self.clock.lap_backward()
         self.send_losses(batch)
         self.reduction.finish()
+
+    def retrain(self) -> None:
+        """Add up the gradients of what is trained now."""
+        self.reduction.close()
+        self.set_up()
 
     def close(self) -> None:
         """Give the batch-norm layers their momenta back."""

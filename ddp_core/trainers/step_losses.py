@@ -17,6 +17,9 @@ from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.train_state import TrainState
 
+_JOINED = 1024.0
+"""In the place of a request to stop, which is 0 or 1."""
+
 
 class StepLosses:
     """Sums every micro-batch's loss, and the requests to stop, over the ranks, while backward runs.
@@ -66,6 +69,20 @@ class StepLosses:
         begun = [self._collectives.start_sum(tensor) for tensor in sent]
         self._sums = [work for work in begun if work is not None]
         self._unread.append((batch.step, batch.samples, range(self._micro_batches), vector[:-1]))
+
+    def all_join(self) -> bool:
+        """Whether every rank calls this now, and none goes on to `send`; where one does, its sum is spoilt.
+
+        So a rank can ask the others about something that has happened to it, without a sum of its own in every step.
+        """
+        world = self._collectives.world
+        if world.world_size == 1:
+            return True
+        on_cpu = self._collectives.device.type == "cpu"
+        # What `send` sums first.
+        joined = torch.zeros(self._micro_batches + 1 if on_cpu else 1)
+        joined[-1] = _JOINED
+        return self._collectives.sum_(joined)[-1].item() == _JOINED * world.world_size
 
     def receive(self) -> bool:
         """Wait for the sums of this step; whether any rank was asked to stop.

@@ -51,6 +51,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
+        self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
     def end_epoch(self) -> None:
         """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
@@ -80,6 +81,11 @@ class TrainState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "average": self._averages(in_parts),
+            "requires_grad": {
+                name: parameter.requires_grad
+                for name, parameter in self.model.named_parameters()
+                if parameter.requires_grad != self._built[name]
+            },
             "position": {
                 "step": self.step,
                 "epoch_loss": self.epoch_loss,
@@ -100,6 +106,9 @@ class TrainState:
             part = getattr(self, name)
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(whole_tensors(state[name]))
+        parameters = dict(self.model.named_parameters())
+        for name, flag in state.get("requires_grad", {}).items():
+            parameters[name].requires_grad_(flag)
         for name, value in state["position"].items():
             setattr(self, name, value)
 

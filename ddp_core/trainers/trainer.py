@@ -21,6 +21,8 @@ from ddp_core.model.builders import lay_out
 from ddp_core.model.optimizers import build_optimizer
 from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
+from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
@@ -72,6 +74,7 @@ class Trainer(ABC):
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
         self.state = self._fresh_state()
+        self.trained = TrainedParameters(self.model)
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)
         overlaps = world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
@@ -104,6 +107,44 @@ class Trainer(ABC):
         else:
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def follow_trained(self) -> None:
+        """Train from this step on what the model's flags `requires_grad` say, on every rank.
+
+        Raises UserError where ranks differ, where the optimizer would not update a parameter that is trained now, and
+        where nothing is trained any more.
+        """
+        changes = self.trained.changes()
+        if not changes:
+            return
+        self.refuse_to_retrain(changes)
+        same = self.losses.all_join() and len({*map(str, self.job.collectives.gather(changes))}) == 1
+        if not same:
+            raise UserError(
+                f"{self.where}: {describe_changes(changes)}, and not the same on all ranks: a callback that changes "
+                'requires_grad needs `ranks = "all"` and must do the same on each rank'
+            )
+        updated = {id(each) for group in self.state.optimizer.param_groups for each in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = None  # that of the last step would go on changing a parameter that is frozen now
+            if parameter.requires_grad and id(parameter) not in updated:
+                raise UserError(
+                    f"{self.where}: {name} is trained now, but no group of the optimizer has it, so it would stay as "
+                    "it is: let the experiment's own `optimizer` take all of the model's parameters"
+                )
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UserError(
+                f"{self.where}: {describe_changes(changes)}, so that nothing is trained any more: leave one parameter"
+            )
+        self.retrain()
+        self.trained = TrainedParameters(self.model)
+        self.job.console.say(f"from step {self.state.step + 1} on: {describe_changes(changes)}")
+
+    def refuse_to_retrain(self, changes: dict[str, bool]) -> None:  # noqa: B027
+        """Raise UserError where what is trained cannot change; overridden where parameters are cut."""
+
+    def retrain(self) -> None:  # noqa: B027
+        """Make anew what depends on which parameters are trained; overridden where something does."""
+
     def settle_buffers(self) -> None:  # noqa: B027
         """Make the buffers equal on all ranks; overridden where the reduction does not do so."""
 
@@ -123,8 +164,11 @@ class Trainer(ABC):
         ):
             for batch in stream:
                 self.observers.before_step(batch)
+                self.follow_trained()
                 try:
                     self.compute_gradients(batch)
+                except DependsOnLayout as error:
+                    raise UserError(f"{self.where}: {error}") from None
                 except Exception as error:
                     note_samples(error, batch)
                     raise
@@ -154,6 +198,11 @@ class Trainer(ABC):
     def is_at_end(self) -> bool:
         """Whether nothing is left to train."""
         return self.state.step == self.total_steps
+
+    @property
+    def where(self) -> str:
+        """Which step this is, and which process, in words."""
+        return f"step {self.state.step + 1}, {self.job.collectives.world.place}"
 
     @property
     def is_at_epoch_end(self) -> bool:

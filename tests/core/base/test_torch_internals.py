@@ -220,8 +220,6 @@ def foreach(_: int, __: int, ___: str) -> None:
     assert [tensor.tolist() for tensor in ours] == [[4.0] * 2, [4.0] * 3]
     torch_internals.foreach_copy_(ours, [torch.ones(2), torch.zeros(3)])
     assert [tensor.sum().item() for tensor in ours] == [2.0, 0.0]
-    torch_internals.foreach_zero_(ours)
-    assert not any(tensor.any() for tensor in ours)
 
 
 def dispatch_mode(_: int, __: int, ___: str) -> None:
@@ -250,6 +248,41 @@ def metadata(_: int, __: int, ___: str) -> None:
     # Without a version, torch takes the state for one of an old format, which has no counter of batches.
     del state["num_batches_tracked"]
     nn.BatchNorm1d(2).load_state_dict(state)
+
+
+def counter_of_writes(_: int, __: int, ___: str) -> None:
+    tensor = torch.zeros(2)
+    before = torch_internals.writes_to(tensor)
+    tensor.detach()[:1].add_(1)
+    assert torch_internals.writes_to(tensor) == before + 1
+    with torch.inference_mode():
+        tensor = torch.zeros(2)
+    assert torch_internals.writes_to(tensor) == 0
+
+
+def buffers(_: int, __: int, ___: str) -> None:
+    layer = nn.Module()
+    kept = torch_internals.buffers_of(layer)
+    layer.register_buffer("calls", torch.zeros(1))
+    layer.calls = layer.calls + 1
+    assert kept["calls"] is layer.calls
+
+
+def hooks(_: int, __: int, ___: str) -> None:
+    ours, theirs = (torch.ones(2, requires_grad=True) for _ in range(2))
+    seen: list[torch.Tensor] = []
+    doubling = theirs.register_hook(lambda gradient: 2 * gradient)
+    theirs.register_post_accumulate_grad_hook(seen.append)
+    torch_internals.share_hooks(ours, theirs)
+    ours.sum().backward()
+    assert ours.grad is not None
+    assert ours.grad.tolist() == [2, 2]
+    assert seen[0] is ours
+    theirs.register_hook(lambda gradient: 10 * gradient)
+    doubling.remove()
+    ours.grad = None
+    ours.sum().backward()
+    assert ours.grad.tolist() == [10, 10]
 
 
 def signals(_: int, __: int, place: str) -> None:
@@ -287,7 +320,10 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_abort_process_group": abort,
     "_world": groups,
     "_fsdp_param_group": sent_together,
-    **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_zero_", "_foreach_copy_"), foreach),
+    **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
+    "torch.Tensor._version": counter_of_writes,
+    "_buffers": buffers,
+    **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),
     "_python_dispatch": dispatch_mode,
     "_dynamo": dynamo,
     "_metadata": metadata,

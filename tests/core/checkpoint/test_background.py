@@ -109,13 +109,13 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path)
     assert torch.equal(loaded["weight"], torch.ones(1000))
 
 
-def test_the_next_save_waits_for_the_one_before_and_reuses_its_buffers(tmp_path: Path) -> None:
+def test_the_next_save_waits_for_the_one_before_and_reuses_its_copies(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, asynchronous=True, keep_last=9)
     checkpointer.prepare(state_of(0))
-    buffers = [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers]
+    buffers = [buffer.data_ptr() for buffer in checkpointer._snapshots._copies]
     for step in range(1, 6):
         checkpointer.save(state_of(step), step=step, epoch=0)
-        assert [buffer.data_ptr() for buffer in checkpointer._snapshots._buffers] == buffers
+        assert [buffer.data_ptr() for buffer in checkpointer._snapshots._copies] == buffers
     checkpointer.save(state_of(6, floats=7), step=6, epoch=0)
     checkpointer.close()
     for checkpoint in find_checkpoints(tmp_path):

@@ -1,0 +1,96 @@
+"""Models that change while they are trained: the same bits on every layout, or refused with name and step."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_core.config.layout import SHARD_MODES
+from ddp_core.record.reading import Run
+from tests.support.commands import ddp, train, trained
+from tests.support.layout_cases import FILES
+
+CHANGING = str(FILES / "changing.py")
+DP = ("--layout", "dp", "--nproc-per-node", "3")
+DDP = ("--layout", "ddp", "--nproc-per-node", "2")
+
+
+def kind(name: str) -> tuple[str, ...]:
+    return (CHANGING, "--set", f"model.kind={name}")
+
+
+def digests(record: dict[str, Any]) -> tuple[str, str]:
+    return record["weights_sha256"], record["optimizer_sha256"]
+
+
+def refusal(output: Path, *words: str) -> str:
+    ended = ddp("train", *words, "--device", "cpu", "--output", output, "--max-restarts", "0")
+    assert (ended.code, "Traceback" in ended.errors) == (2, False), ended.errors
+    return ended.errors
+
+
+@pytest.mark.parametrize("name", ["usual", "cache", "hooks", "pseudo labels", "renormalised"])
+def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, name: str) -> None:
+    found = [
+        digests(train(tmp_path / "single", *kind(name))),
+        digests(train(tmp_path / "dp", *kind(name), *DP)),
+        digests(train(tmp_path / "ddp", *kind(name), ranks=2)),
+    ]
+    assert found == [found[0]] * 3
+
+
+def test_what_is_trained_changes_with_the_callback(tmp_path: Path) -> None:
+    ends = []
+    for steps in (1, 2, 4, 8):
+        train(tmp_path / str(steps), *kind("usual"), "--set", f"max_steps={steps}")
+        ends.append(Run(trained(tmp_path / str(steps))[0].path).load_model().state_dict())
+    changed = [
+        [not torch.equal(before[f"{layer}.weight"], after[f"{layer}.weight"]) for layer in ("first", "second", "last")]
+        for before, after in itertools.pairwise(ends)
+    ]
+    assert changed == [[False, True, True], [True, True, True], [True, False, True]]
+
+
+def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
+    expected = digests(train(tmp_path / "whole", *kind("usual")))
+    words = [*kind("usual"), "--checkpoint-every", "3"]
+    cut = ("--fault", "kill@5", "--synchronous-save", "--device", "cpu", "--output", tmp_path / "cut")
+    assert ddp("train", *words, *cut).code != 0
+    record = train(tmp_path / "cut", *words, "--resume", "auto", ranks=2)
+    assert len(record["attempts"]) == 2
+    assert digests(record) == expected
+
+
+@pytest.mark.parametrize("name", ["counter", "rare"])
+@pytest.mark.parametrize("layout", [(), DP, DDP], ids=["single", "dp", "ddp"])
+def test_a_buffer_that_forward_changes_is_refused_in_its_step(
+    tmp_path: Path, name: str, layout: tuple[str, ...]
+) -> None:
+    step = 1 if name == "counter" else 4
+    assert "forward changes the buffer seen" in (said := refusal(tmp_path, *kind(name), *layout)), said
+    assert f"step {step}, rank" in said
+
+
+@pytest.mark.parametrize("layout", [(), DP, DDP], ids=["single", "dp", "ddp"])
+def test_a_forward_that_unfreezes_is_refused(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    said = refusal(tmp_path, *kind("unfreezes"), *layout)
+    assert "step 1, rank" in said
+    assert "first.weight and 1 more are trained now" in said
+
+
+def test_a_change_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    said = refusal(tmp_path, *kind("rank 0 alone"), *DDP)
+    assert "step 3, rank 0 (node 0): first.weight and 1 more are trained now, and not the same on all ranks" in said
+    assert "step 3" in (said := refusal(tmp_path, *kind("left out"))), said
+    assert "first.weight is trained now, but no group of the optimizer has it" in said
+
+
+@pytest.mark.parametrize("shard", SHARD_MODES)
+def test_shards_refuse_a_change(tmp_path: Path, shard: str) -> None:
+    said = refusal(tmp_path, *kind("usual"), *DDP, "--shard", shard)
+    assert "step 3, rank " in said
+    assert f"first.weight and 1 more are trained now, and --shard {shard} has cut what was trained at first" in said
