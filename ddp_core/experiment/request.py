@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.keyed_draws import seed_draws
+from ddp_core.base.seeds import mix
 from ddp_core.base.user_code import user_code
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
@@ -28,6 +31,7 @@ from ddp_core.experiment.building import (
     resolve,
     schedule_of,
 )
+from ddp_core.experiment.building_twice import built_alike
 from ddp_core.experiment.file import LoadedExperiment, Served, run_file
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
@@ -151,9 +155,21 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
 
 
 def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Module:
-    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError."""
+    """The model with its initial weights, which follow from the seed, on `device`.
+
+    Raises UserError, also where the weights follow from something else, as far as a second call shows it.
+    """
+    experiment = loaded.experiment
+    model = built_alike(experiment.model.name, partial(_new_model, loaded))
+    with user_code("your model"):
+        return lay_out(model.to(device), experiment.memory_format)
+
+
+def _new_model(loaded: LoadedExperiment) -> nn.Module:
+    """What the experiment's builder makes. Raises UserError where that is no model, or nothing to train."""
     experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
+    seed_draws(mix(experiment.seed, 8))
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -162,8 +178,7 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str) -> nn.Modu
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    with user_code("your model"):
-        return lay_out(model.to(device), experiment.memory_format)
+    return model
 
 
 def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
