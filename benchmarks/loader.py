@@ -91,7 +91,7 @@ def in_line(dataset: ByteImages, steps: int) -> Stream:
 def host_part(dataset: ByteImages, steps: int) -> Stream:
     """What a GPU leaves to the host, in line."""
     loader = Loader(dataset)
-    for epoch, micro_batches in wanted(len(dataset)):
+    for epoch, micro_batches, *_ in wanted(len(dataset)):
         yield [loader.gather(epoch, ids) for ids in micro_batches]
 
 

@@ -1,8 +1,8 @@
 """What all ranks compute alike from a few numbers: random numbers from a key, and which rank has which micro-batches.
 
-No generator's state is carried along, and no random number depends on rank, worker or history: dropout is keyed by
-(seed, step, micro-batch), augmentation by (seed, epoch, sample id). So a checkpoint needs no random state, and a resume
-needs no replay.
+No generator's state is carried along, and no random number depends on rank, worker or history: what a micro-batch draws
+is keyed by (seed, step, micro-batch), what an update draws by (seed, step), what an evaluation draws by (seed, epoch,
+batch), augmentation by (seed, epoch, sample id). So a checkpoint needs no random state, and a resume needs no replay.
 
 SplitMix64, a hash of 64-bit numbers that gives unrelated results for neighbouring numbers, turns a key into numbers
 (G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; the two factors and three
@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ddp_core.base.keyed_draws import key_draws, without_key
 
 if TYPE_CHECKING:  # the order of the samples is computed without torch
     import torch
@@ -63,24 +65,59 @@ def sample_uniforms(seed: int, epoch: int, ids: NDArray[np.int64], draws: int) -
     return (words >> 11).astype(np.float64) * 2.0**-53
 
 
-class MicroBatchSeed:
-    """Seeds torch's generator of one device for one micro-batch, keyed by (seed, step, micro-batch).
+def micro_batch_words(seed: int, step: int, micro_batch: int) -> tuple[int, ...]:
+    """The key, for `mix`, of what is drawn while the samples of a micro-batch are made and put together."""
+    return seed, step, micro_batch, 4
 
-    `torch.manual_seed` would seed every device and costs about 100 microseconds; this costs a few.
+
+class MicroBatchSeed:
+    """Seeds the generators of Python, numpy and torch for one micro-batch, and for what comes between micro-batches.
+
+    Of torch's generators those of the CPU and of one device: `torch.manual_seed` would seed every device and costs
+    about 100 microseconds; this costs a few. Python's and numpy's are seeded where they are watched (`keyed_draws`).
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         import torch
 
         self.seed = seed
+        self.generators: list[torch.Generator] = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
-            self.generator: torch.Generator = torch.cuda.default_generators[device.index or 0]
-        else:
-            self.generator = torch.default_generator
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
 
     def __call__(self, step: int, micro_batch: int) -> None:
-        self.generator.manual_seed(mix(self.seed, step, micro_batch, 2) >> 1)
+        """For forward and backward of a micro-batch."""
+        self.begin(self.seed, step, micro_batch, 2)
+
+    def update(self, step: int) -> None:
+        """For the update of the weights, and whatever is called until the next micro-batch."""
+        self.begin(self.seed, step, 5)
+
+    def after_evaluation(self, epoch: int) -> None:
+        """For what is called between an evaluation, in which every rank has batches of its own, and the next step."""
+        self.begin(self.seed, epoch, 7)
+
+    def begin(self, *words: int) -> None:
+        """For what is keyed by these numbers."""
+        seed = mix(*words) >> 1
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        key_draws(seed)
+
+
+class EvaluationSeed(NamedTuple):
+    """Seeds the same generators for the batches of one evaluation."""
+
+    run: MicroBatchSeed
+    epoch: int
+
+    def key(self, batch: int) -> tuple[int, ...]:
+        """The key, for `mix`, of what is drawn for a batch."""
+        return self.run.seed, self.epoch, batch, 6
+
+    def __call__(self, batch: int) -> None:
+        self.run.begin(*self.key(batch))
 
 
 @contextlib.contextmanager
@@ -91,7 +128,8 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         try:
-            yield
+            with without_key():
+                yield
         finally:
             random.setstate(python)
             np.random.set_state(numpy)

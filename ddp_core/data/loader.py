@@ -1,7 +1,8 @@
 """From sample ids to tensors: one micro-batch at a time, in line or ahead of time, in worker processes or on a GPU.
 
 The order is the caller's: step ids go in, steps come out in the same order, whatever the number of workers. What a
-sample looks like depends on (seed, epoch, id) alone.
+sample looks like depends on (seed, epoch, id) alone. Where the experiment's own code draws random numbers for it, they
+follow from the key that came with the ids.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.seeds import sample_uniforms
+from ddp_core.base.keyed_draws import key_draws
+from ddp_core.base.own_generator import OwnGenerator
+from ddp_core.base.seeds import mix, sample_uniforms
 from ddp_core.base.user_code import user_code
 from ddp_core.data.augment import Augmentation
-from ddp_core.data.prefetching import StepIds, as_it_is, brought_ahead, made_by_workers
+from ddp_core.data.prefetching import Key, StepIds, as_it_is, brought_ahead, made_by_workers
 from ddp_core.data.splits import Dataset, InMemory, Staged
 from ddp_core.data.trees import Batch, Collate, Tree, map_tensors, structure_difference, structure_of
 from ddp_core.sampler import Ids
@@ -72,17 +75,26 @@ class Loader:
         self._device_has_part = augmentation is None or augmentation.on_device
         # Worker processes cannot pin memory, which is the CUDA driver's business.
         self._pins = self._on_cuda and workers == 0 and self._device_has_part
+        # Ours draw nothing, and are spared the seeding.
+        is_foreign = self._stored == self._put_together or not _is_ours(type(dataset))
+        self._may_draw = is_foreign or not (augmentation is None or _is_ours(augmentation.apply))
+        # A thread beside the one that trains must leave torch's default generator alone.
+        self._own = OwnGenerator(torch.Generator()) if self._on_cuda and workers == 0 else None
 
-    def fetch(self, epoch: int, ids: Ids) -> Batch:
+    def fetch(self, epoch: int, ids: Ids, key: Key | None = None) -> Batch:
         """Inputs and targets of the samples `ids` (int64 [n]), as they look in `epoch`, made while the caller waits."""
-        gathered = self.gather(epoch, ids)
+        gathered = self.gather(epoch, ids, key)
         if self._on_cuda:
             gathered = map_tensors(lambda tensor: tensor.to(self.device), gathered)
         return self.finish(gathered)
 
-    def gather(self, epoch: int, ids: Ids) -> Gathered:
-        """The host's part of a micro-batch: inputs, targets, and the random numbers that the device's part needs."""
-        with user_code("your data set"):
+    def gather(self, epoch: int, ids: Ids, key: Key | None = None) -> Gathered:
+        """The host's part of a micro-batch: inputs, targets, and the random numbers that the device's part needs.
+
+        With a `key`, what the experiment's code draws follows from it.
+        """
+        own = contextlib.nullcontext() if key is None or not self._may_draw else self._keyed(key)
+        with user_code("your data set"), own:
             inputs, targets = self._stored(ids, self._pins)
             if self.augmentation is None:
                 return inputs, targets, None
@@ -121,9 +133,18 @@ class Loader:
 
     def _host_part(self, step_ids: StepIds) -> Sequence[Gathered] | Sequence[Batch]:
         """What the host makes of a step: its gathered micro-batches for a CUDA device, else the finished ones."""
-        epoch, micro_batches = step_ids
-        gathered = [self.gather(epoch, ids) for ids in micro_batches]
+        epoch, micro_batches, *keyed = step_ids
+        keys = keyed[0] if keyed else [None] * len(micro_batches)
+        gathered = [self.gather(epoch, ids, key) for ids, key in zip(micro_batches, keys, strict=True)]
         return gathered if self._on_cuda else [self.finish(micro_batch) for micro_batch in gathered]
+
+    def _keyed(self, key: Key) -> contextlib.AbstractContextManager[object]:
+        """A block in which random numbers follow from the key."""
+        seed = mix(*key) >> 1
+        key_draws(seed)
+        generator = torch.default_generator if self._own is None else self._own.generator
+        generator.manual_seed(seed)
+        return contextlib.nullcontext() if self._own is None else self._own
 
     def _put_together(self, ids: Ids, pin_memory: bool) -> Batch:
         """A micro-batch of a data set that is not Staged, or for the experiment's own `collate`. Raises UserError."""
@@ -141,6 +162,10 @@ class Loader:
             )
         except UserError as error:
             raise UserError(f"data set {type(self.dataset).__name__}: {error}", error.exit_code) from None
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("ddp_core.")
 
 
 def _stacked(samples: list[Any], ids: Sequence[int]) -> Batch:

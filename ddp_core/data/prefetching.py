@@ -25,8 +25,10 @@ from ddp_core.base.user_code import LeftEarly, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
 from ddp_core.sampler import Ids
 
-StepIds = tuple[int, Sequence[Ids]]
-"""An epoch, and the ids of each micro-batch of one step."""
+Key = tuple[int, ...]
+"""What the random numbers of a micro-batch follow from (`ddp_core.base.seeds.mix`)."""
+StepIds = tuple[int, Sequence[Ids]] | tuple[int, Sequence[Ids], Sequence[Key]]
+"""An epoch, and the ids of each micro-batch of one step; with the key of each where random numbers are keyed."""
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -94,7 +96,7 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
     place = Path("/dev/shm")
     if not place.exists():
         return
-    epoch, micro_batches = step_ids
+    epoch, micro_batches = step_ids[:2]
     pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(make((epoch, micro_batches[:1])))]
     needed = sum(pages) * len(micro_batches) * (_AHEAD_BY_WORKER * workers + 1) + _SEMAPHORES
     free = shutil.disk_usage(place).free

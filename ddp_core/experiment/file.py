@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.errors import UserError, nearest_name
+from ddp_core.base.keyed_draws import watch_draws
 
 if TYPE_CHECKING:  # `ddp list` answers without it
     from ddp_core.config.experiment import Experiment
@@ -183,6 +184,7 @@ def run_file(path: Path, source: str) -> ModuleType:
     if str(full.parent) not in sys.path:
         # At the end of the path, so that files beside the experiment can be imported but hide no other module.
         sys.path.append(str(full.parent))
+    watch_draws()
     try:
         exec(compile(source, str(full), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:

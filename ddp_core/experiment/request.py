@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.keyed_draws import seed_draws
+from ddp_core.base.seeds import mix
 from ddp_core.base.user_code import user_code
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
@@ -28,6 +31,7 @@ from ddp_core.experiment.building import (
     resolve,
     schedule_of,
 )
+from ddp_core.experiment.building_twice import built_alike
 from ddp_core.experiment.file import LoadedExperiment, Served, run_file
 from ddp_core.experiment.first_batch import fill_tables, make_real
 from ddp_core.experiment.source import serve_modules
@@ -152,12 +156,27 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
 
 
 def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None) -> nn.Module:
-    """The model with its initial weights, which follow from the seed, on `device`. Raises UserError.
+    """The model with its initial weights, which follow from the seed, on `device`.
 
     With `splits`, its lazy layers and the tables in its buffers are made from the first samples; else they are left.
+    Raises UserError, also where the weights follow from something else, as far as a second call shows it.
     """
     experiment = loaded.experiment
+    model = built_alike(experiment.model.name, partial(_new_model, loaded))
+    if splits is not None:
+        make_real(model, experiment, splits)
+    with user_code("your model"):
+        model = lay_out(model.to(device), experiment.memory_format)
+    if splits is not None:
+        fill_tables(model, experiment, splits)
+    return model
+
+
+def _new_model(loaded: LoadedExperiment) -> nn.Module:
+    """What the experiment's builder makes. Raises UserError where that is no model, or nothing to train."""
+    experiment = loaded.experiment
     torch.manual_seed(experiment.seed)
+    seed_draws(mix(experiment.seed, 8))
     model = build(resolve(loaded, "model", experiment.model.name), experiment.model.options, {})
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -166,12 +185,6 @@ def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Sp
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(f"model {experiment.model.name} has no parameter that requires a gradient: nothing to train")
-    if splits is not None:
-        make_real(model, experiment, splits)
-    with user_code("your model"):
-        model = lay_out(model.to(device), experiment.memory_format)
-    if splits is not None:
-        fill_tables(model, experiment, splits)
     return model
 
 

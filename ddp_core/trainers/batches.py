@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
+from ddp_core.base.seeds import micro_batch_words
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
-from ddp_core.data.prefetching import StepIds
+from ddp_core.data.prefetching import Key, StepIds
 from ddp_core.observe.step import StepBatch
 from ddp_core.sampler import GlobalOrder, Ids
 
@@ -28,6 +29,7 @@ class Batches:
         self.cut = cut
         self.samples = samples
         self.order = GlobalOrder(samples, experiment.seed)
+        self._seed = experiment.seed
         self.loader = loader
         self.shares = shares
         self.steps_per_epoch = experiment.steps_per_epoch(samples)
@@ -43,6 +45,10 @@ class Batches:
         epoch, position = divmod(step, self.steps_per_epoch)
         start = position * self.cut.global_batch_size
         return self.order.ids(epoch, start + micro_batch.start, start + micro_batch.stop)
+
+    def key(self, step: int, micro_batch: MicroBatch) -> Key:
+        """What the random numbers follow from that are drawn while the micro-batch is made."""
+        return micro_batch_words(self._seed, step, micro_batch.index)
 
     def mine(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step that this process computes, in the order of their numbers."""
@@ -65,7 +71,8 @@ class Batches:
         def ids_of_steps() -> Iterator[StepIds]:
             for step in range(first_step, stop_step):
                 waiting.append([self.ids(step, part) for part in self.mine(step)])
-                yield step // self.steps_per_epoch, waiting[-1]
+                keys = [self.key(step, part) for part in self.mine(step)]
+                yield step // self.steps_per_epoch, waiting[-1], keys
 
         with contextlib.closing(self.loader.stream(ids_of_steps())) as stream:
             for step in range(first_step, stop_step):

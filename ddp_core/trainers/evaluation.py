@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.seeds import EvaluationSeed
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Evaluation
 from ddp_core.data.loader import Loader
@@ -37,12 +38,13 @@ def evaluate(
     collate: Collate | None = None,
     metrics: NamedMetrics | None = None,
     keep_pace: bool = False,
+    seed: EvaluationSeed | None = None,
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
     With `metrics` there are also its figures, `test_<name>`. `forward(inputs, targets)` gives outputs, targets on the
     outputs' device, and the loss summed over the batch. With `keep_pace` all ranks call `forward` equally often, so
-    that it may be a collective.
+    that it may be a collective. With `seed`, what is drawn for a batch follows from the epoch and the batch's number.
     """
     samples, size = len(dataset), settings.samples_per_batch
     batches = math.ceil(samples / size)
@@ -61,8 +63,12 @@ def evaluate(
     model.eval()
     wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in run)
     loader = Loader(dataset, collate=collate, device=device)
-    with contextlib.closing(loader.stream((0, [ids]) for ids in wanted)) as stream:
+    keys = [() if seed is None else ([seed.key(batch)],) for batch in run]
+    asked = ((0, [ids], *key) for ids, key in zip(wanted, keys, strict=True))
+    with contextlib.closing(loader.stream(asked)) as stream:
         for number, (batch, ((inputs, targets),)) in enumerate(zip(run, stream, strict=True)):
+            if seed is not None:
+                seed(batch)
             outputs, targets, loss = forward(inputs, targets)
             if number >= len(mine):
                 continue

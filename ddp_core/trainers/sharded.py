@@ -65,7 +65,8 @@ class ShardedTrainer(DistributedTrainer):
         """
         for _ in range(self.owned.idle_passes):
             first = self.cut.share(0, batch.samples)[0]
-            inputs, targets = self.batches.loader.fetch(batch.epoch, self.batches.ids(batch.step, first))
+            ids, key = self.batches.ids(batch.step, first), self.batches.key(batch.step, first)
+            inputs, targets = self.batches.loader.fetch(batch.epoch, ids, key)
             self.seed_micro_batch(batch.step, first.index)
             with self.owned.idle_pass():
                 loss = self.passes.loss(self.module, inputs, targets)

@@ -11,7 +11,8 @@ from torch import nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.seeds import MicroBatchSeed
+from ddp_core.base.keyed_draws import without_key
+from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
@@ -161,6 +162,7 @@ class Trainer(ABC):
         with (
             contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream,
             self.job.collectives.abandoned_on_error(),
+            without_key(),
         ):
             for batch in stream:
                 self.observers.before_step(batch)
@@ -173,6 +175,7 @@ class Trainer(ABC):
                     note_samples(error, batch)
                     raise
                 stop, reports = self.receive_losses(batch)
+                self.seed_micro_batch.update(batch.step)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
                 if bad is None:
@@ -251,6 +254,7 @@ class Trainer(ABC):
             is_best = False
             if self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0:
                 is_best = self.state.take_evaluation(self.evaluate())
+                self.seed_micro_batch.after_evaluation(batch.epoch)
                 self.figures.evaluated(batch)
             self.callbacks.epoch_done(batch.epoch)
             return is_best
@@ -279,6 +283,7 @@ class Trainer(ABC):
             splits.collate,
             job.named_metrics,
             keep_pace=not self.state.ownership.has_whole_weights,
+            seed=EvaluationSeed(self.seed_micro_batch, (self.state.step - 1) // self.steps_per_epoch),
         )
 
     def _fresh_state(self) -> TrainState:

@@ -1,0 +1,77 @@
+"""Torch's random numbers for one thread: its default generator of the CPU is one for all threads of a process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from ddp_core.base.torch_internals import TorchDispatchMode
+
+
+class _Here(threading.local):
+    generator: torch.Generator | None = None
+
+
+_here = _Here()
+
+
+class _DefaultGenerator:
+    """What the functions of torch.random work on: the thread's own generator, or torch's default one."""
+
+    def __init__(self, real: torch.Generator) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_here.generator or self._real, name)
+
+
+def _seed_in_threads() -> None:
+    """Let the functions of torch.random know of threads; a second call does nothing.
+
+    Operations on tensors draw from the default generator all the same: `OwnGenerator` hands them another one.
+    """
+    module: Any = torch.random
+    if isinstance(module.default_generator, torch.Generator):
+        module.default_generator = _DefaultGenerator(module.default_generator)
+
+
+class OwnGenerator(TorchDispatchMode):
+    """Hands `generator` to every random operation that this thread calls without a generator.
+
+    In the block, `torch.manual_seed`, `torch.get_rng_state`, `torch.random.fork_rng` and their like mean `generator`,
+    too: what a model seeds itself, and what activation checkpointing draws again, stays in the thread.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        _seed_in_threads()
+        self.generator = generator
+        self.has_drawn = False
+        """Whether an operation has drawn random numbers."""
+        self._before: torch.Generator | None = None
+
+    def __enter__(self) -> Self:
+        self._before, _here.generator = _here.generator, self.generator
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        _here.generator = self._before
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **given)
+        self.has_drawn = True
+        if given.get("generator") is None:
+            # The overload that takes a generator has a name of its own, or is this one.
+            packet, overload = func.overloadpacket, func.name().partition(".")[2]
+            name = f"{overload}_generator" if overload else "generator"
+            func = getattr(packet, name) if name in packet.overloads() else func
+            given["generator"] = self.generator
+        return func(*args, **given)

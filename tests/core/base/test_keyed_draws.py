@@ -1,0 +1,202 @@
+"""Python's `random` and numpy's global generator draw what a key says, in each thread, and otherwise what they did."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+import timeit
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_core.base.keyed_draws import key_draws, seed_draws, watch_draws, without_key
+from ddp_core.base.own_generator import OwnGenerator
+from ddp_core.base.seeds import generators_kept
+from tests.support.processes import ask
+
+KEY = 2**63 + 5
+# Everything that numpy.random offers and that draws, with arguments.
+NUMPY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("rand", "randn", "random", "random_sample", "ranf", "sample", "normal", "uniform"), ()),
+    **dict.fromkeys(("exponential", "gumbel", "laplace", "logistic", "lognormal", "rayleigh"), ()),
+    **dict.fromkeys(("standard_cauchy", "standard_exponential", "standard_normal"), ()),
+    **dict.fromkeys(("chisquare", "pareto", "power", "standard_gamma", "standard_t", "weibull", "gamma"), (2,)),
+    **dict.fromkeys(("beta", "f", "noncentral_chisquare", "vonmises", "wald"), (1, 2)),
+    **dict.fromkeys(("binomial", "negative_binomial"), (5, 0.5)),
+    **dict.fromkeys(("choice", "permutation", "poisson", "randint", "random_integers"), (1000,)),
+    **{"bytes": (4,), "dirichlet": ([1, 2],), "geometric": (0.1,), "hypergeometric": (50, 50, 20)},
+    **{"logseries": (0.9,), "multinomial": (20, [0.2, 0.8]), "multivariate_normal": ([0, 0], [[1, 0], [0, 1]])},
+    **{"noncentral_f": (1, 2, 3), "triangular": (0, 0.5, 1), "zipf": (1.5,), "shuffle": (list(range(50)),)},
+}
+PYTHON: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("random",), ()),
+    **{"betavariate": (1, 2), "choice": ("abcdefgh",), "choices": (range(99),), "expovariate": (1,)},
+    **{"gammavariate": (1, 2), "gauss": (0, 1), "getrandbits": (40,), "lognormvariate": (0, 1)},
+    **{"normalvariate": (0, 1), "paretovariate": (1,), "randbytes": (4,), "randint": (0, 999), "randrange": (999,)},
+    **{"sample": (range(99), 5), "shuffle": (list(range(50)),), "triangular": (), "uniform": (0, 1)},
+    **{"vonmisesvariate": (0, 1), "weibullvariate": (1, 1)},
+}
+
+
+def drawn(module: Any, functions: dict[str, tuple[Any, ...]]) -> dict[str, str]:
+    """What each function of a module returns, and makes of its arguments."""
+    found = {}
+    for name, words in functions.items():
+        given = copy.deepcopy(words)
+        found[name] = repr((getattr(module, name)(*given), given))
+    return found
+
+
+def everything() -> tuple[dict[str, str], dict[str, str]]:
+    return drawn(random, PYTHON), drawn(np.random, NUMPY)
+
+
+def same_as_before() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    np.random.randn()  # numpy keeps a second number for the next call
+    states = random.getstate(), np.random.get_state()
+    expected = everything(), everything()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    watch_draws()
+    watch_draws()
+    first = everything()
+    with without_key():
+        key_draws(KEY)
+        everything()
+    assert (first, everything()) == expected
+
+
+def test_without_a_key_everything_is_drawn_as_before() -> None:
+    ask(same_as_before)
+
+
+@pytest.mark.filterwarnings("ignore:This function is deprecated")
+@pytest.mark.parametrize(("module", "functions"), [(random, PYTHON), (np.random, NUMPY)])
+def test_every_function_draws_what_the_key_says(module: Any, functions: dict[str, tuple[Any, ...]]) -> None:
+    watch_draws()
+    with without_key():
+        for name, words in functions.items():
+            found = []
+            for key in (KEY, KEY + 1, KEY):
+                key_draws(key)
+                found.append(drawn(module, {name: words}))
+                everything()
+            assert found[0] == found[2], name
+        for key in (KEY, KEY + 1):
+            key_draws(key)
+            found.append(drawn(module, functions))
+        assert found[-2] != found[-1]
+
+
+def test_every_function_of_the_modules_is_tried() -> None:
+    others = {"SystemRandom", "Random", "seed", "getstate", "setstate", "binomialvariate"}
+    assert set(random.__all__) - others == PYTHON.keys()
+    functions = {name for name in np.random.__all__ if not name[0].isupper()}
+    assert functions - {"seed", "get_state", "set_state", "default_rng"} == NUMPY.keys()
+
+
+@pytest.mark.filterwarnings("ignore:This function is deprecated")
+def test_threads_draw_their_own_numbers_at_the_same_time() -> None:
+    watch_draws()
+    found: dict[int, set[str]] = {number: set() for number in range(3)}
+
+    def replica(number: int) -> None:
+        for _ in range(40):
+            key_draws(KEY + number)
+            found[number].add(repr([everything(), np.random.get_state(), random.getstate()]))
+
+    with without_key():
+        threads = [threading.Thread(target=replica, args=(number,)) for number in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(each) for each in found.values()] == [1, 1, 1]
+        key_draws(KEY)
+        assert {repr([everything(), np.random.get_state(), random.getstate()])} == found[0]
+
+
+def test_what_the_experiment_seeds_itself_counts() -> None:
+    watch_draws()
+    with without_key():
+        key_draws(KEY)
+        np.random.seed(1)
+        random.seed(1)
+        assert np.random.rand() == np.random.RandomState(1).rand()
+        assert random.random() == random.Random(1).random()
+        key_draws(KEY)
+        states = random.getstate(), np.random.get_state()
+        found = random.random(), np.random.rand()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        assert (random.random(), np.random.rand()) == found
+
+
+@pytest.mark.filterwarnings("ignore:This function is deprecated")
+def test_what_was_drawn_before_goes_on_afterwards() -> None:
+    watch_draws()
+    with generators_kept():
+        random.seed(4)
+        np.random.seed(4)
+        expected = [(random.random(), np.random.rand()) for _ in range(2)]
+        random.seed(4)
+        np.random.seed(4)
+        found = [(random.random(), np.random.rand())]
+        with without_key():
+            key_draws(KEY)
+            with generators_kept():
+                key_draws(KEY + 1)
+                everything()
+        found.append((random.random(), np.random.rand()))
+        assert found == expected
+
+
+def unseeded() -> list[tuple[float, float]]:
+    watch_draws()
+    found = []
+    for _ in range(2):
+        seed_draws(7)
+        found.append((random.random(), np.random.rand()))
+    np.random.seed(1)
+    seed_draws(7)
+    found.append((random.random(), np.random.rand()))
+    return found
+
+
+def test_what_nobody_has_seeded_can_be_seeded() -> None:
+    first, second, chosen = ask(unseeded)
+    assert first == second == (first[0], second[1])
+    assert chosen == (first[0], np.random.RandomState(1).rand())
+
+
+def test_a_generator_can_still_be_copied_and_pickled() -> None:
+    watch_draws()
+    behind = np.random.rand.__self__
+    for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
+        with generators_kept():
+            assert other.rand() == np.random.rand()
+
+
+def test_a_key_costs_less_than_a_microsecond() -> None:
+    watch_draws()
+    with without_key():
+        assert min(timeit.repeat(lambda: key_draws(KEY), number=1000, repeat=20)) / 1000 < 1e-6
+
+
+def test_a_thread_with_a_generator_of_its_own_seeds_that_one() -> None:
+    before = torch.get_rng_state()
+    with OwnGenerator(torch.Generator().manual_seed(3)):
+        expected = torch.rand(2)
+        torch.manual_seed(5)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            assert torch.equal(torch.rand(2), expected)
+        again = torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)), again)

@@ -1,0 +1,67 @@
+"""What an experiment draws, from whichever global generator and wherever, does not depend on the layout."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ddp, train, trained
+from tests.support.layout_cases import FILES, digests
+
+CASES = {name: [str(FILES / f"draws_{name}.py")] for name in ("forward", "own_seed", "collate", "optimizer", "metrics")}
+AT_ONCE = {name: [*words, "--synchronous-save", "--checkpoint-every", "1"] for name, words in CASES.items()}
+
+
+@functools.cache
+def alone() -> dict[str, tuple[str, str]]:
+    """The digests of all cases in a single process; each case runs once."""
+    with tempfile.TemporaryDirectory() as output:
+        return digests(CASES, Path(output), "single", 1)
+
+
+def figures(output: Path) -> dict[str, float]:
+    """The figures of the one run of the metrics below `output`, but for times."""
+    found = trained(output)[1]["result"]
+    return {name: found[name] for name in ("test_drawn", "test_loss", "test_accuracy")}
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow), ("ddp", 3)])
+def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_path: Path) -> None:
+    assert digests(CASES, tmp_path, kind, count) == alone()
+
+
+def test_figures_that_are_drawn_are_the_same_on_every_layout(tmp_path: Path) -> None:
+    train(tmp_path / "single", *CASES["metrics"])
+    train(tmp_path / "ddp", *CASES["metrics"], ranks=2)
+    assert figures(tmp_path / "single") == figures(tmp_path / "ddp")
+
+
+def test_processes_that_load_data_draw_the_same(tmp_path: Path) -> None:
+    assert train(tmp_path, *CASES["collate"], "--workers", "2")["weights_sha256"] == alone()["collate"][0]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "forward"])
+def test_a_run_that_was_killed_draws_on_as_if_it_never_was(name: str, tmp_path: Path) -> None:
+    killed_and_resumed(name, tmp_path)
+
+
+def test_a_forward_that_draws_is_killed_and_resumed_on_another_layout(tmp_path: Path) -> None:
+    killed_and_resumed("forward", tmp_path)
+
+
+def killed_and_resumed(name: str, output: Path) -> None:
+    full = [*AT_ONCE[name], "--resume", "auto"]
+    assert ddp("train", *full, "--fault", "kill@3", "--device", "cpu", "--output", output).code == -9
+    record = train(output, *full, ranks=2)
+    assert len(record["attempts"]) == 2
+    assert (record["weights_sha256"], record["optimizer_sha256"]) == alone()[name]
+
+
+def test_an_optimizer_that_draws_is_refused_under_shards(tmp_path: Path) -> None:
+    words = ["train", *CASES["optimizer"], "--layout", "ddp", "--nproc-per-node", "2", "--shard", "optimizer"]
+    ended = ddp(*words, "--device", "cpu", "--output", tmp_path)
+    assert ended.code == 2
+    assert "Langevin does not treat each element by itself" in ended.errors

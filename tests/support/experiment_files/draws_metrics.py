@@ -1,0 +1,37 @@
+"""Do metrics, and a forward in evaluation, that draw random numbers give the same figures everywhere?"""
+
+import random
+
+import draws_rows
+import numpy as np
+import torch
+from draws_rows import SETTINGS, layers
+from torch import Tensor, nn
+
+from ddp_core import Component, Experiment
+from ddp_core.data.splits import InMemory
+
+
+class AlwaysDropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers(nn.functional.dropout(rows, 0.5, training=True))
+
+
+def data() -> tuple[InMemory, ...]:
+    """Samples that are fetched without code of this file, so that nothing is keyed for that."""
+    return tuple(InMemory(*map(torch.stack, zip(*rows, strict=True))) for rows in draws_rows.data())
+
+
+def model() -> nn.Module:
+    return AlwaysDropping()
+
+
+def metrics(outputs: Tensor, targets: Tensor) -> dict[str, tuple[float, int]]:
+    return {"drawn": (float(torch.rand(())) + random.random() + np.random.rand(), 1)}
+
+
+experiment = Experiment(name="draws_metrics", model=Component(name="model"), data=Component(name="data"), **SETTINGS)
