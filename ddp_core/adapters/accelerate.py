@@ -68,6 +68,16 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
             self.register_for_checkpointing(self._exact_steps)
         return prepared
 
+    def prepare_data_loader(self, data_loader: Any, *arguments: Any, **named: Any) -> Any:
+        """Prepare a loader whose batches are those of all ranks together; each rank then takes its own."""
+        sampler = getattr(data_loader, "sampler", None)
+        if (replicas := getattr(sampler, "num_replicas", 1)) > 1:
+            raise UserError(
+                f"{type(sampler).__name__} deals samples to {replicas} ranks, and Accelerate would deal these "
+                "once more, so that most are never trained: give it num_replicas=1, rank=0"
+            )
+        return super().prepare_data_loader(data_loader, *arguments, **named)
+
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that takes one step per update; Accelerate's takes one for each rank."""
         prepared = super().prepare_scheduler(scheduler)

@@ -45,6 +45,11 @@ def test_a_shuffling_loader_is_dealt_the_same_way(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("sampler=WholeSteps(data, global_batch_size=6 * 16)", "shuffle=True", "in the middle of a step"),
+        (
+            "sampler=WholeSteps(data, global_batch_size=6 * 16)",
+            "sampler=__import__('ddp_core').ElasticSampler(data, num_replicas=2, rank=0)",
+            "ElasticSampler deals samples to 2 ranks",
+        ),
         ("with accelerator.accumulate(model):", "if True:", "a second backward in one micro-batch"),
         ("cpu=True", "cpu=True, dataloader_config=DataLoaderConfiguration()", "even_batches=True"),
     ],
