@@ -77,19 +77,22 @@ def key_draws(key: int) -> None:
         if threading.current_thread() is threading.main_thread():
             _of_process = stream
     stream.python_key = stream.numpy_key = key
+    stream.python_chosen = stream.numpy_chosen = False
 
 
 def seed_draws(key: int) -> None:
-    """Seed what this process draws without a key, as a key would; what somebody has seeded goes on as it is.
+    """Seed what this thread draws from here on, as a key would; what somebody has seeded goes on as it is.
 
-    Nothing where `watch_draws` was not called.
+    Unlike `key_draws` it seeds the generators that this thread draws from already. Nothing where `watch_draws` was not
+    called.
     """
-    chosen = _unkeyed.python_chosen, _unkeyed.numpy_chosen
-    if "random" in _watched and not _unkeyed.python_chosen:
+    stream = _current()
+    chosen = stream.python_chosen, stream.numpy_chosen
+    if "random" in _watched and not stream.python_chosen:
         random.seed(key)
-    if "numpy" in _watched and not _unkeyed.numpy_chosen:
+    if "numpy" in _watched and not stream.numpy_chosen:
         sys.modules["numpy"].random.seed([key & _WORD, key >> 32])
-    _unkeyed.python_chosen, _unkeyed.numpy_chosen = chosen
+    stream.python_chosen, stream.numpy_chosen = chosen
 
 
 @contextlib.contextmanager
