@@ -31,7 +31,7 @@ class OwnUpdates:
         self, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned], group: dist.ProcessGroup | None
     ) -> None:
         self._optimizer, self._group = optimizer, group
-        self._per_element = [per_element(optimizer, group) for group in optimizer.param_groups]
+        self._per_element = per_element(optimizer)
         state = optimizer.state_dict()
         self._members: list[list[Owned | Tensor]] = [
             [owned.get(id(parameter), parameter) for parameter in group["params"]] for group in optimizer.param_groups

@@ -31,8 +31,6 @@ class ShardedTrainer(DistributedTrainer):
         state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
         assert group is not None
         self.module = self.model
-        # Refused before there are threads and a process group that would have to be closed.
-        sharding.check_parts(self.model, state.optimizer)
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
         # The parameters are other objects where each rank has a part of them.
