@@ -80,7 +80,7 @@ class BatchStatistics:
         shown.keep_hold()
         weights = (shown.counts - step.steps).clamp_(max=1).to(step.before.dtype) * weight
         taken = torch.cat([shown.statistics() * weights[step.owner], weights])
-        shown.show(step.before, step.steps)
+        shown.show(step.parts, step.steps)
         return taken
 
     def zeros(self) -> Tensor:
@@ -178,9 +178,12 @@ class _Shown:
         """All means, then all variances."""
         return self._flats[0] if len(self._flats) == 1 else torch.cat(self._flats)
 
-    def show(self, statistics: Tensor, counts: Tensor) -> None:
+    def cut(self, statistics: Tensor) -> list[Tensor]:
+        """All means and variances as `show` takes them."""
+        return list(statistics.split([len(flat) for flat in self._flats]))
+
+    def show(self, parts: Sequence[Tensor], counts: Tensor) -> None:
         """Let the layers see these."""
-        parts = statistics.split([len(flat) for flat in self._flats])
         for flat, part in zip(self._flats, parts, strict=True):
             flat.copy_(part)
         self.counts.copy_(counts)
@@ -200,7 +203,8 @@ class _Step:
         flat = torch.cat(self._running)
         self.before = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.steps = torch.stack(self._counters)
-        layers.shown.show(self.before, self.steps)
+        self.parts = layers.shown.cut(self.before)
+        layers.shown.show(self.parts, self.steps)
         self._own: dict[nn.Module, dict[str, Tensor | None]] = {}
         self._hooks = []
         for module, shown in zip(layers.modules, layers.shown.of_layers, strict=True):
