@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
+from ddp_core.base.torch_internals import buffers_of
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment
 from ddp_core.data.loader import Loader
@@ -71,7 +72,7 @@ def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> Non
     else that a forward changes in buffers is as before, and for the reduction to judge.
     """
     before = _digests_of_buffers(model)
-    if not before and all(buffer is not None for layer in model.modules() for buffer in layer._buffers.values()):
+    if not before and all(buffer is not None for layer in model.modules() for buffer in buffers_of(layer).values()):
         return
     device, size = next(model.parameters()).device, experiment.micro_batch or _SAMPLES
     start = ForwardState(model)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddp_core.base.torch_internals import buffers_of
+
 _TORCHS = ("_parameters", "_modules")
 """Attributes of a module that are left alone: what shards a model replaces parameters there."""
 
@@ -20,7 +22,8 @@ class ForwardState:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [
-            (layer, {**layer.__dict__}, dict(layer._buffers), _copies(layer._buffers)) for layer in model.modules()
+            (layer, {**layer.__dict__}, dict(buffers_of(layer)), _copies(buffers_of(layer)))
+            for layer in model.modules()
         ]
 
     @torch.no_grad()
@@ -31,9 +34,9 @@ class ForwardState:
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update({name: value for name, value in attributes.items() if name not in _TORCHS})
-            if isinstance(layer._buffers, dict):  # a ScriptModule's are fixed
-                layer._buffers.clear()
-                layer._buffers.update(buffers)
+            if isinstance(buffers_of(layer), dict):  # a ScriptModule's are fixed
+                buffers_of(layer).clear()
+                buffers_of(layer).update(buffers)
             for name, value in values.items():
                 buffer = buffers[name]
                 assert buffer is not None

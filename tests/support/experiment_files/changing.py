@@ -52,7 +52,7 @@ class Changing(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.kind == "counter" or (self.kind == "rare" and rows.max() > 3.5):
-            self.seen = torch.zeros(())
+            self.seen = torch.nan_to_num(self.seen) + 1
         elif self.kind == "cache":
             self.seen.fill_(torch.nan)
         hidden = self.second(torch.tanh(self.first(rows)))
