@@ -5,8 +5,26 @@ A `Sharding` is made once from a layout: it refuses, cuts and foretells memory. 
 modules and optimizers, but no trainer and no file.
 """
 
-from .ownership import Ownership, OwnsAll, OwnsPart
-from .pieces import OwnsPieces
+from typing import TYPE_CHECKING, Any
+
+from .ownership import Ownership, OwnsAll
 from .sharding import Sharding
 
+if TYPE_CHECKING:
+    from .owns_part import OwnsPart
+    from .pieces import OwnsPieces
+
 __all__ = ["Ownership", "OwnsAll", "OwnsPart", "OwnsPieces", "Sharding"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names for ranks that own a part; loaded when they are asked for, since most runs cut nothing."""
+    if name == "OwnsPart":
+        from .owns_part import OwnsPart
+
+        return OwnsPart
+    if name == "OwnsPieces":
+        from .pieces import OwnsPieces
+
+        return OwnsPieces
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

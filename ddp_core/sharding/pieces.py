@@ -18,7 +18,7 @@ from ddp_core.reduction.flat import Gradients, in_memory_order
 
 from .contiguous import PHASES, ContiguousPieces
 from .owned import Owned
-from .ownership import OwnsPart
+from .owns_part import OwnsPart
 from .parcels import group_parcels
 from .rounds import Rounds
 from .shards import Shards

@@ -32,7 +32,7 @@ from ddp_core.reduction.messages import PointToPoint
 from .block_parcel import BlockParcel, UnreadMemory
 from .blocks import FEWEST_ELEMENTS, blocks_of, refusal, refuse_unsuitable, refusing_bypasses
 from .owned import Rows
-from .ownership import OwnsPart, whole_on_first
+from .owns_part import OwnsPart, whole_on_first
 from .plain_rounds import PlainRounds
 from .rounds import Rounds
 from .updates import OwnUpdates

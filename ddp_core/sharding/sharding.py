@@ -13,11 +13,8 @@ from ddp_core.base.errors import UserError
 from ddp_core.config.experiment import DdpOptions, Experiment
 from ddp_core.config.layout import Layout, ShardMode
 
-from .blocks import refuse_unsuitable
-from .elementwise import require_elementwise
-
 if TYPE_CHECKING:
-    from .ownership import OwnsPart
+    from .owns_part import OwnsPart
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,12 @@ class Sharding:
     def check_parts(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise UserError (2) where the optimizer or the parameters cannot be cut; `cut` would, too."""
         if self.is_any:
+            from .elementwise import require_elementwise
+
             require_elementwise(optimizer)
         if self.cuts_parameters:
+            from .blocks import refuse_unsuitable
+
             refuse_unsuitable(module)
 
     def cut(

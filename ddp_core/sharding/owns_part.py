@@ -1,0 +1,110 @@
+"""What a rank owns where state is cut among ranks, and how all ranks' parts make up the whole again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.checkpoint import CutTensor
+from ddp_core.checkpoint.state import replaced
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.flat import in_memory_order, view_in
+
+from .elementwise import require_elementwise
+from .ownership import Ownership
+from .updates import OwnUpdates
+
+if TYPE_CHECKING:
+    from .plain_rounds import PlainRounds
+
+
+class OwnsPart(Ownership):
+    """Of one of the ranks of `process_group`, each of which owns a part of the parameters that are cut.
+
+    `optimizer` must treat each element by itself: raises UserError (2) where it does not (see `require_elementwise`).
+    """
+
+    reduction: ExactReduction | PlainRounds
+    """Sums the gradients, and gives those of this rank's part to what its optimizer updates."""
+    updates: OwnUpdates
+    """What the optimizer updates, and its state."""
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__(module, optimizer)
+        require_elementwise(optimizer)
+        is_alone = process_group is None or process_group.size() == 1
+        self.group = None if is_alone else process_group
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+    @property
+    def idle_passes(self) -> int:
+        """How many passes this rank has to run in this step after those of its micro-batches: one or none."""
+        return 0
+
+    def idle_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Run forward and backward of any micro-batch inside; its gradients do not count."""
+        return contextlib.nullcontext()
+
+    def whole_state(self) -> dict[str, Any] | None:
+        return whole_on_first(self.own_state(), self.group, self.device)
+
+    def own_state(self) -> dict[str, Any]:
+        return self.updates.own_state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.updates.load_whole_state(state)
+
+
+def whole_on_first(
+    state: dict[str, Any], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, Any] | None:
+    """A state with a whole tensor, in host memory, for each CutTensor: on rank 0 of `group`, and None on the others.
+
+    A collective; one tensor is gathered at a time, on `device`. Every rank has CutTensors for the same tensors.
+    """
+    cuts: dict[int, CutTensor] = {}
+    replaced(state, lambda leaf, _: cuts.setdefault(id(leaf), leaf) if isinstance(leaf, CutTensor) else leaf)
+    ranges = [[(start, values.numel()) for start, values in cut.pieces.items()] for cut in cuts.values()]
+    everyones = [ranges]
+    if group is not None:
+        everyones *= group.size()
+        dist.all_gather_object(everyones, ranges, group=group)
+    wholes: dict[int, Tensor] = {}
+    for (key, cut), *of_ranks in zip(cuts.items(), *everyones, strict=True):
+        flat = torch.cat([torch.empty(0, dtype=cut.dtype, device=device), *cut.pieces.values()])
+        parts = _gathered(flat, max(_length(pieces) for pieces in of_ranks), group)
+        if parts is not None:
+            like = torch.empty_strided(cut.shape, cut.strides, device="meta")
+            wholes[key] = view_in(torch.empty(like.numel(), dtype=cut.dtype), like)
+            whole = in_memory_order(wholes[key], like)
+            for part, pieces in zip(parts, of_ranks, strict=True):
+                begins = [0, *itertools.accumulate(count for _, count in pieces)]
+                for (start, count), begin in zip(pieces, begins, strict=False):
+                    whole[start : start + count] = part[begin : begin + count]
+    if group is not None and group.rank():
+        return None
+    return replaced(state, lambda leaf, _: wholes[id(leaf)] if isinstance(leaf, CutTensor) else leaf)  # type: ignore[no-any-return]
+
+
+def _gathered(flat: Tensor, longest: int, group: dist.ProcessGroup | None) -> list[Tensor] | None:
+    """All ranks' flat tensors, each filled up to `longest` elements, on rank 0; None on the others."""
+    if group is None:
+        return [flat]
+    filled = flat.new_zeros(longest)
+    filled[: flat.numel()] = flat
+    parts = [torch.empty_like(filled) for _ in range(group.size())] if group.rank() == 0 else None
+    if longest:
+        dist.gather(filled, parts, group=group, group_dst=0)
+    return parts
+
+
+def _length(pieces: Sequence[tuple[int, int]]) -> int:
+    return sum(count for _, count in pieces)
