@@ -42,6 +42,13 @@ def optimizer_digest(state: Mapping[str, Any]) -> str:
     return weights_digest(tensors)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same bytes: as a number, NaN equals nothing."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
 def checksum(tensor: Tensor) -> str:
     """Tells two tensors of one shape and dtype apart: no digest, but several times faster, and made on their device.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddp_core.base.digests import same_bits
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import user_code
@@ -75,9 +76,7 @@ def _same(tensor: Tensor, other: Tensor) -> bool:
         return False
     if tensor.is_meta or tensor.layout is not torch.strided:
         return True
-    # By bytes, since NaN equals nothing.
-    one, two = (each.detach().contiguous().view(-1).view(torch.uint8) for each in (tensor, other))
-    return torch.equal(one, two)
+    return same_bits(tensor, other)
 
 
 @contextlib.contextmanager

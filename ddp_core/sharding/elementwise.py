@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.digests import same_bits
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import generators_kept
 from ddp_core.reduction.flat import in_memory_order
@@ -296,7 +297,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and _same(one.detach(), other.detach())
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _same_bits(one, other)
+        return same_bits(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple | deque):
@@ -304,12 +305,6 @@ def _same(one: Any, other: Any) -> bool:
     if _is_number(one):
         return repr(one) == repr(other)  # since NaN equals nothing
     return True
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    # By bytes, since NaN equals nothing.
-    both = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*both)
 
 
 def _raise_rate(group: dict[str, Any], least: float) -> None:
