@@ -232,6 +232,22 @@ class WatchingOptions(Frozen):
     )
 
 
+class GuardOptions(Frozen):
+    """How it checks that the result does not depend on the layout."""
+
+    guard: Literal["off", "normal", "strict"] = Field(
+        "normal",
+        description="A run with the exact reduction checks its own promise. normal: now and then, for at most 1 % of "
+        "its time, it computes a micro-batch again elsewhere, and once it tries a resume. strict: in every step, and "
+        "what it would only warn of ends the run.",
+    )
+    on_difference: Literal["stop", "warn"] = Field(
+        "stop",
+        description="What to do where such a check finds other bits: end the run before its next save, or warn once "
+        "and mark its record.",
+    )
+
+
 class FaultOptions(Frozen):
     """Faults on purpose, for tests and drills."""
 
@@ -242,7 +258,9 @@ class FaultOptions(Frozen):
     )
 
 
-class Options(FaultOptions, WatchingOptions, StoppingOptions, SavingOptions, FileOptions, CommunicationOptions):
+class Options(
+    FaultOptions, GuardOptions, WatchingOptions, StoppingOptions, SavingOptions, FileOptions, CommunicationOptions
+):
     """How a run is carried out, as run.json records it.
 
     Nothing here changes what is trained or where; only `reduction`, `numerics` and `deterministic` decide the last
@@ -266,6 +284,7 @@ class Asked(
     SavingOptions,
     StoppingOptions,
     WatchingOptions,
+    GuardOptions,
     FaultOptions,
 ):
     """All that `ddp train` may be asked, as the user may write it."""

@@ -62,6 +62,8 @@ class RunRecord:
         self.fence: Fence | None = None
         self.state: TrainState | None = None
         """The trainer's state, once there is a trainer: an error names its step."""
+        self.guard: dict[str, Any] | None = None
+        """The figures of the trainer's guard, once there is a trainer."""
         self.notes: list[str] = []
         """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
@@ -110,6 +112,7 @@ class RunRecord:
                 "optimizer_sha256": None,
                 "ema_sha256": None,
                 "result": before.get("result", {}),
+                "promise_broken": before.get("promise_broken"),
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
@@ -176,9 +179,22 @@ class RunRecord:
         assert self.fence is not None
         # A former rank 0 that wakes up must not overwrite what its successor wrote.
         with self.fence.holding():
+            *earlier, attempt = self.directory.read()["attempts"]
             self.directory.update(
-                status=status, exit_code=int(exit_code), message=message, finished_at=_utc(time.time()), **fields
+                status=status,
+                exit_code=int(exit_code),
+                message=message,
+                finished_at=_utc(time.time()),
+                attempts=[*earlier, attempt | {"guard": self.guard}],
+                **fields,
             )
+
+    def mark_broken(self, step: int, what: str) -> None:
+        """Keep that a check of the guard found other bits after `step` steps, and that the run went on (rank 0)."""
+        if self.world.is_first:
+            assert self.fence is not None
+            with self.fence.holding():
+                self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.attempt})
 
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
         """Write result, digests and the final weights; returns the result on rank 0, None on the others.

@@ -135,6 +135,7 @@ def run(request: Request, world: World) -> None:
                     console=console,
                     metrics=metrics,
                     stop=stop,
+                    broken=record.mark_broken,
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
                     observers=[
                         heartbeat,
@@ -143,7 +144,7 @@ def run(request: Request, world: World) -> None:
                     ],
                 )
                 trainer = stack.enter_context(closing(build_trainer(job)))
-                record.state = trainer.state
+                record.state, record.guard = trainer.state, trainer.guard.figures
                 _announce(trainer, directory)
                 resume(trainer, start, directory, record.notes)
                 if start is None:

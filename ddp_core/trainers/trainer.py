@@ -29,6 +29,7 @@ from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
+from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.same_state import require_same_state
@@ -82,6 +83,7 @@ class Trainer(ABC):
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
+        self.guard = Guard(job)
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
         self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
@@ -309,8 +311,8 @@ class Trainer(ABC):
 
     def require_same_state(self) -> None:
         """Compare what all ranks have alike, where the reduction promises that; raises UserError (2)."""
-        if self.exact:
-            with self.clock.aside("other"):
+        if self.guard.checks:
+            with self.clock.aside("other"), self.guard.check("same state", self.state.step):
                 require_same_state(self.state, self.job.collectives, self.saving.newest)
 
     def stop(self) -> None:

@@ -50,6 +50,8 @@ VALUES = {
     "ledger": True,
     "log_to": ("tensorboard", "wandb"),
     "profile": "20:25",
+    "guard": "strict",
+    "on_difference": "warn",
     "faults": ("kill@60:1", "nan@30"),
 }
 
