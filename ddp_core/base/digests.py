@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,14 +55,23 @@ def checksum(tensor: Tensor) -> str:
     8 bytes make a number, and the numbers a table. The sums of its rows and of its columns differ after any one change,
     and after two, unless these make up for each other in a row and in a column.
     """
+    return digest_of_sums([sums(tensor)])
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """What `checksum` is made of: a tensor of int64 on the tensor's device, so that nothing waits for that."""
     content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     if len(content) % 8 or content.storage_offset() % 8:
         content = pad(content, (0, -len(content) % 8))
     numbers = content.view(torch.int64)
     whole_rows = len(numbers) // _COLUMNS * _COLUMNS
     table = numbers[:whole_rows].view(-1, _COLUMNS)
-    sums = torch.cat([table.sum(0), table.sum(1), numbers[whole_rows:]])
-    return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()[:16]
+    return torch.cat([table.sum(0), table.sum(1), numbers[whole_rows:]])
+
+
+def digest_of_sums(parts: Sequence[Tensor]) -> str:
+    """The checksum of tensors, one after the other, from their `sums`."""
+    return hashlib.sha256(torch.cat(list(parts)).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def tree_digest(tree: Any) -> str:

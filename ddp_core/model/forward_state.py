@@ -29,11 +29,17 @@ class ForwardState:
     @torch.no_grad()
     def put_back(self) -> None:
         """Make all of it as it was when this object was made."""
-        for layer, attributes, buffers, values in self._layers:
+        for layer, attributes, *_ in self._layers:
             now = layer.__dict__
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update({name: value for name, value in attributes.items() if name not in _TORCHS})
+        self.put_back_buffers()
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
+        """Make the buffers as they were when this object was made."""
+        for layer, _, buffers, values in self._layers:
             if isinstance(buffers_of(layer), dict):  # a ScriptModule's are fixed
                 buffers_of(layer).clear()
                 buffers_of(layer).update(buffers)

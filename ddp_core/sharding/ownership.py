@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,17 @@ class Ownership(ABC):
             for name, tensor in named:
                 if kind == "buffer" or self.has_whole_weights:
                     yield f"{kind} {name}", tensor.detach()
+
+    def made_by_backward(self) -> dict[str, Tensor]:
+        """The tensors that backward gives gradients to, by the names of the parameters."""
+        return {name: each for name, each in self.module.named_parameters() if each.requires_grad}
+
+    def unsent_pass(self) -> contextlib.AbstractContextManager[None]:
+        """Run forward and backward of any micro-batch inside, between two steps; no gradient is sent.
+
+        A collective where a forward gathers parameters.
+        """
+        return contextlib.nullcontext()
 
     def described_weights(self) -> dict[str, Any]:
         """The module's whole state_dict, of which only names, dtypes and shapes are meant; no collective."""

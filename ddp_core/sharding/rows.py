@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ddp_core.base.torch_internals import sent_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
@@ -129,6 +130,14 @@ class OwnsRows(OwnsPart):
     def idle_pass(self) -> contextlib.AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside, with a loss weight of 0."""
         return self._rounds.idle_pass()
+
+    def unsent_pass(self) -> contextlib.AbstractContextManager[None]:
+        assert isinstance(self._rounds, Rounds), "torch's own sums promise nothing that could be checked"
+        return self._rounds.unsent_pass()
+
+    def made_by_backward(self) -> dict[str, Tensor]:
+        wholes = {id(sharded): whole for part in self._parts for sharded, whole in sent_together(part)}
+        return {name: wholes[id(each)] for name, each in self.module.named_parameters() if id(each) in wholes}
 
     @property
     def trained(self) -> dict[str, Tensor]:

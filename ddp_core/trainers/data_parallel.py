@@ -24,12 +24,14 @@ from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_, share_hooks
+from ddp_core.config.cut import MicroBatch
 from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.foreign_buffers import ForeignBuffers
 from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
+from ddp_core.trainers.cross_check import REPLICA, Spot
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
@@ -79,6 +81,12 @@ class DataParallelTrainer(Trainer):
                 self.losses.put(index, loss.to(self.device, non_blocking=True))
         self.send_losses(batch)
         self._reduce()
+
+    def spots(self) -> list[Spot]:
+        """The replicas; on the CPU their threads run on one device."""
+        for replica in self.replicas[1:]:
+            replica.copy_from(self.model)
+        return [replica.spot for replica in self.replicas]
 
     def retrain(self) -> None:
         """Let all replicas train what the first one does."""
@@ -149,6 +157,29 @@ class _Replica:
         self.gradients: list[Tensor | None] = []
         self.thread = one_thread(f"replica-{number}", device)
 
+    @property
+    def spot(self) -> Spot:
+        """This replica, as the cross-check knows it."""
+        return Spot(
+            f"{REPLICA}{self.number}, {self.device}",
+            self.module,
+            lambda: {name: each for name, each in self.module.named_parameters() if each.requires_grad},
+            self.run_again,
+            lambda function: self.thread.submit(function).result(),
+        )
+
+    def run_again(self, batch: StepBatch, part: MicroBatch, data: Batch) -> Tensor:
+        """Run forward and backward of any micro-batch; returns the loss."""
+        with self._turn:
+            return self._run(batch.step, part.index, data, self.passes.loss_weight(batch.samples).to(self.device))
+
+    def _run(self, step: int, index: int, data: Batch, weight: Tensor) -> Tensor:
+        with self.random.micro_batch(step, index):
+            loss = self.passes.loss(self.module, *data)
+        with self.random.backward():
+            self.passes.backward(loss, weight)
+        return loss.detach()
+
     def retrain(self, model: nn.Module) -> None:
         """Train the parameters that `model` trains."""
         for ours, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
@@ -183,14 +214,10 @@ class _Replica:
         self.tree, self.statistics_tree = (GradientTree(count, own.start, own.stop) for _ in range(2))
         take_gradients(self.parameters)
         losses = []
-        for part, (inputs, targets) in zip(share.micro_batches, share.tensors, strict=True):
+        for part, data in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
-            with self._turn:
-                with self.random.micro_batch(share.step, part.index):
-                    loss = self.passes.loss(self.module, inputs, targets)
-                losses.append((part.index, loss.detach()))
-                with self.random.backward():
-                    self.passes.backward(loss, weight)
+            with self._turn, trainer.watched(part.index, self.number):
+                losses.append((part.index, self._run(share.step, part.index, data, weight)))
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])

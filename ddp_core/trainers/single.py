@@ -27,8 +27,7 @@ class SingleTrainer(Trainer):
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):
-            self.seed_micro_batch(batch.step, part.index)
-            with self.reduction.micro_batch(part.index, part.stop - part.start):
+            with self.micro_batch(batch, part):
                 loss = self.passes.loss(self.model, inputs, targets)
                 self.losses.put(part.index, loss.detach())
                 self.clock.lap("forward")

@@ -36,6 +36,8 @@ class StepLosses:
         self._collectives = collectives
         self._micro_batches = micro_batches
         self._by_micro_batch: dict[int, Tensor] = {}
+        self.newest_own: dict[int, Tensor] = {}
+        """The losses of this process's micro-batches in the step that was sent last."""
         self._stop = False
         self._requests: Tensor | None = None
         self._sums: list[dist.Work] = []
@@ -54,7 +56,8 @@ class StepLosses:
         `stop` says whether this rank was asked to stop.
         """
         self._stop = stop
-        own, self._by_micro_batch = self._by_micro_batch, {}
+        self.newest_own = own = self._by_micro_batch
+        self._by_micro_batch = {}
         if self._collectives.world.world_size == 1:
             self._unread.append((batch.step, batch.samples, list(own), torch.stack(list(own.values()))))
             return

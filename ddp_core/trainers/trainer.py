@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.keyed_draws import without_key
 from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed
-from ddp_core.config.cut import BatchCut
+from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
+from ddp_core.data.trees import Batch
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
@@ -26,6 +28,7 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.clock import StepClock
+from ddp_core.trainers.cross_check import CrossCheck, Spot
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
@@ -44,12 +47,20 @@ from ddp_core.trainers.step_losses import (
 from ddp_core.trainers.torch_errors import note_samples
 from ddp_core.trainers.train_state import Saving, TrainState
 
+if TYPE_CHECKING:
+    from ddp_core.reduction import ExactReduction
+    from ddp_core.reduction.plain import PlainReduction
+    from ddp_core.sharding.plain_rounds import PlainRounds
+
 
 class Trainer(ABC):
     """One experiment on one layout; a subclass computes the gradients of a step.
 
     After `train` the model holds the final weights, and `state` holds everything that a checkpoint does.
     """
+
+    reduction: ExactReduction | PlainReduction | PlainRounds
+    """Adds up gradients, in trainers that need not do it themselves."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -84,6 +95,9 @@ class Trainer(ABC):
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.guard = Guard(job)
+        # A CUDA graph replays its kernels without the hooks by which gradients are watched.
+        can_check = self.guard.checks and not job.options.cuda_graph
+        self.cross_check = CrossCheck(self, job.options.guard == "strict") if can_check else None
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
         self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
@@ -93,6 +107,42 @@ class Trainer(ABC):
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward, backward, reduction: leaves the mean gradient over the global batch in every `.grad`."""
+
+    @contextlib.contextmanager
+    def micro_batch(self, batch: StepBatch, part: MicroBatch) -> Iterator[None]:
+        """Run forward and backward of one micro-batch inside: seeded, reduced, and watched where the guard asks for it.
+
+        For trainers that have a `reduction`.
+        """
+        self.seed_micro_batch(batch.step, part.index)
+        with self.reduction.micro_batch(part.index, part.stop - part.start), self.watched(part.index):
+            yield
+
+    def watched(self, index: int, spot: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Run the micro-batch `index` inside; its gradients are noted where the guard computes it again."""
+        return contextlib.nullcontext() if self.cross_check is None else self.cross_check.watch(index, spot)
+
+    def spots(self) -> list[Spot]:
+        """Where this process can compute a micro-batch again; overridden where it has several replicas."""
+        place = f"{self.job.collectives.world.place}, {self.device}"
+        return [Spot(place, self.model, self.state.ownership.made_by_backward, self.run_again)]
+
+    def run_again(self, batch: StepBatch, part: MicroBatch, data: Batch) -> Tensor:
+        """Run forward and backward of any micro-batch on the model itself; returns the loss. Nothing is sent.
+
+        Where the parameters are cut, all ranks must run this together.
+        """
+        self.seed_micro_batch(batch.step, part.index)
+        with self.state.ownership.unsent_pass():
+            loss = self.passes.loss(self.model, *data)
+            self.passes.backward(loss, self.passes.loss_weight(batch.samples))
+        return loss.detach()
+
+    def finish_cross_check(self, cross_check: CrossCheck, batch: StepBatch) -> None:
+        """Compute the micro-batch again that the guard has chosen in this step, if any, and compare."""
+        with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):
+            cross_check.finish(batch)
+        self.guard.figures |= {"checks": cross_check.checks, "every": cross_check.every}
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -169,6 +219,8 @@ class Trainer(ABC):
             for batch in stream:
                 self.observers.before_step(batch)
                 self.follow_trained()
+                if self.cross_check is not None and self.guard.checks:
+                    self.cross_check.begin(batch, before_save=self.is_save_due(batch.step + 1))
                 try:
                     self.compute_gradients(batch)
                 except DependsOnLayout as error:
@@ -177,6 +229,8 @@ class Trainer(ABC):
                     note_samples(error, batch)
                     raise
                 stop, reports = self.receive_losses(batch)
+                if self.cross_check is not None and self.cross_check.is_under_way and first_bad(reports) is None:
+                    self.finish_cross_check(self.cross_check, batch)
                 self.seed_micro_batch.update(batch.step)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
@@ -213,6 +267,10 @@ class Trainer(ABC):
     def is_at_epoch_end(self) -> bool:
         """Whether an epoch has just ended; `max_steps` may cut the last epoch short."""
         return self.is_at_end or self.state.step % self.steps_per_epoch == 0
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint may be saved after `step` steps."""
+        return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or step == self.total_steps
 
     @property
     def is_digest_due(self) -> bool:
