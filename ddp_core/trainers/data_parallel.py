@@ -37,6 +37,9 @@ from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from ddp_core.trainers.trainer import Trainer
 
+_SETTINGS = (bool, int, float, str, type(None))
+"""Types of attributes by which a callback may change what a model computes."""
+
 
 class DataParallelTrainer(Trainer):
     """The trainer of `dp`, except for the plain reduction on CUDA: each replica of the model runs in its own thread.
@@ -191,12 +194,16 @@ class _Replica:
     def copy_from(self, model: nn.Module) -> None:
         """Copy the first replica's parameters and buffers, as nn.DataParallel does before every forward.
 
-        And the hooks on its weights, which no copy of a module takes along.
+        And the hooks on its weights, which no copy of a module takes along, and what callbacks may have set.
         """
         ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
         foreach_copy_(ours, theirs, non_blocking=True)
         for our, their in zip(ours, theirs, strict=True):
             share_hooks(our, their)
+        if self.trainer.callbacks.has_any:
+            for copied, module in zip(self.module.modules(), model.modules(), strict=True):
+                settings = {name: each for name, each in module.__dict__.items() if isinstance(each, _SETTINGS)}
+                copied.__dict__.update(settings)
 
     def begin(self, digests: Mapping[str, str] | None = None) -> None:
         """Start a step of the exact reduction; `digests` are those of the first replica's buffers."""

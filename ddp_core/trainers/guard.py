@@ -44,7 +44,7 @@ class Guard:
             if self._job.options.on_difference == "stop":
                 raise
             self.is_broken = True
-            self._job.console.warn(f"{error}; it goes on (--on-difference warn), and its record says so")
+            self._job.console.say(f"warning: {error}; the run goes on as asked, and its record says so")
             if self._job.broken is not None:
                 self._job.broken(step, str(error))
         finally:

@@ -1,0 +1,89 @@
+"""Code that nobody foresaw: found by computing a micro-batch again, on every layout; and nothing harmless is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.record.directory import find_runs
+from tests.support.commands import Ended, ddp
+from tests.support.layout_cases import FILES
+
+FILE = str(FILES / "foreign_code.py")
+SINGLE: tuple[str, ...] = ()
+DP = ("--layout", "dp", "--nproc-per-node", "2")
+DDP = ("--layout", "ddp", "--nproc-per-node", "2")
+DDP3 = ("--layout", "ddp", "--nproc-per-node", "3")
+PARAMETERS = (*DDP, "--shard", "parameters")
+
+
+def run(output: Path, case: str, *words: str) -> Ended:
+    common = ("--device", "cpu", "--output", str(output), "--max-restarts", "0")
+    return ddp("train", FILE, *words, *common, env={"CASE": case})
+
+
+def record_in(output: Path) -> dict[str, Any]:
+    ((_, record),) = find_runs(output)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "said"),
+    [
+        ("attribute", SINGLE, "after other passes"),
+        pytest.param(*("attribute", DDP, "after other passes"), marks=pytest.mark.slow),
+        pytest.param(*("attribute", PARAMETERS, "after other passes"), marks=pytest.mark.slow),
+        ("global", SINGLE, "others each time"),
+        pytest.param(*("global", DP, "others each time"), marks=pytest.mark.slow),
+        ("own generator", DDP, "others each time"),
+        pytest.param(*("true randomness", SINGLE, "others each time"), marks=pytest.mark.slow),
+        pytest.param(*("clock", DDP, "others each time"), marks=pytest.mark.slow),
+        ("rank", DDP, "something else on each rank"),
+        pytest.param(*("rank", DDP3, "something else on each rank"), marks=pytest.mark.slow),
+        ("closure", DP, "leads to the model itself"),
+        pytest.param(*("late", SINGLE, "step 2"), marks=pytest.mark.slow),
+        ("noisy data", SINGLE, "came out differently when they were read again"),
+        pytest.param(*("noisy data", DDP, "came out differently when they were read again"), marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_found_before_the_next_save(tmp_path: Path, case: str, layout: tuple[str, ...], said: str) -> None:
+    ended = run(tmp_path, case, *layout)
+    assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False), ended.errors
+    assert said in ended.errors
+    assert "so the result depends on the layout" in ended.errors
+    assert record_in(tmp_path)["exit_code"] == ExitCode.BAD_INPUT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["", "cached table", "changes its inputs", "clamps its weights", "callback"])
+def test_what_ends_with_the_same_bits_is_accepted_in_every_step(tmp_path: Path, case: str) -> None:
+    found = set()
+    for number, layout in enumerate((SINGLE, DP, DDP3, PARAMETERS)):
+        if case == "clamps its weights" and layout is PARAMETERS:
+            continue  # refused: the weights that forward sees there are copies
+        ended = run(tmp_path / str(number), case, *layout, "--guard", "strict")
+        assert ended.code == ExitCode.DONE, (layout, ended.errors)
+        record = record_in(tmp_path / str(number))
+        assert record["attempts"][-1]["guard"]["checks"] == record["result"]["steps"] == 12
+        found.add(record["weights_sha256"])
+    assert len(found) == 1
+
+
+def test_with_warn_it_goes_on_and_the_record_says_so(tmp_path: Path) -> None:
+    ended = run(tmp_path, "attribute", *DDP, "--on-difference", "warn")
+    assert ended.code == ExitCode.DONE, ended.errors
+    record = record_in(tmp_path)
+    assert record["promise_broken"]["step"] == 1
+    assert (ended.output + ended.errors).count("the run goes on as asked, and its record says so") == 1
+
+
+def test_with_the_guard_off_nothing_is_found(tmp_path: Path) -> None:
+    assert run(tmp_path, "attribute", *DDP, "--guard", "off").code == ExitCode.DONE
+    assert record_in(tmp_path)["attempts"][-1]["guard"] == {"mode": "off", "seconds": {}}
+
+
+def test_the_plain_reduction_promises_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path, "own generator", *DDP, "--reduction", "plain").code == ExitCode.DONE
