@@ -196,6 +196,8 @@ def _check_graph(request: Request) -> None:
         raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
     if layout.kind == "dp":
         raise UserError("--cuda-graph: the threads of dp cannot record at the same time; use --layout single or ddp")
+    if any(Fault.parse(fault).kind == "flip" for fault in options.faults):
+        raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
     if layout.kind == "ddp" and options.reduction == "plain":
         raise UserError(
             "--cuda-graph: DistributedDataParallel sends gradients from within backward, which no graph holds; "
