@@ -28,6 +28,7 @@ from ddp_core.record.continuing import continue_command, kept_length
 from ddp_core.record.data import recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
+from ddp_core.record.guarded import broken_promise
 from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
@@ -225,6 +226,8 @@ class RunRecord:
             job.console.say(end.slowest)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")
+        if (broken := broken_promise(self.directory.read())) is not None:
+            job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
         return result
 
     def add_to_result(self, **figures: Any) -> None:
