@@ -174,6 +174,11 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
+    if options.guard == "strict" and options.reduction != "exact":
+        raise UserError(
+            "--guard strict: the plain reduction promises nothing that could be checked; use --reduction exact, or "
+            "leave --guard out"
+        )
     if options.cuda_graph:
         _check_graph(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():

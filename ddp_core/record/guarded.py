@@ -1,9 +1,19 @@
-"""What a run's record tells of its guard, in words: whether the promise was broken, and what the checks cost."""
+"""The guard in words: what is not promised, whether the promise was broken in a run, and what the checks cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from ddp_core.base.errors import UserError
+from ddp_core.config.options import Options
+
+
+def not_promised(text: str, options: Options) -> str:
+    """The warning that says why the same bits are not promised; with `--guard strict` raises it as UserError (2)."""
+    if options.guard == "strict":
+        raise UserError(f"{text}. --guard strict refuses what is not promised: mend that, or leave --guard strict out")
+    return f"warning: {text}"
 
 
 def broken_promise(record: Mapping[str, Any]) -> str | None:

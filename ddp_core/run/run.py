@@ -202,7 +202,7 @@ def _build_the_same(
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say)
+    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
@@ -310,5 +310,7 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
         say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
     if trainer.options.numerics == "portable":
         say(f"numerics portable (rules {RULES}): the same bits on every x86-64 CPU with AVX2")
+    if trainer.exact and trainer.guard.mode == "off":
+        say("guard off: this run does not check that its result does not depend on the layout")
     say(trainer.cut.describe())
     say(f"run directory {directory.path}")
