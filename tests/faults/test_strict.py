@@ -37,7 +37,7 @@ def test_items_that_differ_at_each_read_are_refused_before_there_is_a_run(tmp_pa
     [
         ("threads", "not promised, threads: here 2, there 1"),
         ("data", "not promised, other data"),
-        ("code", "beside.py"),
+        ("code", "goes on with changed code (beside.py)"),
     ],
 )
 def test_a_run_that_would_go_on_as_another_one_is_refused_and_stays_as_it_was(
