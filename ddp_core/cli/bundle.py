@@ -28,6 +28,7 @@ from ddp_core.experiment.source import read_source
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
+from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.initial_weights import read_weights
 
 BUNDLE_FORMAT = "ddp-bundle/1"
@@ -35,6 +36,8 @@ _MANIFEST = "MANIFEST"
 _PINS = "pins.txt"
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
+_BROKEN = "PROMISE_BROKEN.txt"
+"""The member that says what the run's guard found, where it found something and the run went on."""
 _ALWAYS = ("run.json", "metrics.jsonl", "log.txt", "model.safetensors")
 _WHERE_PRESENT = ("model_ema.safetensors", "data.json")
 _BEGINNING_OF_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
@@ -73,6 +76,8 @@ def make_bundle(path: Path, target: Path | None) -> int:
             raise no_room(target.parent, error) from None
         raise UserError(f"cannot write {target}: {error.strerror}", ExitCode.RESOURCES) from None
     print(f"{target}: {len(members) + 1} files, {target.stat().st_size:,} bytes, sha256 {digest}")
+    if (what := what_broke_it(record)) is not None:
+        print(f"note: {what}. The bundle says so in {_BROKEN}, and `ddp verify` will")
     return ExitCode.DONE
 
 
@@ -87,6 +92,8 @@ def _members(path: Path, record: dict[str, Any]) -> dict[str, Content]:
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
     texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
+    if (what := what_broke_it(record)) is not None:
+        texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
     return files | {name: text.encode() for name, text in texts.items()}
 
 
@@ -128,18 +135,23 @@ _DESCRIBED = {
     "metrics.jsonl": "losses and digests on the way",
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
+    _BROKEN: "what the run's own checks found: why its weights are not promised again",
     _PINS: "every installed package, as `pip install -r` takes it",
     _MANIFEST: "the SHA-256 of each file here",
 }
 
 
 def _readme(record: dict[str, Any], run: str, files: Iterable[str]) -> str:
+    end = ""
     here = {_PINS, _MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
     here |= {_INITIAL_WEIGHTS} if any(name.startswith(_INITIAL_WEIGHTS) for name in files) else set()
+    if (what := what_broke_it(record)) is not None:
+        here.add(_BROKEN)
+        end = f"\n\nBut: {what}"
     rows = "\n".join(f"{name:22} {words}" for name, words in _DESCRIBED.items() if name in here)
     return f"""\
 {record["experiment"]["name"]}: {record["question"]}
-The finished training run {run}, as `ddp bundle` packs it: {record["result"]["steps"]} steps.
+The finished training run {run}, as `ddp bundle` packs it: {record["result"]["steps"]} steps.{end}
 
 {rows}
 

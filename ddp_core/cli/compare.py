@@ -11,6 +11,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import portable_cpu
+from ddp_core.record.guarded import broken_promise, what_broke_it
 
 RunAndRecord = tuple[RunDirectory, dict[str, Any]]
 
@@ -56,28 +57,35 @@ def table(runs: Sequence[RunAndRecord]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
     rule = "  ".join("-" * width for width in widths)
-    return "\n".join([name, header, rule, *rows, verdict([record for _, record in runs]), ""])
+    broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
+    return "\n".join([name, header, rule, *rows, *broken, verdict([record for _, record in runs]), ""])
 
 
 def verdict(records: Iterable[dict[str, Any]]) -> str:
-    """Whether the completed exact runs ended with the same weights; if not, the likely cause."""
-    exact = _comparable(records)
+    """Whether the completed exact runs ended with the same weights; if not, the likely cause.
+
+    A run whose promise is broken is not among them, and is named after the verdict.
+    """
+    records = list(records)
+    broken = [words for record in records if (words := broken_promise(record))]
+    left_out = f"; left out: {', '.join(broken)}" if broken else ""
+    return f"digests: {_verdict(_comparable(records))}{left_out}"
+
+
+def _verdict(exact: Sequence[dict[str, Any]]) -> str:
     if len(exact) < 2:
-        return "digests: fewer than two completed exact runs to compare"
+        return "fewer than two completed exact runs to compare"
     digests = {record["weights_sha256"] for record in exact}
     if len(digests) == 1:
-        return f"digests: {len(exact)} exact runs, identical ({digests.pop()[:16]}…){_on_unlike_cpus(exact)}"
+        return f"{len(exact)} exact runs, identical ({digests.pop()[:16]}…){_on_unlike_cpus(exact)}"
     first, other = exact[0], next(r for r in exact if r["weights_sha256"] != exact[0]["weights_sha256"])
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
-        return f"digests: {len(digests)} different ones, of other {' and other '.join(changed)}"
+        return f"{len(digests)} different ones, of other {' and other '.join(changed)}"
     parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
     if parts:
-        return (
-            f"digests: {len(digests)} different ones, under other fingerprints ({parts[0]}): "
-            "the promise does not cover that"
-        )
-    return f"digests: {len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
+        return f"{len(digests)} different ones, under other fingerprints ({parts[0]}): the promise does not cover that"
+    return f"{len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
@@ -96,9 +104,9 @@ def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
 
 
 def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The completed runs with the exact reduction, all of which must have ended with the same weights."""
+    """The completed runs with the exact reduction and a whole promise: all must have ended with the same weights."""
     done = [record for record in records if record["status"] == "completed"]
-    return [record for record in done if record["options"]["reduction"] == "exact"]
+    return [record for record in done if record["options"]["reduction"] == "exact" and not broken_promise(record)]
 
 
 def _reference(runs: Sequence[RunAndRecord]) -> float | None:
@@ -125,6 +133,8 @@ def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float 
         "predicted_memory_bytes": result.get("predicted_memory_bytes"),
         "data_wait": result.get("data_wait"),
         "weights_sha256": record.get("weights_sha256"),
+        "promise_broken": record.get("promise_broken"),
+        "guard": (record.get("attempts") or [{}])[-1].get("guard"),
     }
 
 
@@ -146,7 +156,7 @@ def _row(facts: dict[str, Any], sharded: bool) -> dict[str, str]:
         "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
         **({"in steps": in_steps} if sharded else {}),
         "data wait": _number(facts["data_wait"], "{:.1f}%", 100),
-        "weights": (facts["weights_sha256"] or facts["status"])[:12],
+        "weights": (facts["weights_sha256"] or facts["status"])[:12] + (" !" if facts["promise_broken"] else ""),
         "run": Path(facts["run"]).name,
     }
 

@@ -174,6 +174,11 @@ def check_request(request: Request, only_look: bool = False) -> None:
         )
     BatchCut.of(experiment, request.layout)
     check_promise(request)
+    if options.guard == "strict" and options.reduction != "exact":
+        raise UserError(
+            "--guard strict: the plain reduction promises nothing that could be checked; use --reduction exact, or "
+            "leave --guard out"
+        )
     if options.cuda_graph:
         _check_graph(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():
@@ -196,6 +201,8 @@ def _check_graph(request: Request) -> None:
         raise UserError("--cuda-graph needs a GPU, and this run is on the CPU; leave it out")
     if layout.kind == "dp":
         raise UserError("--cuda-graph: the threads of dp cannot record at the same time; use --layout single or ddp")
+    if any(Fault.parse(fault).kind == "flip" for fault in options.faults):
+        raise UserError("--cuda-graph: no bit can be flipped within a recorded backward; leave out --fault flip@…")
     if layout.kind == "ddp" and options.reduction == "plain":
         raise UserError(
             "--cuda-graph: DistributedDataParallel sends gradients from within backward, which no graph holds; "

@@ -22,6 +22,7 @@ from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
 from ddp_core.record.data import digest_data, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import describe_code, portable_cpu
+from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.initial_weights import read_weights
 
 DIFFERENT = 1
@@ -62,7 +63,11 @@ def verify_run(
         deterministic="always" if record["options"].get("deterministic", True) else "never",
         data_dir=data_dir or record["options"]["data_dir"],
         digest_every=record["options"]["digest_every"],
+        # Where the run went on after a finding of its guard, its repetition must go on, too.
+        on_difference="stop" if broken_promise(record) is None else "warn",
     )
+    if (what := what_broke_it(record)) is not None:
+        print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
     try:
         for line in _check_code(directory, record):
             print(f"note: {line}")
@@ -185,18 +190,21 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
+    broken = broken_promise(record) or broken_promise(repeated)
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
         if (exchanged := _exchanged_file(directory, again)) is not None:
             print(f"different file: the record is right, but {exchanged} holds other weights than the record says")
             return DIFFERENT
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
-        print(f"identical{differs}")
+        print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
     if (ddp := _other_ddp(record)) is not None:
         causes.insert(0, f"other code: {ddp}")
     if record["data_sha256"] is None:
         causes.insert(0, "a data set that gives other items at each read")
+    if broken:
+        causes.insert(0, f"a {broken}")
     if causes:
         print(f"different, under {'; and under '.join(causes)}")
     else:

@@ -15,9 +15,11 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
+from ddp_core.config.options import Options
 from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
+from ddp_core.record.guarded import not_promised
 
 FILE = "data.json"
 _ROUND_SECONDS = 1.0
@@ -28,10 +30,13 @@ def digest_data(splits: Splits) -> DataDigest:
     return digest_files(splits.files) if splits.files and not splits.digest else digest_items(splits)
 
 
-def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str], None]) -> DataDigest:
+def agreed_digest(
+    splits: Splits, collectives: Collectives, tell: Callable[[str], None], options: Options
+) -> DataDigest:
     """The digest of the data, the same on all ranks; `tell` gets a line where the builder gave none.
 
-    Files are read by one rank of each node. Raises UserError on every rank where a rank has other data.
+    Files are read by one rank of each node. Raises UserError on every rank where a rank has other data, and with
+    `--guard strict` where items differ from one read to the next.
     """
     started = time.monotonic()
     if splits.files and not splits.digest:
@@ -42,10 +47,11 @@ def agreed_digest(splits: Splits, collectives: Collectives, tell: Callable[[str]
     known = [part for part in seen if part is not None]
     if any(sha256 is None for sha256, _ in known):
         unsteady = next(words for sha256, words in known if sha256 is None)
-        tell(
-            "warning: the data set gives other items at each read, so no result can be repeated to the bit; "
+        text = (
+            "the data set gives other items at each read, so no result can be repeated to the bit; "
             "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation"
         )
+        tell(not_promised(text, options))
         return DataDigest(None, unsteady)
     if len(set(known)) > 1:
         _refuse(found, seen, collectives)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.guarded import broken_promise
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,8 @@ class Run:
 
     def __repr__(self) -> str:
         digest = f", weights {self.digest[:12]}" if self.digest else ""
-        return f"Run({str(self.path)!r}: {self.status}{digest})"
+        broken = broken_promise(self.record)
+        return f"Run({str(self.path)!r}: {self.status}{digest}{f', {broken}' if broken else ''})"
 
     def __fspath__(self) -> str:
         """The run directory, so that a run can be given as a path: `train(…, init_from=run)`."""
@@ -63,6 +65,15 @@ class Run:
         """
         digest: str | None = self.record["weights_sha256"]
         return digest
+
+    @property
+    def promise_broken(self) -> dict[str, Any] | None:
+        """The `step`, the `attempt`, and `what` was found, where the guard found other bits; None where it did not.
+
+        A run goes on after that with `on_difference="warn"` alone. Its digest is then no reference for other runs.
+        """
+        broken: dict[str, Any] | None = self.record.get("promise_broken")
+        return broken
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from ddp_core.record.continuing import continue_command, kept_length
 from ddp_core.record.data import recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
+from ddp_core.record.guarded import broken_promise, not_promised
 from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
@@ -35,7 +36,7 @@ from ddp_core.trainers.train_state import TrainState
 
 _ENDED = "this rank ended with exit code"
 """Begins the last line of a rank's `error-rank-N.txt`."""
-_NOT_PROMISED = "warning: bit-identity with the steps before is not promised,"
+_UNLIKE_BEFORE = "bit-identity with the steps before is not promised,"
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,8 @@ class RunRecord:
             job.console.say(end.slowest)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")
+        if (broken := broken_promise(self.directory.read())) is not None:
+            job.console.warn(f"{broken}: these weights are not promised to come out again, on this layout or another")
         return result
 
     def add_to_result(self, **figures: Any) -> None:
@@ -259,36 +262,40 @@ class Changes:
     ) -> Changes:
         """Compare with `before`, the content of run.json (empty for a new run), and keep code that is new or changed.
 
-        Raises UserError (4) where the code cannot be written.
+        Raises UserError (4) where the code cannot be written, and with `--guard strict` where the run can no longer be
+        what one training would have made of it.
         """
         if "source" not in before:
             origin.source.write(directory.path / FOLDER)
             return cls(origin.source.to_json(FOLDER), {"source": FOLDER})
         changes = cls(before["source"], {"source": before["source"]["folder"]})
-        changes._note_source(directory, origin.source, number=len(before["attempts"]) + 1)
+        changes._note_source(directory, origin.source, request, number=len(before["attempts"]) + 1)
         if (where := changed_at(recorded_digest(directory.path, before), origin.data)) is not None:
             changes.attempt["data_changed"] = where
-            changes.notes.append(f"{_NOT_PROMISED} other data: {where}")
+            changes.notes.append(not_promised(f"{_UNLIKE_BEFORE} other data: {where}", request.options))
         changes._note_length(before, request, steps_per_epoch)
         other = fingerprint_differences(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
-        changes.notes += [f"{_NOT_PROMISED} {line}" for line in other]
+        changes.notes += [not_promised(f"{_UNLIKE_BEFORE} {line}", request.options) for line in other]
         return changes
 
-    def _note_source(self, directory: RunDirectory, now: Source, number: int) -> None:
+    def _note_source(self, directory: RunDirectory, now: Source, request: Request, number: int) -> None:
         before = read_source(directory.path, self.source)
         changed = changed_files(before.texts, now.texts)
         if not changed:
             return
         folder = f"{FOLDER}-{number}"
+        self.notes.append(
+            not_promised(
+                f"goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
+                "the same result, so `ddp verify` cannot repeat it",
+                request.options,
+            )
+        )
         now.write(directory.path / folder)
         self.source = now.to_json(folder)
         digest = hashlib.sha256(diff(before, now).encode(errors="surrogateescape")).hexdigest()
         self.attempt |= {"source": folder, "source_diff_sha256": digest}
-        self.notes.append(
-            f"warning: goes on with changed code ({', '.join(changed)}), kept in {folder}/; no single training gives "
-            "the same result, so `ddp verify` cannot repeat it"
-        )
 
     def _note_length(self, before: Mapping[str, Any], request: Request, steps_per_epoch: int) -> None:
         experiment = request.loaded.experiment

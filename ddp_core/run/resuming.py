@@ -130,7 +130,8 @@ def open_record(
                 # without it: the fence keeps the other one from writing.
                 if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
                     raise
-            record.start()
+        by_rank_0(collectives, record.start)
+        if world.is_first:
             clear_heartbeats(directory.path)
             console.log_to(directory.log)
         record.attempt = collectives.broadcast(record.attempt)

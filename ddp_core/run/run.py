@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threads
 from ddp_core.base.errors import ExitCode, UserError, said_by
 from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
@@ -140,7 +142,7 @@ def run(request: Request, world: World) -> None:
                     observers=[
                         heartbeat,
                         *parts.observers,
-                        *training.enter_context(_observers(record, collectives, console, start)),
+                        *training.enter_context(_observers(record, parts.model, collectives, console, start)),
                     ],
                 )
                 trainer = stack.enter_context(closing(build_trainer(job)))
@@ -200,7 +202,7 @@ def _build_the_same(
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say)
+    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
@@ -271,7 +273,7 @@ def _raise_failed_save(checkpointer: Checkpointer) -> None:
 
 @contextmanager
 def _observers(
-    record: RunRecord, collectives: Collectives, console: Console, start: Checkpoint | None
+    record: RunRecord, model: nn.Module, collectives: Collectives, console: Console, start: Checkpoint | None
 ) -> Iterator[list[StepObserver]]:
     """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults."""
     options, world, directory = record.request.options, record.world, record.directory.path
@@ -283,7 +285,7 @@ def _observers(
             first_step = start.step if start is not None else 0
             observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))
         if options.faults:
-            observers.append(FaultScript(options.faults, world.rank, directory))
+            observers.append(FaultScript(options.faults, world.rank, directory, model))
         yield observers
 
 
@@ -308,5 +310,7 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
         say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
     if trainer.options.numerics == "portable":
         say(f"numerics portable (rules {RULES}): the same bits on every x86-64 CPU with AVX2")
+    if trainer.exact and trainer.guard.mode == "off":
+        say("guard off: this run does not check that its result does not depend on the layout")
     say(trainer.cut.describe())
     say(f"run directory {directory.path}")

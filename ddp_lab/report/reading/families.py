@@ -114,10 +114,12 @@ class Family:
         judged = [item for item in self.verdicts if item.tone != "quiet"]
         if not judged:
             return SeedVerdict(None, "nothing to compare yet", "quiet")
+        if any(run.broken for run in self.runs):
+            return SeedVerdict(None, "promise broken", "bad")
         for tone, words in (("bad", "digests differ"), ("warn", "differ, on unlike machines")):
             if any(item.tone == tone for item in judged):
                 return SeedVerdict(None, words, tone)
-        compared = [run for run in self.runs if run.completed and run.record.options.reduction == "exact"]
+        compared = [run for run in self.runs if run.is_reference]
         layouts = len({run.layout.label for run in compared})
         return SeedVerdict(None, f"identical on {layouts} layout{'s' if layouts > 1 else ''}", "good")
 
@@ -216,9 +218,11 @@ def judge(runs: Iterable[Run]) -> list[SeedVerdict]:
 
 
 def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
-    exact = [run.record for run in runs if run.completed and run.record.options.reduction == "exact"]
+    exact = [run.record for run in runs if run.is_reference]
     text = verdict([dict(run.raw) for run in runs]).removeprefix("digests: ")
-    if len(exact) < 2:
+    if any(run.broken for run in runs):
+        tone = "bad"
+    elif len(exact) < 2:
         tone = "quiet"
     elif len({record.weights_sha256 for record in exact}) == 1:
         tone = "good"

@@ -15,6 +15,7 @@ from ddp_core.config.records import explain
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import disturbance
 from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.guarded import broken_promise, guard_figures, what_broke_it
 from ddp_lab.report.values import finite
 
 STEP_PARTS = (
@@ -57,6 +58,7 @@ class Record(_Loose):
     data_sha256: str | None = None
     weights_sha256: str | None = None
     optimizer_sha256: str | None = None
+    promise_broken: dict[str, Any] | None = None
     result: dict[str, Any] | None = Field(default_factory=dict)
     fingerprint: dict[str, Any] = {}
     fingerprint_changed: bool = False
@@ -112,6 +114,26 @@ class Run:
     def disturbance(self) -> str | None:
         """How much other programs disturbed the run while it was timed, in words; None where that was little."""
         return disturbance(self.raw)
+
+    @property
+    def broken(self) -> str | None:
+        """`promise broken in step N`, where the guard found other bits and the run went on; else None."""
+        return broken_promise(self.raw)
+
+    @property
+    def what_broke_it(self) -> str | None:
+        """What the guard found, in words; None where it found nothing, or ended the run."""
+        return what_broke_it(self.raw)
+
+    @property
+    def guard(self) -> str | None:
+        """The guard's mode, checks and time, in words; None where the record does not tell."""
+        return guard_figures(self.raw)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether its weights must be those of every other such run of the experiment."""
+        return self.completed and self.record.options.reduction == "exact" and self.broken is None
 
     @property
     def last_step(self) -> int | None:

@@ -47,6 +47,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         ("exit code", plain(record.exit_code)),
         ("environment", letter),
         ("while it ran", run.disturbance or "little else ran on the machine"),
+        *([("guard", run.guard)] if run.guard else []),
         ("other options than the defaults", _changed_options(run)),
     ]
     digests = [

@@ -206,3 +206,21 @@ def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, mon
 def test_the_record_in_a_bundle_is_the_runs_own(run: Path, packed: Path) -> None:
     with ZipFile(packed) as archive:
         assert json.loads(archive.read("run.json")) == RunDirectory(run).read()
+
+
+def test_a_broken_promise_goes_with_the_bundle(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    RunDirectory(path).update(promise_broken={"step": 3, "what": "other bits", "attempt": 0})
+    assert make_bundle(path, tmp_path / "broken.zip") == 0
+    assert "note: promise broken in step 3: other bits. The bundle says so" in capsys.readouterr().out
+    with ZipFile(tmp_path / "broken.zip") as archive:
+        assert "PROMISE_BROKEN.txt" in archive.read("MANIFEST").decode()
+        assert archive.read("PROMISE_BROKEN.txt").decode().startswith("promise broken in step 3: other bits\n")
+        readme = archive.read("README.txt").decode()
+    assert "\n\nBut: promise broken in step 3: other bits\n" in readme
+    assert "\nPROMISE_BROKEN.txt " in readme
+    ended = ddp("verify", tmp_path / "broken.zip", module="tests.support.quick")
+    assert ended.code == 0, ended.errors
+    assert "note: promise broken in step 3: other bits" in ended.output
+    assert ended.output.endswith("identical, but promise broken in step 3\n")

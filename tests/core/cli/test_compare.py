@@ -139,6 +139,18 @@ def test_other_digests_of_other_code_or_data_are_no_surprise() -> None:
     assert verdict([record(), record(DDP, weights="b" * 64, init_from={"sha256": "3"})]).endswith("initial weights")
 
 
+def test_a_run_whose_promise_is_broken_is_marked_and_no_reference(tmp_path: Path) -> None:
+    broken = {"promise_broken": {"step": 3, "what": "other bits", "attempt": 0}}
+    assert verdict([record(), record(DDP, **broken)]).endswith(
+        "fewer than two completed exact runs to compare; left out: promise broken in step 3"
+    )
+    said = verdict([record(), record(DP), record(DDP, weights="b" * 64, **broken)])
+    assert said == f"digests: 2 exact runs, identical ({'a' * 16}…); left out: promise broken in step 3"
+    _, _, whole, marked, note, *_ = rows(tmp_path, record(), record(DDP, **broken))
+    assert (whole[9], marked[9]) == ("a" * 12, "a" * 12 + " !")
+    assert "".join(note).replace(" ", "") == "!run-1:promisebrokeninstep3:otherbits"
+
+
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, record())
     write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
@@ -177,6 +189,8 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
         "weights_sha256": "a" * 64,
+        "promise_broken": None,
+        "guard": None,
     }
     assert [first["runs"][2][name] for name in ("status", "samples_per_second", "loss")] == ["failed", None, None]
     assert (second["experiment"], second["identical"]) == ("other", None)

@@ -137,3 +137,13 @@ def test_what_cannot_be_repeated_is_said(tmp_path: Path, change: str, words: str
     directory.write(record)
     ended = verify(directory.path)
     assert (ended.code, words in ended.errors) == (2, True)
+
+
+def test_a_broken_promise_is_said_before_training_and_in_the_verdict(tmp_path: Path) -> None:
+    _, directory = trained_own(tmp_path)
+    directory.update(promise_broken={"step": 3, "what": "other bits", "attempt": 0})
+    ended = verify(directory.path)
+    check(ended, 0, "note: promise broken in step 3: other bits", "\nidentical, but promise broken in step 3\n")
+    assert ended.output.index("note: promise") < ended.output.index("training ")
+    directory.update(weights_sha256="0" * 64)
+    check(verify(directory.path), 1, "\ndifferent, under a promise broken in step 3\n")

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.record.directory import RECORD_FORMAT
+from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
+from ddp_core.record.guarded import guard_figures
 from ddp_core.record.reading import Run
 from tests.support.commands import train, trained
 from tests.support.own_project import edit, write_project
@@ -87,3 +88,30 @@ def test_the_model_is_that_of_the_kept_code(tmp_path: Path) -> None:
     edit(run.path / "source" / "nets" / "big.py", "nn.Sigmoid()", "nn.Tanh()")
     with pytest.raises(UserError, match="was changed after the run had kept it"):
         run.load_model()
+
+
+def test_a_broken_promise_is_told(tmp_path: Path) -> None:
+    run = Run(written(tmp_path))
+    assert run.promise_broken is None
+    broken = {"step": 3, "what": "other bits", "attempt": 0}
+    RunDirectory(tmp_path).update(promise_broken=broken)
+    assert run.promise_broken == broken
+    assert repr(run).endswith(", promise broken in step 3)")
+
+
+@pytest.mark.parametrize(
+    ("guard", "told"),
+    [
+        (None, None),
+        ({"mode": "off", "seconds": {}}, "off"),
+        ({"mode": "normal", "seconds": {"same state": 0.5, "again": 0.25}}, "normal; 0.75 s, 1.5 % of the run"),
+        (
+            {"mode": "strict", "seconds": {}, "checks": 7, "every": 2, "resume": "rehearsed"},
+            "strict; micro-batches computed again: 7, every 2 steps at last; 0.00 s, 0.0 % of the run; "
+            "resume: rehearsed",
+        ),
+    ],
+)
+def test_the_guard_in_words(guard: dict[str, Any] | None, told: str | None) -> None:
+    assert guard_figures({"attempts": [{"guard": guard}], "result": {"seconds": 50.0}}) == told
+    assert guard_figures({"attempts": [{}]}) is None

@@ -325,3 +325,20 @@ def test_the_page_is_not_wider_than_the_window(folder: Path, tmp_path: Path, wid
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None
     assert title.group(1) == f"{width} {width}"
+
+
+def test_a_broken_promise_is_seen_and_its_run_is_no_reference(tmp_path: Path) -> None:
+    for layout in (single(), ddp(2)):
+        write_run(tmp_path, layout)
+    broken = {"step": 3, "what": "micro-batch 7 has other bits", "attempt": 0}
+    attempts = [{"guard": {"mode": "normal", "seconds": {"again": 0.1}}}]
+    write_run(tmp_path, ddp(4), digest="b" * 64, promise_broken=broken, attempts=attempts)
+    (family,) = find_families(read_runs(tmp_path).runs)
+    assert (family.verdict.text, family.verdict.tone) == ("promise broken", "bad")
+    assert family.judgement.startswith("seed 0: 2 exact runs, identical")
+    assert family.judgement.endswith("; left out: promise broken in step 3")
+    page = render(build_report(tmp_path), "page.html.j2")
+    assert page.count('<span class="badge bad">promise broken in step 3</span>') == 1
+    assert "promise broken in step 3: micro-batch 7 has other bits. It went on all the same" in page
+    assert "<small>promise broken in step 3</small>" in page
+    assert "<dt>guard</dt><dd>normal; 0.10 s" in page
