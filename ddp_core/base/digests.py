@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,25 @@ def sums(tensor: Tensor) -> Tensor:
 def digest_of_sums(parts: Sequence[Tensor]) -> str:
     """The checksum of tensors, one after the other, from their `sums`."""
     return hashlib.sha256(torch.cat(list(parts)).cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def first_difference(gather: Callable[[Any], list[Any]], tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """What ranks that should have the same tensors do not have alike: the first of them, and the ranks, in words.
+
+    None where all is alike. A collective: `gather` returns every rank's value, by rank, on every rank. Checksums are
+    compared, and only where these differ is it asked which one.
+    """
+    ours = [(name, checksum(tensor)) for name, tensor in tensors]
+    if len(set(gather(hashlib.sha256(repr(ours).encode()).hexdigest()))) == 1:
+        return None
+    everyones = [dict(theirs) for theirs in gather(ours)]
+    for name in dict.fromkeys(name for theirs in everyones for name in theirs):
+        values = [theirs.get(name) for theirs in everyones]
+        usual, count = Counter(values).most_common(1)[0]
+        if count < len(values):
+            others = [rank for rank, value in enumerate(values) if value != usual] if len(values) > 2 else [0, 1]
+            return f"{name} is not the same on all ranks (differs: {', '.join(map(str, others))} of {len(values)})"
+    return None
 
 
 def tree_digest(tree: Any) -> str:

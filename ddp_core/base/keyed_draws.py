@@ -31,6 +31,15 @@ _Result = TypeVar("_Result")
 _WORD = 2**32 - 1
 
 
+def numpy_words(key: int) -> list[int]:
+    """What numpy's generator is seeded with for a key below 2**64.
+
+    Python's is the same algorithm, and seeded with the two words of a number of 64 bits alike: a third word keeps
+    numpy's numbers from being Python's.
+    """
+    return [key & _WORD, key >> 32, 1]
+
+
 class _Stream:
     """The numbers of one key after another: those of Python and those of numpy."""
 
@@ -91,7 +100,7 @@ def seed_draws(key: int) -> None:
     if "random" in _watched and not stream.python_chosen:
         random.seed(key)
     if "numpy" in _watched and not stream.numpy_chosen:
-        sys.modules["numpy"].random.seed([key & _WORD, key >> 32])
+        sys.modules["numpy"].random.seed(numpy_words(key))
     stream.python_chosen, stream.numpy_chosen = chosen
 
 
@@ -168,7 +177,7 @@ class _Turn:
             if key is None:
                 self._numpy.set_state(stream.numpy_state)
         if key is not None:
-            self._numpy.seed([key & _WORD, key >> 32])
+            self._numpy.seed(numpy_words(key))
 
 
 def _within(turn: _Turn, function: Callable[..., _Result]) -> Callable[..., _Result]:

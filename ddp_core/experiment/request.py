@@ -31,9 +31,8 @@ from ddp_core.experiment.building import (
     resolve,
     schedule_of,
 )
-from ddp_core.experiment.building_twice import built_alike
 from ddp_core.experiment.file import LoadedExperiment, Served, run_file
-from ddp_core.experiment.first_batch import fill_tables, make_real
+from ddp_core.experiment.fresh_model import built_alike, fill_tables, make_real
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
 from ddp_core.model.losses import HITS

@@ -110,7 +110,7 @@ class Run:
         from ddp_core.base.seeds import generators_kept
         from ddp_core.config.experiment import Experiment
         from ddp_core.experiment.file import Served, load_experiment
-        from ddp_core.experiment.first_batch import lazy_parts
+        from ddp_core.experiment.fresh_model import lazy_parts
         from ddp_core.experiment.request import build_model
         from ddp_core.experiment.source import kept_modules, read_source
         from ddp_core.record.initial_weights import fill, read_weights

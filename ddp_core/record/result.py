@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
-
-from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.digests import first_difference, optimizer_digest, weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.figures import readable
+from ddp_core.trainers.same_state import other_state, replicated
 
 _FEW_PARAMETERS = 16
 
@@ -51,35 +50,12 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     digests = (None if weights is None else weights_digest(weights), average)
     parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
     ends = [part[0] for part in parts]
-    other = [rank for rank, end in enumerate(ends) if end not in (ends[0], (None, ends[0][1]))]
-    if other:
-        averages = None if state.average is None else state.average.module.state_dict()
-        raise _other_weights(trainer, other, {"model": weights or {}, "averaged model": averages or {}})
+    if any(end not in (ends[0], (None, ends[0][1])) for end in ends):
+        found = first_difference(collectives.gather, replicated(state))
+        raise other_state(state, found or "the state_dict is not the same on all ranks", "the run has no result")
     optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
     totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
     return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)
-
-
-def _other_weights(trainer: Trainer, other: Sequence[int], states: Mapping[str, Mapping[str, Any]]) -> UserError:
-    """The error where `other` ranks ended with other weights than rank 0: the first tensor that differs, and why.
-
-    `states`: this rank's state dicts, by what they belong to. A collective.
-    """
-    ours = {
-        f"{name} of the {whose}": weights_digest({name: value})
-        for whose, state in states.items()
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
-    first, *others = trainer.job.collectives.gather(ours)
-    differing = [name for name in first for theirs in others if theirs.get(name, first[name]) != first[name]]
-    where = f", first in {differing[0]}" if differing else ""
-    return UserError(
-        f"rank {', '.join(map(str, other))} ended with other weights than rank 0{where}; training changed them on some "
-        "ranks only: look for a callback, a hook or a model that changes weights or buffers where RANK, time, or "
-        "unseeded random numbers say so. Where no code does, memory may be broken: train it again, and see whether the "
-        "same rank differs"
-    )
 
 
 def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, seconds: float) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from ddp_core.distributed.reports import die_with_launcher, report_end, report_e
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
+from ddp_core.experiment.fresh_model import require_same_model
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
-from ddp_core.experiment.same_model import require_same_model
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import RULES

@@ -202,3 +202,15 @@ def test_a_thread_with_a_generator_of_its_own_seeds_that_one() -> None:
         again = torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(torch.rand(2, generator=torch.Generator().manual_seed(5)), again)
+
+
+def both_after(key: int) -> tuple[float, float]:
+    watch_draws()
+    key_draws(key)
+    return random.random(), float(np.random.rand())
+
+
+@pytest.mark.parametrize("key", [KEY, 5])
+def test_numpy_does_not_draw_the_numbers_of_python(key: int) -> None:
+    python, numpy = ask(both_after, key)
+    assert python != numpy

@@ -1,0 +1,220 @@
+"""What is looked at on a freshly built model before it is trained: that every layout begins with the same weights.
+
+A builder is called twice, and gives the same weights both times (`built_alike`). What a first forward makes is made
+before anything looks at the parameters: a lazy layer (torch.nn.LazyLinear) has none until it has seen a batch, and the
+optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is kept in a buffer that the first
+forward fills, which changes a buffer and yet makes nothing that depends on the layout (`fill_tables`). Every rank of
+every layout runs the same forwards on the same samples, in evaluation mode, and the random numbers that come afterwards
+are as if it had not. Then ranks compare what they have built (`require_same_model`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ddp_core.base.digests import same_bits
+from ddp_core.base.errors import UserError
+from ddp_core.base.seeds import generators_kept
+from ddp_core.base.torch_internals import buffers_of
+from ddp_core.base.user_code import user_code
+from ddp_core.config.experiment import Experiment
+from ddp_core.data.loader import Loader
+from ddp_core.data.splits import Splits
+from ddp_core.data.trees import Tree, call, map_tensors
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.experiment.file import in_one_line, place_of
+from ddp_core.model.forward_state import ForwardState
+from ddp_core.reduction.batch_statistics import BatchNorm
+from ddp_core.reduction.foreign_buffers import ForeignBuffers
+
+_SECONDS = 0.1
+"""How long the first call of a builder may take, so that there is a second one."""
+_ELEMENTS = 2**24
+"""How many numbers the model may have, of which there are then two."""
+_LATER = 86_461.25
+"""Seconds: the clock of the second call is ahead, so that a seed made of whole seconds is another one, too."""
+_SAMPLES = 2  # many models cannot take a single one
+
+
+def built_alike(name: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make` returns, called a second time where that costs little.
+
+    Raises UserError where the second call, from the same states of the random generators, returns other weights.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    began = time.perf_counter()
+    model = make()
+    seconds = time.perf_counter() - began
+    with user_code("your model"):
+        size = sum(tensor.numel() for _, tensor in _tensors_of(model) if not is_lazy(tensor))
+        if seconds > _SECONDS or size > _ELEMENTS:
+            return model
+        with generators_kept():
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+            try:
+                with _later(), contextlib.redirect_stdout(io.StringIO()):
+                    again = make()
+            except Exception:
+                return model  # it can be called once only, which says nothing of its weights
+        others = dict(_tensors_of(again))
+        differing = [key for key, each in _tensors_of(model) if key not in others or not _alike(each, others[key])]
+    if differing:
+        raise UserError(
+            f"model {name} has other weights when it is built again with the same seed ({differing[0]} differs), so "
+            "layouts and runs would begin with different ones: it reads a clock or a source of true randomness, or "
+            "what its first call has changed; draw from torch, numpy or random as they are, which are seeded before "
+            "each call"
+        )
+    return model
+
+
+def lazy_parts(model: nn.Module) -> list[str]:
+    """The names of the parameters and buffers that a first batch has yet to make."""
+    return [name for name, tensor in _tensors_of(model) if is_lazy(tensor)]
+
+
+def make_real(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
+    """Run one forward, on the CPU, that gives lazy layers their parameters; does nothing where there are none.
+
+    Their values are the next numbers of torch's generator. Raises UserError where the forward fails, or leaves one out.
+    """
+    if not lazy_parts(model):
+        return
+    name = f"model {experiment.model.name}"
+    inputs = _inputs(experiment, splits, 0, _SAMPLES)
+    state = ForwardState(model)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not is_lazy(buffer)]
+    try:
+        _forward(model, inputs)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{place_of(error, None)}: {name} has lazy layers, and the forward of {_SAMPLES} samples that gives them "
+            f"their parameters raised {in_one_line(error)}"
+        ) from error
+    state.put_back_modes()
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    if left := lazy_parts(model):
+        raise UserError(
+            f"{name}: no forward gives {left[0]} its values, so it cannot be trained; let forward use this lazy layer, "
+            "or leave it out"
+        )
+
+
+def fill_tables(model: nn.Module, experiment: Experiment, splits: Splits) -> None:
+    """Let buffers that a first forward fills, with what depends on no micro-batch, be filled now.
+
+    That is so where forwards of different samples fill them with the same, and the next forward leaves them. Anything
+    else that a forward changes in buffers is as before, and for the reduction to judge.
+    """
+    before = _digests_of_buffers(model)
+    if not before and all(buffer is not None for layer in model.modules() for buffer in buffers_of(layer).values()):
+        return
+    device, size = next(model.parameters()).device, experiment.micro_batch or _SAMPLES
+    start = ForwardState(model)
+    with generators_kept(device):
+        try:
+            one, other = (
+                map_tensors(lambda tensor: tensor.to(device), _inputs(experiment, splits, place, size))
+                for place in (0, size)
+            )
+            first = _buffers_after(model, one)
+            is_table = first != before
+            if is_table:
+                start.put_back()
+                # First other samples, as if they had come first; then those of before, which must change nothing more.
+                is_table = _buffers_after(model, other) == first
+                is_table = is_table and _buffers_after(model, one) == first
+        except Exception:  # training meets it, too, and says on which rank
+            is_table = False
+    if is_table:
+        start.put_back_modes()
+    else:
+        start.put_back()
+
+
+def require_same_model(collectives: Collectives, model: nn.Module) -> None:
+    """Raises UserError on every rank, with the first difference, where a rank has built another model than rank 0.
+
+    Names, shapes, types, and what is trained are compared; the values are not.
+    """
+    seen = collectives.gather([_line_about(name, tensor) for name, tensor in _tensors_of(model)])
+    for rank, theirs in enumerate(seen):
+        for ours, other in zip_longest(seen[0], theirs, fillvalue="nothing more"):
+            if ours != other:
+                raise UserError(
+                    f"rank {rank} has built another model than rank 0: {other}, where rank 0 has {ours}; every rank "
+                    "trains the same model, so let its builder not depend on RANK, the machine, or the time"
+                )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter, then every buffer, by name."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _line_about(name: str, tensor: Tensor) -> str:
+    left_alone = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", not trained"
+    return f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{left_alone}"
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    if is_lazy(tensor) or is_lazy(other):
+        return is_lazy(tensor) and is_lazy(other)
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    return same_bits(tensor, other)
+
+
+@contextlib.contextmanager
+def _later() -> Iterator[None]:
+    """In this block it is a day later."""
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + _LATER
+    time.time_ns = lambda: now_ns() + round(_LATER * 1e9)
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = now, now_ns
+
+
+def _inputs(experiment: Experiment, splits: Splits, first: int, count: int) -> Tree:
+    """The inputs of `count` samples from number `first` on, as training has them."""
+    loader = Loader(splits.train, splits.augmentation, experiment.seed, collate=splits.collate)
+    samples = len(splits.train)
+    with generators_kept():
+        return loader.fetch(0, np.arange(first, first + min(count, samples), dtype=np.int64) % samples)[0]
+
+
+@torch.no_grad()
+def _forward(model: nn.Module, inputs: Tree) -> None:
+    model.eval()
+    with user_code("your model"):
+        call(model, inputs)
+
+
+def _buffers_after(model: nn.Module, inputs: Tree) -> dict[str, str]:
+    _forward(model, inputs)
+    return _digests_of_buffers(model)
+
+
+def _digests_of_buffers(model: nn.Module) -> dict[str, str]:
+    """The digest of each buffer by name, without those of batch norm that the reduction looks after."""
+    buffers = ForeignBuffers(model)
+    buffers.begin([layer for layer in model.modules() if isinstance(layer, BatchNorm)])
+    return dict(buffers.digests)
