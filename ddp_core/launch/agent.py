@@ -15,8 +15,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import workers_of
-from ddp_core.distributed.processes import await_processes, end_processes, is_stopped
+from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
@@ -108,9 +109,13 @@ class Agent(LocalElasticAgent):
         """End the workers if one of them has failed; returns whether the user was told what happened to it."""
         processes = workers_of(self)
         workers = {worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers}
-        codes = {rank: code for rank, process in workers.items() if (code := process.poll())}
+        codes = _failed(workers)
         if not codes:
             return False
+        if has_waited := set(codes.values()) == {ExitCode.PEERS_LOST}:
+            # A killed worker's connections are closed before it is gone: a peer may have noticed that, and left, first.
+            await_processes(workers.values(), _REPORT_SECONDS)
+            codes = _failed(workers)
         for number in self._heard:
             if -number in codes.values():
                 # The signal may have been sent to every process of this launch, and have ended a worker that had not
@@ -119,8 +124,9 @@ class Agent(LocalElasticAgent):
         stopped = [rank for rank, process in workers.items() if is_stopped(process.pid)]
         lost = losses(codes, stopped, f"node {worker_group.group_rank}")
         tell_user(*lost)
-        # Every worker notices by itself that a peer is gone, and needs a moment to write its report.
-        await_processes(workers.values(), _REPORT_SECONDS)
+        if not has_waited:
+            # Every worker notices by itself that a peer is gone, and needs a moment to write its report.
+            await_processes(workers.values(), _REPORT_SECONDS)
         end_processes(workers.values(), signal.SIGTERM, patience(codes.values()))
         return bool(lost)
 
@@ -181,3 +187,8 @@ class Agent(LocalElasticAgent):
     def died_of(self) -> set[int]:
         """The signals that have killed workers of this node; 0 for a worker that ended by itself."""
         return {max(0, -(process.poll() or 0)) for process in workers_of(self).values()}
+
+
+def _failed(workers: Mapping[int, Process]) -> dict[int, int]:
+    """The exit codes, by rank, of the workers that have ended with another one than 0."""
+    return {rank: code for rank, process in workers.items() if (code := process.poll())}

@@ -103,10 +103,11 @@ class Launch:
         os.kill(self.pid, number)
 
 
-def train_words(output: Path, *words: str | Path, ranks: int = 2) -> list[str]:
+def train_words(output: Path, *words: str | Path, ranks: int = 2, experiment: str | Path = DOTS) -> list[str]:
     """The words of a `ddp train` of `dots` on this machine's CPU, with a ledger and a checkpoint every four steps."""
     return [
-        *("train", DOTS, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", str(ranks), "--output", str(output)),
+        *("train", str(experiment), "--output", str(output)),
+        *("--layout", "ddp", "--device", "cpu", "--nproc-per-node", str(ranks)),
         *("--ledger", "--checkpoint-every", "4", "--log-every", "1"),
         *map(str, words),
     ]

@@ -51,6 +51,17 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     )
 
 
+def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, digest: str) -> None:
+    file = Path(DOTS).with_name("dots_dying_slowly.py")
+    ended = ddp(*train_words(tmp_path, experiment=file), timeout=HANG)
+    assert ended.code == 0
+    assert ended.errors == (
+        "ddp: rank 0 (node 0) was killed (SIGKILL)\n"
+        "ddp: starting the workers again from the last checkpoint (2 more restarts allowed)\n"
+    )
+    check_aftermath(tmp_path, digest)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
