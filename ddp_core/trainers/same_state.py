@@ -38,7 +38,8 @@ def require_same_state(state: TrainState, collectives: Collectives, newest: str)
             raise UserError(
                 f"after step {state.step} {name} is not the same on all ranks (differs: {where}), so this step is not "
                 f"saved, {newest}. It was changed on some ranks alone: by a callback, a hook or an optimizer that does "
-                "not do the same on every rank, or by a machine that computes wrongly"
+                "not do the same on every rank, by a forward that changes weights (nn.Embedding with max_norm), or by "
+                "a machine that computes wrongly"
             )
 
 
