@@ -135,6 +135,8 @@ def run(request: Request, world: World) -> None:
                     console=console,
                     metrics=metrics,
                     stop=stop,
+                    # Data that are known to be random are not read again.
+                    on_random_data=None if record.is_random else record.take_random_data,
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
                     observers=[
                         heartbeat,

@@ -64,7 +64,7 @@ class DataParallelTrainer(Trainer):
         for replica in others:
             replica.copy_from(self.model)
         # A state that is compared on other layouts after this step.
-        by_values = self.compares_after(batch.step + 1)
+        by_values = self.exact and self.compares_after(batch.step + 1)
         if self.exact:
             first.begin(by_values)
             for replica in others:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,5 +51,7 @@ class Job:
     """The run directory, for callbacks."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
+    on_random_data: Callable[[str], None] | None = None
+    """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

@@ -15,6 +15,7 @@ from ddp_core.base.keyed_draws import without_key
 from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Optimizer
+from ddp_core.data.data_digest import ADVICE
 from ddp_core.data.loader import Loader
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
@@ -31,6 +32,7 @@ from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
+from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -85,7 +87,11 @@ class Trainer(ABC):
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
+        # Before the data are used: a model may change its inputs.
+        self.read_twice = ReadTwice(self.batches) if job.on_random_data is not None else None
+        reads = [self.read_twice] if self.read_twice is not None else []
+        ours = [self.clock, self.saving, self.figures, *reads, *copies, *called]
+        self.observers = StepObservers([*ours, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
@@ -189,7 +195,9 @@ class Trainer(ABC):
                 if self.is_digest_due:
                     self.record_digest()
                 if self.compares_after(self.state.step):
-                    self.require_same_state()
+                    self.tell_of_random_data(batch)
+                    if self.exact:
+                        self.require_same_state()
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
                 if stop and not self.is_at_end:
@@ -214,13 +222,13 @@ class Trainer(ABC):
         return self.is_at_end or self.state.step % self.steps_per_epoch == 0
 
     def compares_after(self, steps: int) -> bool:
-        """Whether processes compare after so many steps what they have alike, where the reduction promises that.
+        """Whether processes compare after so many steps what they have alike.
 
         After each epoch and before each save; also after 1, 2, 4, 8, … steps of this start, to see it soon.
         """
         done = steps - self._began_at
         is_epoch_end = steps == self.total_steps or steps % self.steps_per_epoch == 0
-        return self.exact and (done.bit_count() == 1 or is_epoch_end or self.saving.is_due(steps))
+        return done.bit_count() == 1 or is_epoch_end or self.saving.is_due(steps)
 
     @property
     def is_digest_due(self) -> bool:
@@ -321,6 +329,19 @@ class Trainer(ABC):
         """Compare what all ranks have alike; raises UserError (2)."""
         with self.clock.aside("other"):
             require_same_state(self.state, self.job.collectives, self.saving.newest)
+
+    def tell_of_random_data(self, batch: StepBatch) -> None:
+        """Warn, and record, where samples of any rank were others when they were read again; a collective."""
+        if self.read_twice is None or not self.read_twice.is_on(batch.epoch):
+            return
+        findings = self.job.collectives.gather(self.read_twice.finding)
+        found = next(filter(None, findings), None)
+        if found is None:
+            return
+        self.read_twice.stop()
+        if self.job.collectives.world.is_first and self.job.on_random_data is not None:
+            self.job.on_random_data(found)
+        self.job.console.say(f"warning: {found}, so no result can be repeated to the bit; {ADVICE}")
 
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""
