@@ -158,6 +158,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
     "_foreach_mul_": PrivateName("torch", "scale many tensors in one call", *_FOREACH),
+    "_int_mm": PrivateName(
+        "torch",
+        "compute products of int8 matrices rightly with portable numerics, by replacing this operation's kernel",
+        "the operation itself has no public name",
+        "2.1",
+    ),
     "torch.Tensor._version": PrivateName(
         "torch",
         "see in every step, without looking at the values, whether a buffer was written to",
