@@ -158,6 +158,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
     "_foreach_mul_": PrivateName("torch", "scale many tensors in one call", *_FOREACH),
+    "_int_mm": PrivateName(
+        "torch",
+        "compute products of int8 matrices rightly with portable numerics, by replacing this operation's kernel",
+        "the operation itself has no public name",
+        "2.1",
+    ),
     "torch.Tensor._version": PrivateName(
         "torch",
         "see in every step, without looking at the values, whether a buffer was written to",
@@ -277,8 +283,8 @@ def ddp_facts(ddp: DistributedDataParallel) -> dict[str, Any]:
     return dict(ddp._get_ddp_logging_data())
 
 
-def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The parameters of a module of `fully_shard` whose gradients travel as one flat tensor, in their order there.
+def gathered_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of a module of `fully_shard` that are gathered as one, trained or not, in their order.
 
     Of each parameter: this rank's part of it, and the whole parameter, which stays the same object. Call this only
     after the module has been gathered once.
@@ -287,7 +293,12 @@ def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]
 
     group = cast(Any, fully_shard).state(module)._fsdp_param_group
     members = [] if group is None else group.fsdp_params
-    return [(each.sharded_param, each.unsharded_param) for each in members if each.sharded_param.requires_grad]
+    return [(each.sharded_param, each.unsharded_param) for each in members]
+
+
+def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Those of `gathered_together` whose gradients travel as one flat tensor, in their order there."""
+    return [(part, whole) for part, whole in gathered_together(module) if part.requires_grad]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
@@ -46,11 +47,13 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 def table(runs: Sequence[RunAndRecord]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took.
+    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of
+    the data of a run a sample was digested, or they are random, a column says so.
     """
     name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
-    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded) for directory, record in runs]
+    in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
+    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded, in_part) for directory, record in runs]
     lines = [list(cells[0]), *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     header, *rows = (
@@ -82,10 +85,13 @@ def _verdict(exact: Sequence[dict[str, Any]]) -> str:
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
         return f"{len(digests)} different ones, of other {' and other '.join(changed)}"
+    if "random" in map(how_compared, (first, other)):
+        return f"{len(digests)} different ones, of data that differ from one read to the next"
     parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
     if parts:
         return f"{len(digests)} different ones, under other fingerprints ({parts[0]}): the promise does not cover that"
-    return f"{len(digests)} different ones under one fingerprint: `ddp verify RUN` says where they part"
+    by_sample = " (their data were compared by a sample)" if "sample" in map(how_compared, (first, other)) else ""
+    return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
 
 
 def _origin(record: dict[str, Any]) -> dict[str, Any]:
@@ -132,13 +138,14 @@ def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float 
         "step_memory_bytes": result.get("step_memory_bytes"),
         "predicted_memory_bytes": result.get("predicted_memory_bytes"),
         "data_wait": result.get("data_wait"),
+        "data": how_compared(record),
         "weights_sha256": record.get("weights_sha256"),
         "promise_broken": record.get("promise_broken"),
         "guard": (record.get("attempts") or [{}])[-1].get("guard"),
     }
 
 
-def _row(facts: dict[str, Any], sharded: bool) -> dict[str, str]:
+def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
     predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
@@ -156,6 +163,7 @@ def _row(facts: dict[str, Any], sharded: bool) -> dict[str, str]:
         "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
         **({"in steps": in_steps} if sharded else {}),
         "data wait": _number(facts["data_wait"], "{:.1f}%", 100),
+        **({"data": facts["data"] or "-"} if in_part else {}),
         "weights": (facts["weights_sha256"] or facts["status"])[:12] + (" !" if facts["promise_broken"] else ""),
         "run": Path(facts["run"]).name,
     }

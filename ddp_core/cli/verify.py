@@ -19,7 +19,7 @@ from ddp_core.experiment.request import build_splits
 from ddp_core.experiment.source import changed_files, read_source
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
-from ddp_core.record.data import digest_data, recorded_digest
+from ddp_core.record.data import digest_data, how_compared, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
@@ -189,6 +189,8 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     repeated = again.read()
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
     print(f"repeated  {repeated['weights_sha256']}  {repeated['layout']['label']}")
+    if how_compared(record) == "sample":
+        print(f"data      compared by a sample: {record['data']['digest_of']}")
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):

@@ -44,10 +44,14 @@ class DataDigest:
 
     Empty where the builder gave the digest.
     """
+    sampled: bool = False
+    """Whether a part of the data alone was read: a change of the rest is not noticed."""
 
 
 _GIVEN = "content, given by the builder"
 _UNSTEADY = "nothing: items differ from one read to the next"
+ADVICE = "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation"
+"""What to do about items that differ from one read to the next."""
 
 
 def digest_items(splits: Splits) -> DataDigest:
@@ -56,18 +60,20 @@ def digest_items(splits: Splits) -> DataDigest:
         return DataDigest(splits.digest, _GIVEN)
     parts: dict[str, str] = {}
     sizes = []
+    sampled = False
     # Reading items must not change what is drawn in training.
     with generators_kept(), user_code("your data set"):
         for split, dataset in (("training", splits.train), ("held-out", splits.test)):
             if dataset is None:
                 continue
             ids = _sample(len(dataset))
+            sampled = sampled or len(ids) < len(dataset)
             sizes.append(f"{len(ids)} of {len(dataset)} {split} samples")
             found = [_item_digest(dataset, index) for index in ids]
             if found[:_READ_TWICE] != [_item_digest(dataset, index) for index in ids[:_READ_TWICE]]:
                 return DataDigest(None, _UNSTEADY)
             parts |= {f"sample {index} ({split})": digest for index, digest in zip(ids, found, strict=True)}
-    return _of_parts(" and ".join(sizes), parts)
+    return _of_parts(" and ".join(sizes), parts, sampled)
 
 
 def _sample(size: int) -> list[int]:
@@ -103,7 +109,7 @@ def digest_files(files: Sequence[Path], budget: int = MOST_BYTES) -> DataDigest:
     }
     count = f"{len(paths)} file{'' if len(paths) == 1 else 's'}"
     rest = "" if len(read) == len(paths) else f": the content of {len(read)} and the sizes of the others"
-    return _of_parts(count + rest, parts)
+    return _of_parts(count + rest, parts, sampled=bool(rest))
 
 
 def _within(budget: int, sizes: Sequence[int]) -> list[int]:
@@ -134,10 +140,16 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"data file {path} cannot be read: {error.strerror}", ExitCode.RESOURCES)
 
 
-def _of_parts(digest_of: str, parts: Mapping[str, str]) -> DataDigest:
+def _of_parts(digest_of: str, parts: Mapping[str, str], sampled: bool) -> DataDigest:
     """The digest over the names and the digests of all parts."""
     text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(parts.items()))
-    return DataDigest(hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest(), digest_of, parts)
+    sha256 = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    return DataDigest(sha256, digest_of, parts, sampled)
+
+
+def unsteady(finding: str) -> DataDigest:
+    """The digest of a data set of which training has found that it differs from one read to the next, in words."""
+    return DataDigest(None, f"{_UNSTEADY} ({finding})")
 
 
 def changed_at(before: DataDigest, now: DataDigest) -> str | None:

@@ -77,7 +77,8 @@ class Loader:
         self._pins = self._on_cuda and workers == 0 and self._device_has_part
         # Ours draw nothing, and are spared the seeding.
         is_foreign = self._stored == self._put_together or not _is_ours(type(dataset))
-        self._may_draw = is_foreign or not (augmentation is None or _is_ours(augmentation.apply))
+        self.may_draw = is_foreign or not (augmentation is None or _is_ours(augmentation.apply))
+        """Whether somebody else's code makes the samples, which may draw random numbers for them."""
         # A thread beside the one that trains must leave torch's default generator alone.
         self._own = OwnGenerator(torch.Generator()) if self._on_cuda and workers == 0 else None
 
@@ -93,7 +94,7 @@ class Loader:
 
         With a `key`, what the experiment's code draws follows from it.
         """
-        own = contextlib.nullcontext() if key is None or not self._may_draw else self._keyed(key)
+        own = contextlib.nullcontext() if key is None or not self.may_draw else self._keyed(key)
         with user_code("your data set"), own:
             inputs, targets = self._stored(ids, self._pins)
             if self.augmentation is None:

@@ -6,6 +6,10 @@ uses, gives it. The replacement is made in torch's dispatcher, so that models, o
 own compositions all get it. float16 and bfloat16 need none: torch computes their roots as float32 and rounds, which
 gives the nearest number for so few bits. Complex roots are left as they are.
 
+Products of int8 matrices (`torch._int_mm`) come from oneDNN, which under the limits adds pairs of products in 16 bits
+and cuts off what does not fit: the result is wrong beyond +-64, on each kind of CPU another. Here they are computed in
+float64, which holds all of their sums, so that any order of additions gives the exact integers.
+
 Where no replacement is known, the operation is refused with one line that names it and where it is used.
 """
 
@@ -37,10 +41,22 @@ Kernel = Callable[..., Any]
 """What the dispatcher calls: with the dispatch keys first, which torch's own kernel must be given, too."""
 
 _LEAST_SQUARES = ("torch.linalg.lstsq", "its bits depend on where its tensors lie in memory; use torch.linalg.qr")
-_REFUSED = {"linalg_lstsq": _LEAST_SQUARES, "linalg_lstsq.out": _LEAST_SQUARES}
+_EIGHT_BITS = (
+    "a quantized layer",
+    "CPUs without VNNI cut off sums of two products of 8 bits; use torch.ao.nn.quantized.dynamic.Linear, or let "
+    "reduce_range be true, which leaves 7 bits",
+)
+_REFUSED = {
+    "aten::linalg_lstsq": _LEAST_SQUARES,
+    "aten::linalg_lstsq.out": _LEAST_SQUARES,
+    "quantized::linear": _EIGHT_BITS,
+    "quantized::linear_relu": _EIGHT_BITS,
+    "quantized::linear_dynamic": _EIGHT_BITS,
+    "quantized::linear_relu_dynamic": _EIGHT_BITS,
+}
 """By the dispatcher's name of an operation: the name that users know, and why it is refused and what to do instead.
 
-All of them were measured to differ: docs/reference/portable-numerics.md.
+The last two are refused with 8 bits alone. All of them were measured to differ: docs/reference/portable-numerics.md.
 """
 
 
@@ -55,19 +71,22 @@ def portable_kernels() -> Iterator[None]:
         raise UserError(limits_missed())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    library = Library("aten", "IMPL")
+    libraries = {name: Library(name, "IMPL") for name in ("aten", "quantized")}
     try:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
             for name, replacement in _REPLACEMENTS.items():
-                usual = get_kernel(f"aten::{name}", "CPU").call_boxed
-                library.impl(name, partial(replacement, usual), "CPU", with_keyset=True)
-            for name in _REFUSED:
-                library.impl(name, partial(_refuse, name), "CPU")
+                library, _, operation = name.partition("::")
+                usual = get_kernel(name, "CPU").call_boxed
+                libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)
+            for name in _REFUSED.keys() - _REPLACEMENTS.keys():
+                library, _, operation = name.partition("::")
+                key = "QuantizedCPU" if library == "quantized" else "CPU"
+                libraries[library].impl(operation, partial(_refuse, name), key)
         yield
     finally:
-        del library  # torch then has its own kernels again
+        libraries.clear()  # torch then has its own kernels again
         torch.set_num_threads(threads)
 
 
@@ -117,13 +136,45 @@ def _is_ours(numbers: Tensor) -> bool:
     return (torch.get_default_dtype() if is_whole else kind) in _OURS
 
 
+def _integers(usual: Kernel, keys: Any, left: Tensor, right: Tensor) -> Any:
+    if not _can_multiply(left, right):
+        return usual(keys, left, right)  # torch's own kernel says why
+    return _exact_product(left, right)
+
+
+def _integers_into(usual: Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Any:
+    fits = _can_multiply(left, right) and out.dtype == torch.int32 and out.shape == (len(left), right.shape[1])
+    return out.copy_(_exact_product(left, right)) if fits else usual(keys, left, right, out=out)
+
+
+def _can_multiply(left: Tensor, right: Tensor) -> bool:
+    are_matrices = left.dim() == right.dim() == 2 and left.dtype == right.dtype == torch.int8
+    return are_matrices and left.shape[1] == right.shape[0]
+
+
+def _exact_product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of int8 matrices, exact in int32; a sum that int32 does not hold begins anew at its other end."""
+    return (left.double() @ right.double()).to(torch.int64).to(torch.int32)
+
+
+def _seven_bits(
+    operation: str, usual: Kernel, keys: Any, inputs: Tensor, weight: Any, reduce_range: bool = False
+) -> Any:
+    """A layer whose inputs are quantized when it is called: to 7 bits, or not at all."""
+    return usual(keys, inputs, weight, reduce_range) if reduce_range else _refuse(operation)
+
+
 _REPLACEMENTS: dict[str, Kernel] = {
-    "sqrt": _root,
-    "sqrt_": _root_in_place,
-    "sqrt.out": _root_into,
-    "pow.Tensor_Scalar": _root,
-    "pow_.Scalar": _root_in_place,
-    "pow.Tensor_Scalar_out": _root_into,
+    "aten::sqrt": _root,
+    "aten::sqrt_": _root_in_place,
+    "aten::sqrt.out": _root_into,
+    "aten::pow.Tensor_Scalar": _root,
+    "aten::pow_.Scalar": _root_in_place,
+    "aten::pow.Tensor_Scalar_out": _root_into,
+    "aten::_int_mm": _integers,
+    "aten::_int_mm.out": _integers_into,
+    "quantized::linear_dynamic": partial(_seven_bits, "quantized::linear_dynamic"),
+    "quantized::linear_relu_dynamic": partial(_seven_bits, "quantized::linear_relu_dynamic"),
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_core.config.options import Options
-from ddp_core.data.data_digest import DataDigest, changed_at, digest_files, digest_items
+from ddp_core.data.data_digest import ADVICE, DataDigest, changed_at, digest_files, digest_items
 from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.record.guarded import not_promised
@@ -43,20 +43,20 @@ def agreed_digest(
         found = _on_one_rank_of_each_node(lambda: digest_files(splits.files), collectives)
     else:
         found = digest_items(splits)
-    seen = collectives.gather(None if found is None else (found.sha256, found.digest_of))
+    seen = collectives.gather(None if found is None else (found.sha256, found.digest_of, found.sampled))
     known = [part for part in seen if part is not None]
-    if any(sha256 is None for sha256, _ in known):
-        unsteady = next(words for sha256, words in known if sha256 is None)
-        text = (
-            "the data set gives other items at each read, so no result can be repeated to the bit; "
-            "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation"
-        )
+    if any(sha256 is None for sha256, *_ in known):
+        unsteady = next(words for sha256, words, _ in known if sha256 is None)
+        text = "the data set gives other items at each read, so no result can be repeated to the bit; " + ADVICE
         tell(not_promised(text, options))
         return DataDigest(None, unsteady)
     if len(set(known)) > 1:
         _refuse(found, seen, collectives)
     # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
-    digest = found if found is not None and collectives.world.is_first else DataDigest(*seen[0])
+    sha256, digest_of, sampled = seen[0]
+    digest = DataDigest(sha256, digest_of, sampled=sampled)
+    if found is not None and collectives.world.is_first:
+        digest = found
     if not splits.digest:
         seconds = time.monotonic() - started
         tell(f"data: digested {digest.digest_of} in {seconds:.1f} s, as the builder gives no digest")
@@ -108,4 +108,21 @@ def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:
     if record["data"]["parts"]:
         with contextlib.suppress(OSError, ValueError):
             parts = json.loads((directory / FILE).read_text())
-    return DataDigest(record["data_sha256"], record["data"]["digest_of"], parts)
+    data = record["data"]
+    return DataDigest(record["data_sha256"], data["digest_of"], parts, data.get("sampled", False))
+
+
+def fields_of(digest: DataDigest) -> dict[str, Any]:
+    """The fields of run.json that tell of the data."""
+    data = {"digest_of": digest.digest_of, "parts": len(digest.parts), "sampled": digest.sampled}
+    return {"data_sha256": digest.sha256, "data": data}
+
+
+def how_compared(record: Mapping[str, Any]) -> str | None:
+    """How the data of a run are known, in a word: whole, sample or random; None where its record does not say."""
+    data = record.get("data") or {}
+    if data and record["data_sha256"] is None:
+        return "random"
+    if "sampled" not in data:
+        return None
+    return "sample" if data["sampled"] else "whole"

@@ -15,7 +15,7 @@ from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence
 from ddp_core.config.experiment import Component
-from ddp_core.data.data_digest import DataDigest, changed_at
+from ddp_core.data.data_digest import DataDigest, changed_at, unsteady
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
@@ -25,7 +25,7 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, kept_length
-from ddp_core.record.data import recorded_digest, write_parts
+from ddp_core.record.data import fields_of, recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.environment import describe_environment
 from ddp_core.record.guarded import broken_promise, not_promised
@@ -77,6 +77,8 @@ class RunRecord:
         before = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
+        if before and before["data_sha256"] is None:
+            data = recorded_digest(self.directory.path, before)  # what is random stays so
         write_parts(self.directory.path, data)
         self.attempt = len(before.get("attempts", []))
         attempt = {
@@ -107,8 +109,7 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                "data_sha256": data.sha256,
-                "data": {"digest_of": data.digest_of, "parts": len(data.parts)},
+                **fields_of(data),
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,
@@ -119,6 +120,17 @@ class RunRecord:
                 "environment": describe_environment(),
             }
         )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the data are known to differ from one read to the next; the same on every rank of a new run."""
+        return self.origin.data.sha256 is None
+
+    def take_random_data(self, finding: str) -> None:
+        """Record that training has met data that differ from one read to the next (rank 0)."""
+        assert self.fence is not None
+        with self.fence.holding():
+            self.directory.update(**fields_of(unsteady(finding)))
 
     @contextlib.contextmanager
     def outcome(self) -> Iterator[None]:

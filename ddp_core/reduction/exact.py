@@ -24,6 +24,7 @@ from .norm import clip_gradients_, gradient_norm
 from .strided import StridedShares
 from .trained import TrainedParameters
 from .tree import share
+from .written_parameters import WrittenParameters
 
 
 class Shares(Protocol):
@@ -102,9 +103,10 @@ class ExactReduction:
 
     Raises ValueError for what cannot be exact: more ranks than micro-batches, `broadcast_buffers=True` with buffers,
     SyncBatchNorm, DDP's mixed precision or ignored parameters, sparse gradients, in any step a buffer that forward
-    changes, parameters whose `requires_grad` is another than when the reduction was made, and ranks that do not agree
-    (on the numbers of threads and micro-batches, parameters, torch; in the first step, without DDP, on the weights).
-    Warns where torch chose the number of threads itself, since another number has other bits.
+    changes, a parameter that forward changes otherwise in each micro-batch, parameters whose `requires_grad` is another
+    than when the reduction was made, and ranks that do not agree (on the numbers of threads and micro-batches,
+    parameters, torch; in the first step, without DDP, on the weights). Warns where torch chose the number of threads
+    itself, since another number has other bits.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class ExactReduction:
         self._statistics = BatchStatistics(module)
         inner = module if ddp is None else ddp.module
         self._foreign, self._trained = ForeignBuffers(inner), TrainedParameters(inner)
+        self._written = WrittenParameters(inner)
+        self._steps = 0
         # Whether a step has begun, and how many micro-batches of it this rank has run.
         self._has_begun = False
         self._run = 0
@@ -190,6 +194,8 @@ class ExactReduction:
             parameter.grad = None
         self._statistics.begin()
         self._foreign.begin(self._statistics.layers)
+        self._steps += 1
+        self._written.begin(by_values=self._steps.bit_count() == 1 and len(self.share) > 1)
 
     @contextlib.contextmanager
     def micro_batch(self, index: int, weight: float = 1.0) -> Iterator[None]:
@@ -212,6 +218,7 @@ class ExactReduction:
             raise
         self._shares.push(self._statistics.take(weight))
         self._run += 1
+        self._written.refuse_changes(is_last=not self.remaining)
 
     def finish(self, scale: float = 1.0) -> None:
         """Complete the step: every `grad` is the sum over all micro-batches times `scale`, batch-norm buffers are

@@ -138,6 +138,8 @@ def run(request: Request, world: World) -> None:
                     metrics=metrics,
                     stop=stop,
                     broken=record.mark_broken,
+                    # Data that are known to be random are not read again.
+                    on_random_data=None if record.is_random else record.take_random_data,
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
                     observers=[
                         heartbeat,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.torch_internals import writes_to
+from ddp_core.reduction.refusal import DependsOnLayout
 
 FEWEST_ELEMENTS = 64 * 1024
 """A block with fewer elements costs more in messages than its memory is worth."""
@@ -76,3 +78,20 @@ def refusing_bypasses() -> Iterator[None]:
         raise refusal(
             "its forward uses the parameters of a module in a ModuleList or Sequential without calling that module"
         ) from error
+
+
+@contextlib.contextmanager
+def exact_pass(wholes: Mapping[str, Tensor]) -> Iterator[None]:
+    """`refusing_bypasses`, and raise DependsOnLayout where the pass inside writes to one of these gathered parameters.
+
+    They are freed after the pass, so what it has written is lost. Writes through `.data` are not seen.
+    """
+    before = [writes_to(whole) for whole in wholes.values()]
+    with refusing_bypasses():
+        yield
+    for (name, whole), count in zip(wholes.items(), before, strict=True):
+        if writes_to(whole) != count:
+            raise DependsOnLayout(
+                f"forward changes the parameter {name}, which shard mode parameters frees after each pass, so the "
+                "change would be lost: change weights in the optimizer, or use shard mode gradients"
+            )

@@ -10,6 +10,8 @@ Importing this file loads torch's FSDP, which takes a second.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import sent_together
+from ddp_core.base.torch_internals import gathered_together, sent_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
@@ -31,7 +33,7 @@ from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.messages import PointToPoint
 
 from .block_parcel import BlockParcel, UnreadMemory
-from .blocks import FEWEST_ELEMENTS, blocks_of, refusal, refuse_unsuitable, refusing_bypasses
+from .blocks import FEWEST_ELEMENTS, blocks_of, exact_pass, refusal, refuse_unsuitable
 from .owned import Rows
 from .owns_part import OwnsPart, whole_on_first
 from .plain_rounds import PlainRounds
@@ -109,7 +111,7 @@ class OwnsRows(OwnsPart):
                 channel,
                 _UNDER_WAY,
                 needs_passes=True,
-                in_pass=refusing_bypasses,
+                in_pass=functools.partial(exact_pass, self._gathered(by_parameter)),
             )
             self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         else:
@@ -122,6 +124,11 @@ class OwnsRows(OwnsPart):
                 each.give()
 
         self._hook = optimizer.register_step_post_hook(give)
+
+    def _gathered(self, rows: Mapping[int, Rows]) -> dict[str, Tensor]:
+        """The whole parameters that passes use, by name."""
+        members = itertools.chain.from_iterable(map(gathered_together, self._parts))
+        return {rows[id(part)].name: whole for part, whole in members}
 
     @property
     def idle_passes(self) -> int:

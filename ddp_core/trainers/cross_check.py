@@ -176,6 +176,8 @@ class CrossCheck:
         self._kind = hashlib.sha256(repr(fingerprint(trainer.device, rules)).encode()).hexdigest()[:16]
         self.checks = 0
         """How many were made."""
+        self.hindrance: str | None = None
+        """Why nothing can be computed again, where that is so."""
         self.every: int | None = None
         """Steps between two checks; None until the cost is known."""
         self._first: int | None = None
@@ -187,7 +189,7 @@ class CrossCheck:
         self._watched = None
         if self._first is None:
             self._first, self._last_ended = batch.step, time.perf_counter()
-        if not self._is_due(batch.step, before_save):
+        if self.hindrance is not None or not self._is_due(batch.step, before_save):
             return
         trainer = self._trainer
         part = trainer.cut.parts(batch.samples)[self.checks % trainer.cut.count(batch.samples)]
@@ -227,13 +229,19 @@ class CrossCheck:
             loss = trainer.losses.newest_own[watched.part.index]
             original = Computed(checksum(loss), watched.gradients.checksums(), {})
         data = self._read_again(batch, watched)
+        read = trainer.job.collectives.gather((watched.data, _of_data(data)))
+        if len({again for _, again in read} | {first for first, _ in read if first is not None}) > 1:
+            self.hindrance = "samples come out differently at each read"
+            ids = ", ".join(map(str, trainer.batches.ids(batch.step, watched.part)[:16]))
+            trainer.take_random_data(f"samples {ids} are not the same when read again in step {batch.step + 1}")
+            return
         answers = self._everywhere(batch, watched, data)
-        own = (original, watched.data, _of_data(data), time.perf_counter() - began, step_seconds)
-        all_own = trainer.job.collectives.gather(own)
-        self._judge(batch, watched, data, answers, all_own)
+        all_own = trainer.job.collectives.gather((original, time.perf_counter() - began, step_seconds))
+        originals = [each[0] for each in all_own]
+        self._judge(batch, watched, data, answers, next(each for each in originals if each is not None))
         self.checks += 1
-        seconds, steps = max(each[3] for each in all_own), batch.step - self._last if self.checks > 1 else 1
-        per_step = min(each[4] for each in all_own) / max(steps, 1)
+        seconds, steps = max(each[1] for each in all_own), batch.step - self._last if self.checks > 1 else 1
+        per_step = min(each[2] for each in all_own) / max(steps, 1)
         if self.checks >= len(_FIRST_STEPS):
             self.every = max(1, math.ceil(seconds / (_SHARE * per_step))) if per_step else 1
         self._last, self._last_ended = batch.step, time.perf_counter()
@@ -275,22 +283,11 @@ class CrossCheck:
         watched: _Watched,
         data: Batch,
         answers: Sequence[tuple[Place, Computed]],
-        all_own: Sequence[tuple[Computed | None, str | None, str, float, float]],
+        original: Computed,
     ) -> None:
-        """Raise UserError where the passes have other bits. All arguments but `data` are the same on all ranks."""
-        trainer = self._trainer
-        owner = next(rank for rank, own in enumerate(all_own) if own[0] is not None)
-        original, as_trained = all_own[owner][:2]
-        assert original is not None
+        """Raise UserError where the passes have other bits. `answers` and `original` are the same on all ranks."""
         what = f"step {batch.step + 1}, micro-batch {watched.part.index}"
-        if {own[2] for own in all_own} != {as_trained}:
-            ids = ", ".join(map(str, trainer.batches.ids(batch.step, watched.part)[:16]))
-            raise UserError(
-                f"{what}: samples {ids} came out differently when they were read again, so the result depends on the "
-                "layout: let the data set and collate draw from the generators of Python, NumPy or torch themselves, "
-                "which are keyed, or go on with --on-difference warn"
-            )
-        mine = answers[trainer.batches.owner(batch.step, watched.part.index)][0]
+        mine = answers[self._trainer.batches.owner(batch.step, watched.part.index)][0]
 
         def alike(of_all: Sequence[tuple[Place, Computed]]) -> dict[str, Computed]:
             return {place.name: each for place, each in of_all if place.kind == mine.kind}

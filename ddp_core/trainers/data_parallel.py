@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.determinism import one_thread
+from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed, share_of
 from ddp_core.base.torch_internals import foreach_copy_, share_hooks
@@ -29,8 +30,10 @@ from ddp_core.data.trees import Batch, map_tensors, tensors_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics, GradientTree, fold_replicas, take_gradients
 from ddp_core.reduction.foreign_buffers import ForeignBuffers
+from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
+from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.cross_check import REPLICA, Spot
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
@@ -65,10 +68,12 @@ class DataParallelTrainer(Trainer):
         first, *others = self.replicas
         for replica in others:
             replica.copy_from(self.model)
+        # A state that is compared on other layouts after this step.
+        by_values = self.exact and self.compares_after(batch.step + 1)
         if self.exact:
-            first.begin()
+            first.begin(by_values)
             for replica in others:
-                replica.begin(first.foreign.digests)
+                replica.begin(by_values, first.foreign.digests)
         loss_weight = self.passes.loss_weight(batch.samples)
         weights = [loss_weight.to(replica.device) for replica in self.replicas]
         self.clock.lap("exposed_communication")
@@ -78,6 +83,8 @@ class DataParallelTrainer(Trainer):
         ]
         losses_of_replicas = [future.result() for future in applied]
         self.clock.lap("forward_backward")
+        if self.exact:
+            self._require_same_parameters(by_values)
         for losses in losses_of_replicas:
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
@@ -100,6 +107,21 @@ class DataParallelTrainer(Trainer):
         """End the threads."""
         for replica in self.replicas:
             replica.thread.shutdown()
+
+    def _require_same_parameters(self, by_values: bool) -> None:
+        """Compare what the passes of each replica have left in its parameters; those of the first one alone are kept.
+
+        Those that were written to, or all of them by their values. Raises DependsOnLayout, naming the first.
+        """
+        first, *others = (replica.written for replica in self.replicas)
+        written = first.written.union(*(other.written for other in others))
+        for position in range(len(first.parameters)) if by_values and others else sorted(written):
+            values = checksum(first.parameters[position])
+            if any(checksum(other.parameters[position]) != values for other in others):
+                raise DependsOnLayout(
+                    f"forward changes {first.named(position)} in one replica otherwise than in another, so its values "
+                    f"depend on the layout: {first.advice(position)}"
+                )
 
     def _scatter(self, batch: StepBatch) -> list[StepBatch]:
         """Each replica's part of the batch, on its device: the first share has the first micro-batches, and so on."""
@@ -155,6 +177,7 @@ class _Replica:
             self.passes = Passes(trainer.experiment, trainer.job.loss, device)
         self.retrain(trainer.model)
         self.statistics, self.foreign = BatchStatistics(self.module), ForeignBuffers(self.module)
+        self.written = WrittenParameters(self.module)
         self.random = KeyedRandom(trainer.experiment.seed, device)
         self.tree = self.statistics_tree = GradientTree(1)
         self.gradients: list[Tensor | None] = []
@@ -205,10 +228,15 @@ class _Replica:
                 settings = {name: each for name, each in module.__dict__.items() if isinstance(each, _SETTINGS)}
                 copied.__dict__.update(settings)
 
-    def begin(self, digests: Mapping[str, str] | None = None) -> None:
-        """Start a step of the exact reduction; `digests` are those of the first replica's buffers."""
+    def begin(self, by_values: bool, digests: Mapping[str, str] | None = None) -> None:
+        """Start a step of the exact reduction.
+
+        `by_values`: whether parameters are compared by their values. `digests` are those of the first replica's
+        buffers.
+        """
         self.statistics.begin()
         self.foreign.begin(self.statistics.layers, digests)
+        self.written.begin(by_values)
 
     def apply(self, share: StepBatch, weight: Tensor) -> list[tuple[int, Tensor]]:
         """Forward and backward of this replica's micro-batches; returns their numbers and losses.
@@ -228,6 +256,7 @@ class _Replica:
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))
                 self.statistics_tree.push([self.statistics.take(part.stop - part.start)])
+                self.written.refuse_changes(is_last=part is share.micro_batches[-1])
         if trainer.exact:
             self.trained.refuse_changes()
             self.foreign.refuse_changed()

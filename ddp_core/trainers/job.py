@@ -53,5 +53,7 @@ class Job:
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     broken: Callable[[int, str], None] | None = None
     """Marks the run's record where the guard goes on after a finding: the step, and what was found (rank 0)."""
+    on_random_data: Callable[[str], None] | None = None
+    """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

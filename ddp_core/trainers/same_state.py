@@ -29,7 +29,8 @@ def other_state(state: TrainState, found: str, so: str) -> UserError:
     """The error for what `first_difference` has found; `so` says what comes of it."""
     return UserError(
         f"after step {state.step} {found}, so {so}. It was changed on some ranks alone: by a callback, a hook or an "
-        "optimizer that does not do the same on every rank, or by a machine that computes wrongly"
+        "optimizer that does not do the same on every rank, by a forward that changes weights (nn.Embedding with "
+        "max_norm), or by a machine that computes wrongly"
     )
 
 

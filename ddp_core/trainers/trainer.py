@@ -16,6 +16,7 @@ from ddp_core.base.keyed_draws import without_key
 from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
+from ddp_core.data.data_digest import ADVICE
 from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Batch
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
@@ -35,6 +36,7 @@ from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
+from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -92,15 +94,22 @@ class Trainer(ABC):
         overlaps = world.world_size > 1 and not job.options.cuda_graph
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
+        self._began_at = 0
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.guard = Guard(job)
         # A CUDA graph replays its kernels without the hooks by which gradients are watched.
         can_check = self.guard.checks and not job.options.cuda_graph
         self.cross_check = CrossCheck(self, job.options.guard == "strict") if can_check else None
+        if job.options.cuda_graph:
+            self.guard.figures["not computed again"] = "a CUDA graph replays without the hooks that watch gradients"
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
+        # Before the data are used: a model may change its inputs.
+        self.read_twice = ReadTwice(self.batches) if job.on_random_data is not None else None
+        reads = [self.read_twice] if self.read_twice is not None else []
+        ours = [self.clock, self.saving, self.figures, *reads, *copies, *called]
+        self.observers = StepObservers([*ours, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
@@ -143,6 +152,8 @@ class Trainer(ABC):
         with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):
             cross_check.finish(batch)
         self.guard.figures |= {"checks": cross_check.checks, "every": cross_check.every}
+        if cross_check.hindrance is not None:
+            self.guard.figures["not computed again"] = cross_check.hindrance
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -207,7 +218,7 @@ class Trainer(ABC):
     def train(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
         # A state that is not at step 0 came from the checkpoint of its step.
-        self.saving.newest_step = self.state.step
+        self.saving.newest_step = self._began_at = self.state.step
         self.clock.restart()
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
@@ -243,7 +254,8 @@ class Trainer(ABC):
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
                     self.record_digest()
-                if is_best or self.is_at_epoch_end or self.saving.is_due(self.state.step):
+                if self.compares_after(self.state.step):
+                    self.tell_of_random_data(batch)
                     self.require_same_state()
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
@@ -271,6 +283,13 @@ class Trainer(ABC):
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint may be saved after `step` steps."""
         return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or step == self.total_steps
+
+    def compares_after(self, steps: int) -> bool:
+        """Whether processes compare after so many steps what they have alike.
+
+        After each epoch and before each save; also after 1, 2, 4, 8, … steps of this start, to see it soon.
+        """
+        return (steps - self._began_at).bit_count() == 1 or self.is_save_due(steps)
 
     @property
     def is_digest_due(self) -> bool:
@@ -372,6 +391,29 @@ class Trainer(ABC):
         if self.guard.checks:
             with self.clock.aside("other"), self.guard.check("same state", self.state.step):
                 require_same_state(self.state, self.job.collectives, self.saving.newest)
+
+    def tell_of_random_data(self, batch: StepBatch) -> None:
+        """Warn, and record, where samples of any rank were others when they were read again; a collective."""
+        if self.read_twice is None or not self.read_twice.is_on(batch.epoch):
+            return
+        findings = self.job.collectives.gather(self.read_twice.finding)
+        if (found := next(filter(None, findings), None)) is not None:
+            self.take_random_data(found)
+
+    def take_random_data(self, found: str) -> None:
+        """Warn, and record, that samples came out differently when they were read again; called on every rank.
+
+        Once, and not where that was known before training. Raises UserError (2) where the guard is strict.
+        """
+        if self.read_twice is None or self.read_twice.is_over:
+            return
+        self.read_twice.stop()
+        words = f"{found}, so no result can be repeated to the bit; {ADVICE}"
+        if self.guard.mode == "strict":
+            raise UserError(words)
+        if self.job.collectives.world.is_first and self.job.on_random_data is not None:
+            self.job.on_random_data(found)
+        self.job.console.say(f"warning: {words}")
 
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""

@@ -14,13 +14,18 @@ from ddp_core.record.reading import Run
 from tests.support.commands import ddp, train, trained
 from tests.support.layout_cases import FILES
 
-CHANGING = str(FILES / "changing.py")
+CHANGING, WRITING = (str(FILES / f"{name}.py") for name in ("changing", "writing"))
 DP = ("--layout", "dp", "--nproc-per-node", "3")
 DDP = ("--layout", "ddp", "--nproc-per-node", "2")
+DDP_3 = ("--layout", "ddp", "--nproc-per-node", "3")
 
 
 def kind(name: str) -> tuple[str, ...]:
     return (CHANGING, "--set", f"model.kind={name}")
+
+
+def writing(name: str) -> tuple[str, ...]:
+    return (WRITING, "--set", f"model.kind={name}")
 
 
 def digests(record: dict[str, Any]) -> tuple[str, str]:
@@ -94,3 +99,43 @@ def test_shards_refuse_a_change(tmp_path: Path, shard: str) -> None:
     said = refusal(tmp_path, *kind("usual"), *DDP, "--shard", shard)
     assert "step 3, rank " in said
     assert f"first.weight and 1 more are trained now, and --shard {shard} has cut what was trained at first" in said
+
+
+@pytest.mark.parametrize("name", ["clamp", "out of reach"])
+def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, name: str) -> None:
+    found = [
+        digests(train(tmp_path / "single", *writing(name))),
+        digests(train(tmp_path / "dp", *writing(name), *DP)),
+        digests(train(tmp_path / "ddp", *writing(name), ranks=2)),
+        digests(train(tmp_path / "shards", *writing(name), *DDP, "--shard", "gradients", ranks=2)),
+    ]
+    assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize("layout", [(), DP, DDP, DDP_3], ids=["single", "dp", "ddp", "ddp x 3"])
+@pytest.mark.parametrize("name", ["max_norm", "max_norm of bags", "rows unseen"])
+def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
+    tmp_path: Path, name: str, layout: tuple[str, ...]
+) -> None:
+    """With one micro-batch for each replica or rank, only a comparison of these finds it; the others do it earlier."""
+    said = refusal(tmp_path, *writing(name), *layout)
+    assert "parameter words.weight" in said
+    assert "step 1" in said
+    assert "max_norm" in said or name == "rows unseen"
+
+
+@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "ddp"])
+@pytest.mark.parametrize("name", ["decay", "decay unseen"])
+def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
+    tmp_path: Path, name: str, layout: tuple[str, ...]
+) -> None:
+    said = refusal(tmp_path, *writing(name), *layout)
+    assert "step 1, rank" in said
+    assert "forward changes the parameter last.weight in one micro-batch otherwise than in the one before it" in said
+
+
+@pytest.mark.parametrize("name", ["clamp", "max_norm"])
+def test_sharded_parameters_refuse_a_forward_that_writes(tmp_path: Path, name: str) -> None:
+    said = refusal(tmp_path, *writing(name), *DDP, "--shard", "parameters")
+    assert "step 1, rank" in said
+    assert "forward changes the parameter words.weight, which shard mode parameters frees after each pass" in said

@@ -45,8 +45,6 @@ def record_in(output: Path) -> dict[str, Any]:
         pytest.param(*("rank", DDP3, "something else on each rank"), marks=pytest.mark.slow),
         ("closure", DP, "leads to the model itself"),
         pytest.param(*("late", SINGLE, "step 2"), marks=pytest.mark.slow),
-        ("noisy data", SINGLE, "came out differently when they were read again"),
-        pytest.param(*("noisy data", DDP, "came out differently when they were read again"), marks=pytest.mark.slow),
     ],
 )
 def test_it_is_found_before_the_next_save(tmp_path: Path, case: str, layout: tuple[str, ...], said: str) -> None:
@@ -78,6 +76,18 @@ def test_with_warn_it_goes_on_and_the_record_says_so(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     assert record["promise_broken"]["step"] == 1
     assert (ended.output + ended.errors).count("the run goes on as asked, and its record says so") == 1
+
+
+def test_random_data_are_warned_of_and_refused_by_strict(tmp_path: Path) -> None:
+    ended = run(tmp_path / "normal", "noisy data", *DDP)
+    assert ended.code == ExitCode.DONE, ended.errors
+    said = "are not the same when read again in step 1, so no result can be repeated to the bit"
+    assert (ended.output + ended.errors).count(said) == 1
+    record = record_in(tmp_path / "normal")
+    assert record["data_sha256"] is None
+    assert record["attempts"][-1]["guard"]["not computed again"] == "samples come out differently at each read"
+    ended = run(tmp_path / "strict", "noisy data", "--guard", "strict")
+    assert (ended.code, said in ended.errors) == (ExitCode.BAD_INPUT, True)
 
 
 def test_with_the_guard_off_nothing_is_found(tmp_path: Path) -> None:

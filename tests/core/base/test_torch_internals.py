@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, api
 from torch.distributed.fsdp import fully_shard
+from torch.library import get_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -297,6 +298,14 @@ def signals(_: int, __: int, place: str) -> None:
     assert callable(signal.getsignal(signal.SIGUSR1))
 
 
+def int_mm(_: int, __: int, place: str) -> None:
+    product = torch._int_mm(torch.full((17, 8), 3, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8))
+    assert product.dtype == torch.int32
+    assert product.unique().tolist() == [24]
+    get_kernel("aten::_int_mm", "CPU")
+    get_kernel("aten::_int_mm.out", "CPU")
+
+
 def separate_stores(_: int, __: int, place: str) -> None:
     with agent(Path(place)) as ours:
         handler = ours.get_worker_group().spec.rdzv_handler
@@ -321,6 +330,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_world": groups,
     "_fsdp_param_group": sent_together,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
+    "_int_mm": int_mm,
     "torch.Tensor._version": counter_of_writes,
     "_buffers": buffers,
     **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),

@@ -151,6 +151,20 @@ def test_a_run_whose_promise_is_broken_is_marked_and_no_reference(tmp_path: Path
     assert "".join(note).replace(" ", "") == "!run-1:promisebrokeninstep3:otherbits"
 
 
+def test_data_that_were_not_digested_as_a_whole_say_so(tmp_path: Path) -> None:
+    whole, sample, random = (
+        {"data_sha256": digest, "data": {"digest_of": "", "parts": 0, "sampled": sampled}}
+        for digest, sampled in (("1", False), ("1", True), (None, False))
+    )
+    assert "data" not in rows(tmp_path / "whole", record(**whole), record(DDP, **whole))[0]
+    header, _, first, second, third, *_ = rows(tmp_path, record(**whole), record(DDP, **sample), record(DDP, **random))
+    assert [line[header.index("data")] for line in (first, second, third)] == ["whole", "sample", "random"]
+    sampled = verdict([record(**sample), record(DDP, weights="b" * 64, **sample)])
+    assert "under one fingerprint (their data were compared by a sample)" in sampled
+    changing = verdict([record(**random), record(DDP, weights="b" * 64, **random)])
+    assert changing.endswith("of data that differ from one read to the next")
+
+
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, record())
     write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
@@ -188,6 +202,7 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "step_memory_bytes": 250_000_000,
         "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
+        "data": None,
         "weights_sha256": "a" * 64,
         "promise_broken": None,
         "guard": None,

@@ -78,7 +78,7 @@ def test_changed_files_are_named(tmp_path: Path) -> None:
         place.write_text(f"{number / 32}")
     _, directory = trained_own(tmp_path, "--set", "data.name=filed_items")
     record = directory.read()
-    assert record["data"] == {"digest_of": "32 files", "parts": 32}
+    assert record["data"] == {"digest_of": "32 files", "parts": 32, "sampled": False}
     check(verify(directory.path), 0, "\nidentical\n")
     (tmp_path / "data" / "cat" / "7.txt").write_text("0.5")
     check(verify(directory.path), 1, "different data: changed at cat/7.txt")
@@ -94,6 +94,13 @@ def test_a_data_set_without_a_digest_is_sampled_and_one_that_is_never_the_same_i
     assert ended.output.count("warning: the data set gives other items at each read") == 1
     record = trained(tmp_path / "random")[1]
     assert (record["data_sha256"], record["data"]["parts"]) == (None, 0)
+
+
+def test_data_of_which_a_sample_was_digested_say_so(tmp_path: Path) -> None:
+    _, directory = trained_own(tmp_path, "--set", "data.size=200", "--set", "max_steps=2")
+    assert directory.read()["data"]["sampled"]
+    said = "data      compared by a sample: 64 of 200 training samples and 8 of 8 held-out samples"
+    check(verify(directory.path), 0, said, "\nidentical\n")
 
 
 @pytest.mark.slow

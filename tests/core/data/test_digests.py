@@ -47,6 +47,7 @@ def test_a_sample_of_the_items_is_read() -> None:
     splits = Splits(Squares(1000), Squares(5))
     digest = digest_items(splits)
     assert digest.digest_of == "64 of 1000 training samples and 5 of 5 held-out samples"
+    assert digest.sampled
     assert len(digest.parts) == SAMPLED + 5
     assert digest == digest_items(splits)
     ids = [int(name.split()[1]) for name in digest.parts if "training" in name]
@@ -105,6 +106,7 @@ def test_files_are_digested_by_content_wherever_they_lie(tmp_path: Path) -> None
 
     digest = digest_files(files("here"))
     assert digest.digest_of == "3 files"
+    assert not digest.sampled
     assert list(digest.parts) == ["cat/7.jpg", "dog/7.jpg", "index"]
     assert digest == digest_files(files("there")[::-1])
     assert changed_at(digest, digest_files(files("elsewhere", "6"))) == "changed at cat/7.jpg"
@@ -121,6 +123,7 @@ def test_of_very_large_data_a_sample_of_the_files_is_read(tmp_path: Path) -> Non
         file.write_text("0123456789")
     digest = digest_files(files, budget=105)
     assert digest.digest_of == "100 files: the content of 10 and the sizes of the others"
+    assert digest.sampled
     assert sum(part == "10 bytes" for part in digest.parts.values()) == 90
     assert digest == digest_files(files, budget=105)
     assert digest_files(files, budget=1000).digest_of == "100 files"

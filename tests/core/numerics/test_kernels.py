@@ -116,6 +116,28 @@ def test_what_torch_refuses_is_refused_in_its_words() -> None:
         torch.ones(1).expand(3).sqrt_()
 
 
+@pytest.mark.parametrize("size", [16, 17, 300])
+def test_products_of_bytes_are_exact(size: int) -> None:
+    left, right = (np.random.default_rng(4 + size).integers(-128, 128, (40, size), dtype=np.int8) for _ in range(2))
+    left[0], right[0] = -128, -128
+    truth = left.astype(np.int64) @ right.T.astype(np.int64)
+    ours, transposed = torch.from_numpy(left), torch.from_numpy(right).T
+    out = torch.empty(40, 40, dtype=torch.int32)
+    assert torch._int_mm(ours, transposed, out=out) is out
+    for product in (torch._int_mm(ours, transposed), torch._int_mm(ours, transposed.contiguous()), out):
+        assert (product.dtype, product.is_contiguous()) == (torch.int32, True)
+        assert np.array_equal(product.numpy(), truth)
+
+
+def test_products_of_what_are_no_bytes_are_refused_in_torchs_words() -> None:
+    byte = torch.ones(17, 17, dtype=torch.int8)
+    for wrong in (lambda: torch._int_mm(byte.int(), byte), lambda: torch._int_mm(byte[:, 1:], byte)):
+        with pytest.raises(RuntimeError, match=r"Expected|must|size"):
+            wrong()
+    with pytest.raises(RuntimeError, match=r"Expected|dtype"):
+        torch._int_mm(byte, byte, out=torch.empty(17, 17))
+
+
 @pytest.mark.parametrize("exponent", [2, 2.0, -0.5, 3, 0, 1.5])
 def test_other_powers_are_torchs(exponent: float) -> None:
     values = torch.from_numpy(np.random.default_rng(2).random(1000, dtype=np.float32))
@@ -168,6 +190,32 @@ def test_a_refusal_outside_of_modules_names_the_line() -> None:
         _FitsBackward.apply(torch.eye(3, requires_grad=True)).sum().backward()
     with pytest.raises(UserError, match=r"test_kernels\.py, line \d+ is not portable"):
         torch.linalg.lstsq(torch.eye(3), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_layers_of_8_bits_are_refused_and_those_of_7_are_not() -> None:
+    weight = torch.quantize_per_tensor(torch.randn(4, 6), 1 / 64, 0, torch.qint8)
+    packed, inputs = torch.ops.quantized.linear_prepack(weight, torch.zeros(4)), torch.randn(3, 6)
+    usual = ask(_quantized, weight.dequantize().numpy(), inputs.numpy())
+    assert torch.ops.quantized.linear_dynamic(inputs, packed, True).numpy().tobytes() == usual
+    assert torch.ao.nn.quantized.dynamic.Linear(6, 4)(inputs).shape == (3, 4)
+    bytes_ = torch.quantize_per_tensor(inputs, 0.01, 128, torch.quint8)
+    for of_8_bits in (
+        lambda: torch.ops.quantized.linear_dynamic(inputs, packed),
+        lambda: torch.ops.quantized.linear_relu_dynamic(inputs, packed),
+        lambda: torch.ops.quantized.linear(bytes_, packed, 0.1, 128),
+    ):
+        with pytest.raises(
+            UserError, match=r"^a quantized layer in .*test_kernels\.py, line \d+ is not portable: CPUs"
+        ):
+            of_8_bits()
+
+
+def _quantized(weight: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any]) -> bytes:
+    packed = torch.quantize_per_tensor(torch.from_numpy(weight), 1 / 64, 0, torch.qint8)
+    layer = torch.ops.quantized.linear_prepack(packed, torch.zeros(4))
+    found: Tensor = torch.ops.quantized.linear_dynamic(torch.from_numpy(inputs), layer, True)
+    return found.numpy().tobytes()
 
 
 def test_all_is_as_before_after_the_block() -> None:
