@@ -184,10 +184,11 @@ def test_a_model_that_cannot_be_recorded_is_named_in_one_line() -> None:
         ({"device": "cpu"}, "needs a GPU"),
         ({"device": "cuda", "layout": "dp"}, "use --layout single or ddp"),
         ({"device": "cuda", "layout": "ddp", "reduction": "plain"}, "use --reduction exact"),
+        ({"device": "cuda", "faults": ("flip@3+:0",)}, "no bit can be flipped within a recorded backward"),
     ],
 )
 def test_a_graph_that_cannot_be_had_is_refused(
-    asked: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
