@@ -40,7 +40,7 @@ class Ends:
 def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) -> Ends:
     """Gather from all ranks what they ended with; `speed` and `usage` are this rank's.
 
-    Raises UserError on every rank where the weights of ranks differ.
+    Raises UserError on every rank where the weights of ranks differ, unless the guard goes on.
     """
     collectives, state = trainer.job.collectives, trainer.state
     world = collectives.world
@@ -50,9 +50,10 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     digests = (None if weights is None else weights_digest(weights), average)
     parts = collectives.gather((digests, (world.rank, world.node_rank, speed), usage))
     ends = [part[0] for part in parts]
-    if any(end not in (ends[0], (None, ends[0][1])) for end in ends):
+    if any(end not in (ends[0], (None, ends[0][1])) for end in ends) and not trainer.guard.is_broken:
         found = first_difference(collectives.gather, replicated(state))
-        raise other_state(state, found or "the state_dict is not the same on all ranks", "the run has no result")
+        with trainer.guard.check("same state", state.step):
+            raise other_state(state, found or "the state_dict is not the same on all ranks", "the run has no result")
     optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
     totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
     return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)

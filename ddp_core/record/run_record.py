@@ -207,7 +207,8 @@ class RunRecord:
         if self.world.is_first:
             assert self.fence is not None
             with self.fence.holding():
-                self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.attempt})
+                if self.directory.read().get("promise_broken") is None:  # the first finding counts
+                    self.directory.update(promise_broken={"step": step, "what": what, "attempt": self.attempt})
 
     def finish(self, trainer: Trainer, speed: dict[str, float]) -> dict[str, Any] | None:
         """Write result, digests and the final weights; returns the result on rank 0, None on the others.

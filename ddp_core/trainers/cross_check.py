@@ -29,7 +29,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint
 from ddp_core.base.user_code import our_code
 from ddp_core.config.cut import MicroBatch
-from ddp_core.data.trees import Batch, map_tensors, tensors_of
+from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
 
@@ -143,31 +143,45 @@ class Spot:
     """Calls a function in the thread that the spot's passes run in."""
 
 
-class Place(NamedTuple):
-    """Where a pass was made, of all ranks."""
+class Answer(NamedTuple):
+    """What one spot of one rank computed."""
 
-    name: str
+    place: str
+    """The spot's name."""
     kind: str
     """A digest of the fingerprint; processes of another kind have other bits."""
+    data: str
+    """The checksum of the samples, read again."""
+    computed: Computed
 
 
 @dataclass
 class _Watched:
-    """The micro-batch of this step that is checked, and the pass of it that counts."""
+    """A micro-batch that is checked in this step, and the pass of it that counts, where this process makes it."""
 
     part: MicroBatch
+    data: str | None
+    """The checksum of its samples."""
+    spot: str = ""
+    gradients: GradientSums | None = None
+
+
+@dataclass
+class _Check:
+    """What is computed again in this step."""
+
     spots: list[Spot]
     states: list[ForwardState]
     """Of each spot's model, before the step."""
-    data: str | None
-    """The checksum of its samples, where this process computes it."""
-    gradients: GradientSums | None = None
+    watched: dict[int, _Watched]
+    """By the number of the micro-batch."""
 
 
 class CrossCheck:
     """Computes one micro-batch again in the first, second and fourth step of an attempt, and then as often as it may.
 
-    `every_step` checks every step. `seconds` and steps are agreed on by all ranks, so all check in the same steps.
+    All spots of all ranks compute it. With `every_step`, every micro-batch of every step is computed again, by the spot
+    after the one that has computed it. All ranks check in the same steps.
     """
 
     def __init__(self, trainer: Trainer, every_step: bool) -> None:
@@ -175,76 +189,81 @@ class CrossCheck:
         rules = 1 if trainer.options.numerics == "portable" else None
         self._kind = hashlib.sha256(repr(fingerprint(trainer.device, rules)).encode()).hexdigest()[:16]
         self.checks = 0
-        """How many were made."""
+        """In how many steps something was computed again."""
         self.hindrance: str | None = None
         """Why nothing can be computed again, where that is so."""
         self.every: int | None = None
         """Steps between two checks; None until the cost is known."""
         self._first: int | None = None
         self._last, self._last_ended = 0, 0.0
-        self._watched: _Watched | None = None
+        self._check: _Check | None = None
 
     def begin(self, batch: StepBatch, before_save: bool) -> None:
         """Choose a micro-batch of this step, if a check is due; call this before any of them is computed."""
-        self._watched = None
+        self._check = None
         if self._first is None:
             self._first, self._last_ended = batch.step, time.perf_counter()
         if self.hindrance is not None or not self._is_due(batch.step, before_save):
             return
-        trainer = self._trainer
-        part = trainer.cut.parts(batch.samples)[self.checks % trainer.cut.count(batch.samples)]
-        own = next((position for position, mine in enumerate(batch.micro_batches) if mine.index == part.index), None)
-        data = None if own is None else _of_data(batch.tensors[own])
-        spots = trainer.spots()
-        self._watched = _Watched(part, spots, [ForwardState(spot.model) for spot in spots], data)
+        parts = self._trainer.cut.parts(batch.samples)
+        own = {part.index: _of_data(data) for part, data in zip(batch.micro_batches, batch.tensors, strict=True)}
+        chosen = parts if self._every_step else [parts[self.checks % len(parts)]]
+        spots = self._trainer.spots()
+        states = [ForwardState(spot.model) for spot in spots]
+        self._check = _Check(spots, states, {part.index: _Watched(part, own.get(part.index)) for part in chosen})
 
     @contextlib.contextmanager
     def watch(self, index: int, spot: int = 0) -> Iterator[None]:
         """Run the micro-batch `index` of the step inside, on this process's spot of this number."""
-        watched = self._watched
-        if watched is None or watched.part.index != index:
+        if self._check is None or index not in self._check.watched:
             yield
             return
-        watched.gradients = GradientSums(watched.spots[spot].tensors())
-        with watched.gradients:
+        watched, where = self._check.watched[index], self._check.spots[spot]
+        with GradientSums(where.tensors()) as gradients:
             yield
+        watched.spot, watched.gradients = where.name, gradients
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a micro-batch of this step is to be computed again."""
-        return self._watched is not None
+        """Whether something of this step is to be computed again."""
+        return self._check is not None
 
     def finish(self, batch: StepBatch) -> None:
-        """Compute the chosen micro-batch again and compare, before the update; a collective.
+        """Compute again what `begin` has chosen, and compare, before the update; a collective.
 
         Raises UserError on every rank where bits differ: 2 for code that does not repeat, 4 for a rank that computes
         wrongly.
         """
-        watched, self._watched = self._watched, None
-        assert watched is not None
-        trainer, step_seconds = self._trainer, time.perf_counter() - self._last_ended
-        began = time.perf_counter()
-        original = None
-        if watched.gradients is not None:
-            loss = trainer.losses.newest_own[watched.part.index]
-            original = Computed(checksum(loss), watched.gradients.checksums(), {})
-        data = self._read_again(batch, watched)
-        read = trainer.job.collectives.gather((watched.data, _of_data(data)))
-        if len({again for _, again in read} | {first for first, _ in read if first is not None}) > 1:
-            self.hindrance = "samples come out differently at each read"
-            ids = ", ".join(map(str, trainer.batches.ids(batch.step, watched.part)[:16]))
-            trainer.take_random_data(f"samples {ids} are not the same when read again in step {batch.step + 1}")
-            return
-        answers = self._everywhere(batch, watched, data)
-        all_own = trainer.job.collectives.gather((original, time.perf_counter() - began, step_seconds))
-        originals = [each[0] for each in all_own]
-        self._judge(batch, watched, data, answers, next(each for each in originals if each is not None))
+        check, self._check = self._check, None
+        assert check is not None
+        trainer, step_seconds, began = self._trainer, time.perf_counter() - self._last_ended, time.perf_counter()
+        own = {index: self._answer_of(each) for index, each in check.watched.items() if each.gradients is not None}
+        mine = {index: self._compute(batch, check, index, everywhere=not self._every_step) for index in check.watched}
+        seconds = time.perf_counter() - began
+        everyones = trainer.job.collectives.gather((own, mine, seconds, step_seconds))
+        originals = {index: original for each in everyones for index, original in each[0].items()}
+        for index in check.watched:
+            original = originals[index]
+            answers = [answer for each in everyones for answer in each[1][index]]
+            if any(answer.data != original.data for answer in answers):
+                self.hindrance = "samples come out differently at each read"
+                ids = ", ".join(map(str, trainer.batches.ids(batch.step, check.watched[index].part)[:16]))
+                trainer.take_random_data(f"samples {ids} are not the same when read again in step {batch.step + 1}")
+                return
+            self._judge(batch, check, index, original, answers)
         self.checks += 1
-        seconds, steps = max(each[1] for each in all_own), batch.step - self._last if self.checks > 1 else 1
-        per_step = min(each[2] for each in all_own) / max(steps, 1)
-        if self.checks >= len(_FIRST_STEPS):
-            self.every = max(1, math.ceil(seconds / (_SHARE * per_step))) if per_step else 1
+        steps = batch.step - self._last if self.checks > 1 else 1
+        per_step = min(each[3] for each in everyones) / max(steps, 1)
+        if self.checks >= len(_FIRST_STEPS) and not self._every_step:
+            self.every = max(1, math.ceil(max(each[2] for each in everyones) / (_SHARE * per_step)))
         self._last, self._last_ended = batch.step, time.perf_counter()
+
+    def _answer_of(self, watched: _Watched) -> Answer:
+        """What this process computed in the pass that counted."""
+        assert watched.gradients is not None
+        assert watched.data is not None
+        loss = checksum(self._trainer.losses.newest_own[watched.part.index])
+        return Answer(watched.spot, self._kind, watched.data, Computed(loss, watched.gradients.checksums(), {}))
 
     def _is_due(self, step: int, before_save: bool) -> bool:
         assert self._first is not None
@@ -255,50 +274,46 @@ class CrossCheck:
             return False
         return since >= self.every or (before_save and 2 * since >= self.every)
 
-    def _read_again(self, batch: StepBatch, watched: _Watched) -> Batch:
-        """The samples of the micro-batch, from the data set."""
-        batches = self._trainer.batches
-        ids, key = batches.ids(batch.step, watched.part), batches.key(batch.step, watched.part)
-        return batches.loader.fetch(batch.epoch, ids, key)
+    def _compute(
+        self, batch: StepBatch, check: _Check, index: int, everywhere: bool, as_before: bool = False
+    ) -> list[Answer]:
+        """What this process's spots compute now; with `as_before` from the attributes of models before the step.
 
-    def _everywhere(
-        self, batch: StepBatch, watched: _Watched, data: Batch, as_before: bool = False
-    ) -> list[tuple[Place, Computed]]:
-        """What all spots of all ranks compute now; with `as_before` from the attributes of models before the step.
-
+        Not `everywhere`, but on the spot after the one that has computed it: where parameters are cut, all ranks do.
         Buffers are always those of before the step, as they were for the pass that counted.
         """
-        mine = []
-        for spot, state in zip(watched.spots, watched.states, strict=True):
-            fresh = map_tensors(Tensor.clone, data)  # a forward may change its inputs in place
+        trainer, part = self._trainer, check.watched[index].part
+        world, batches = trainer.job.collectives.world, trainer.batches
+        next_place = (batches.owner(batch.step, index) + 1) % max(world.world_size, len(check.spots))
+        answers: list[Answer] = []
+        for number, (spot, state) in enumerate(zip(check.spots, check.states, strict=True)):
+            place = world.rank if len(check.spots) == 1 else number
+            if not everywhere and trainer.state.ownership.has_whole_weights and place != next_place:
+                continue
+            data = batches.loader.fetch(batch.epoch, batches.ids(batch.step, part), batches.key(batch.step, part))
+            read = _of_data(data)  # now, because a forward may change its inputs in place
             change = state.put_back if as_before else state.put_back_buffers
-            run = partial(spot.run, batch, watched.part, fresh)
+            run = partial(spot.run, batch, part, data)
             computed = spot.within(partial(compute_again, spot.model, spot.tensors(), run, change))
-            mine.append((Place(spot.name, self._kind), computed))
-        return [answer for theirs in self._trainer.job.collectives.gather(mine) for answer in theirs]
+            answers.append(Answer(spot.name, self._kind, read, computed))
+        return answers
 
-    def _judge(
-        self,
-        batch: StepBatch,
-        watched: _Watched,
-        data: Batch,
-        answers: Sequence[tuple[Place, Computed]],
-        original: Computed,
-    ) -> None:
-        """Raise UserError where the passes have other bits. `answers` and `original` are the same on all ranks."""
-        what = f"step {batch.step + 1}, micro-batch {watched.part.index}"
-        mine = answers[self._trainer.batches.owner(batch.step, watched.part.index)][0]
-
-        def alike(of_all: Sequence[tuple[Place, Computed]]) -> dict[str, Computed]:
-            return {place.name: each for place, each in of_all if place.kind == mine.kind}
-
-        now = alike(answers)
-        pairs = [(original, each) for each in now.values()] + [(now[mine.name], each) for each in now.values()]
+    def _judge(self, batch: StepBatch, check: _Check, index: int, original: Answer, answers: Sequence[Answer]) -> None:
+        """Raise UserError where the passes have other bits; all arguments but `check` are the same on all ranks."""
+        alike = [each.computed for each in answers if each.kind == original.kind]
+        pairs = [(one, other) for other in alike for one in (original.computed, alike[0])]
         found = next((difference for one, other in pairs if (difference := one.difference(other))), None)
-        if found is not None:
-            again = alike(self._everywhere(batch, watched, data))
-            earlier = alike(self._everywhere(batch, watched, data, as_before=True))
-            raise _verdict(what, found, mine.name, Repeats(original, now, again, earlier), batch.step == self._first)
+        if found is None:
+            return
+
+        def everywhere(as_before: bool = False) -> dict[str, Computed]:
+            ours = self._compute(batch, check, index, everywhere=True, as_before=as_before)
+            theirs = [each for theirs in self._trainer.job.collectives.gather(ours) for each in theirs]
+            return {each.place: each.computed for each in theirs if each.kind == original.kind}
+
+        repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(as_before=True))
+        what = f"step {batch.step + 1}, micro-batch {index}"
+        raise _verdict(what, found, original.place, repeats, is_first_step=batch.step == self._first)
 
 
 @dataclass(frozen=True)

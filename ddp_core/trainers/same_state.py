@@ -16,13 +16,13 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.trainers.train_state import TrainState
 
 
-def require_same_state(state: TrainState, collectives: Collectives, newest: str) -> None:
-    """Compare the ranks' copies; a collective. `newest` says what a message tells of the newest checkpoint.
+def require_same_state(state: TrainState, collectives: Collectives, so: str) -> None:
+    """Compare the ranks' copies; a collective. `so` says what comes of a difference.
 
     Raises UserError (2) on every rank, naming the first tensor that differs and the ranks where it does.
     """
     if collectives.world.world_size > 1 and (found := first_difference(collectives.gather, replicated(state))):
-        raise other_state(state, found, f"this step is not saved, {newest}")
+        raise other_state(state, found, so)
 
 
 def other_state(state: TrainState, found: str, so: str) -> UserError:

@@ -390,7 +390,11 @@ class Trainer(ABC):
         """Compare what all ranks have alike, where the reduction promises that; raises UserError (2)."""
         if self.guard.checks:
             with self.clock.aside("other"), self.guard.check("same state", self.state.step):
-                require_same_state(self.state, self.job.collectives, self.saving.newest)
+                stops = self.options.on_difference == "stop"
+                so = (
+                    f"this step is not saved, {self.saving.newest}" if stops else "the ranks train different models now"
+                )
+                require_same_state(self.state, self.job.collectives, so)
 
     def tell_of_random_data(self, batch: StepBatch) -> None:
         """Warn, and record, where samples of any rank were others when they were read again; a collective."""

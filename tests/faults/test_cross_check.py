@@ -97,3 +97,30 @@ def test_with_the_guard_off_nothing_is_found(tmp_path: Path) -> None:
 
 def test_the_plain_reduction_promises_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "own generator", *DDP, "--reduction", "plain").code == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "said"),
+    [
+        # The first micro-batch of the step, which the guard checks in its first step.
+        ("flip@1:0", DDP, "rank 0 (node 0), cpu has computed it wrongly once"),
+        ("flip@3:1", (*DDP, "--guard", "strict"), "rank 1 (node 0), cpu has computed it wrongly once"),
+        pytest.param("flip@3:2", (*DDP3, "--guard", "strict"), "rank 2 (node 0)", marks=pytest.mark.slow),
+        pytest.param("flip@2+:2", DDP3, "rank 2 (node 0), cpu computes it wrongly", marks=pytest.mark.slow),
+        ("flip@2+:1", DDP, "one of rank 0 (node 0), cpu and rank 1 (node 0), cpu computes it wrongly"),
+        pytest.param("flip@1:0", SINGLE, "rank 0 (node 0), cpu has computed it wrongly once", marks=pytest.mark.slow),
+        pytest.param("flip@1+:1", PARAMETERS, "computes it wrongly", marks=pytest.mark.slow),
+    ],
+)
+def test_a_machine_that_computes_wrongly_is_named(
+    tmp_path: Path, fault: str, words: tuple[str, ...], said: str
+) -> None:
+    ended = run(tmp_path, "", *words, "--fault", fault)
+    assert (ended.code, "Traceback" in ended.errors) == (ExitCode.RESOURCES, False), ended.errors
+    assert said in ended.errors
+    assert "suspect its memory, processor or accelerator" in ended.errors
+
+
+@pytest.mark.slow
+def test_one_flip_in_a_micro_batch_that_is_not_checked_is_not_seen(tmp_path: Path) -> None:
+    assert run(tmp_path, "", *DDP, "--fault", "flip@3:1").code == ExitCode.DONE
