@@ -32,15 +32,31 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 def optimizer_digest(state: Mapping[str, Any]) -> str:
     """SHA-256 over the tensors (momenta, second moments, step counts) in an optimizer's state dict.
 
-    They are named `<number of the parameter>.<name>`, and digested as `weights_digest` says.
+    They are named `<number of the parameter>.<name>`, and digested as `weights_digest` says; those in lists and dicts
+    with the numbers and keys there after another dot. A text counts as its bytes.
     """
-    tensors = {
-        f"{number:06d}.{name}": torch.as_tensor(value)
-        for number, entries in state["state"].items()
-        for name, value in entries.items()
-        if value is not None
-    }
+    tensors = {}
+    numbered = {f"{key:06d}" if isinstance(key, int) else str(key): each for key, each in state["state"].items()}
+    for name, value in _leaves(numbered):
+        if isinstance(value, str):
+            value = np.frombuffer(value.encode(), dtype=np.uint8).copy()
+        if value is not None:
+            tensors[name] = torch.as_tensor(value)
     return weights_digest(tensors)
+
+
+def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in dicts, lists and tuples, with their dotted names."""
+    return ((name, leaf) for name, leaf in _leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, Mapping | list | tuple):
+            for name, leaf in _leaves(value):
+                yield f"{key}.{name}", leaf
+        else:
+            yield str(key), value
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -43,8 +43,9 @@ class StateTensors:
             pass
         elif isinstance(state, Mapping):
             for key, value in state.items():
-                if type(key) not in (str, int):
-                    raise TypeError(f"state[{name!r}] has a key {key!r} of type {type(key).__name__}: use str or int")
+                if type(key) not in (str, int, float):
+                    kind = type(key).__name__
+                    raise TypeError(f"state[{name!r}] has a key {key!r} of type {kind}: use str, int or float")
                 self._walk(value, f"{name}.{key}" if name else str(key))
         elif type(state) in (list, tuple):
             for index, value in enumerate(state):

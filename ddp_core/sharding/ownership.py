@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.digests import named_tensors
 from ddp_core.checkpoint import whole_tensors
+from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
 
 
 @dataclass(eq=False)
@@ -88,16 +90,16 @@ class OwnsAll(Ownership):
     """Of a process that has all weights and all of the optimizer's state."""
 
     def whole_state(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        state: dict[str, Any] = without_queues(self.optimizer.state_dict())
+        return state
 
     own_state = whole_state
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().replicated()
         for name, parameter in self.module.named_parameters():
-            for entry, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"the optimizer's {entry} of {name}", value
+            for entry, value in named_tensors(without_queues(self.optimizer.state.get(parameter, {}))):
+                yield f"the optimizer's {entry} of {name}", value
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(whole_tensors(state))
+        load_optimizer(self.optimizer, with_queues(whole_tensors(state)))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.checkpoint import CutTensor
+from ddp_core.checkpoint.queues import load_optimizer
 
 from .elementwise import per_element
 from .owned import Owned
@@ -78,7 +79,7 @@ class OwnUpdates:
                     entries = state["state"][saved].items()
                     states[kept[-1]] = {name: _cut(value, member, name in names) for name, value in entries}
             groups.append({**group, "params": kept})
-        self._optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
+        load_optimizer(self._optimizer, {**state, "state": states, "param_groups": groups})
 
     def _entries_of_all_ranks(self) -> dict[int, dict[str, Any]]:
         """By the parameter's number in a whole state_dict: its entries, of those that are cut only the dtype."""

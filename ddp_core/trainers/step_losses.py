@@ -19,6 +19,8 @@ from ddp_core.trainers.train_state import TrainState
 
 _JOINED = 1024.0
 """In the place of a request to stop, which is 0 or 1."""
+_CHANGED = 2.0**-12
+"""Added to it on a rank whose weights were changed since the last update; float32 counts some thousand of these."""
 
 
 class StepLosses:
@@ -39,6 +41,8 @@ class StepLosses:
         self.newest_own: dict[int, Tensor] = {}
         """The losses of this process's micro-batches in the step that was sent last."""
         self._stop = False
+        self.changed_on = 0
+        """On how many ranks weights were changed before the step just received."""
         self._requests: Tensor | None = None
         self._sums: list[dist.Work] = []
         # On CUDA, the end of the last step's gradients.
@@ -50,10 +54,11 @@ class StepLosses:
         """Take the loss of one micro-batch, summed over its samples."""
         self._by_micro_batch[micro_batch] = loss
 
-    def send(self, batch: StepBatch, stop: bool) -> None:
+    def send(self, batch: StepBatch, stop: bool, changed: bool = False) -> None:
         """Start the sums of a step; call this once per step on every rank, after its last forward.
 
-        `stop` says whether this rank was asked to stop.
+        `stop` says whether this rank was asked to stop, `changed` whether its weights were changed since the last
+        update.
         """
         self._stop = stop
         self.newest_own = own = self._by_micro_batch
@@ -66,8 +71,8 @@ class StepLosses:
         for micro_batch, loss in own.items():
             vector[micro_batch] = loss
         self._requests = vector[-1:] if device.type == "cpu" else torch.zeros(1)
-        if stop:
-            self._requests.fill_(1.0)
+        if stop or changed:
+            self._requests.fill_(stop + changed * _CHANGED)
         sent = [vector] if device.type == "cpu" else [self._requests, vector]
         begun = [self._collectives.start_sum(tensor) for tensor in sent]
         self._sums = [work for work in begun if work is not None]
@@ -104,7 +109,11 @@ class StepLosses:
             self._event.record()
             if before is not None:
                 self._collectives.await_event(before)
-        return self._stop if self._requests is None else self._requests.item() > 0
+        if self._requests is None:
+            return self._stop
+        stops, changed = divmod(self._requests.item(), 1.0)
+        self.changed_on = round(changed / _CHANGED)
+        return stops > 0
 
     @property
     def newest(self) -> Tensor:

@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import whole_tensors
+from ddp_core.checkpoint.queues import without_queues
 from ddp_core.model.averaging import WeightAverage
+from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
 from ddp_core.trainers.clock import StepClock
@@ -163,6 +165,7 @@ class Saving(StepObserver):
         """Save a checkpoint after the step just done; with `wait`, all ranks return once it is written.
 
         Raises UserError (5), on every rank, where a weight is NaN or infinite: gradients can be so though no loss is.
+        Raises UserError (2) for an optimizer whose state no checkpoint can hold.
         """
         job, state, before = self._job, self._state, time.perf_counter()
         with self._clock.aside("checkpoint"):
@@ -177,6 +180,8 @@ class Saving(StepObserver):
                     ExitCode.NUMERICS,
                 )
             if job.checkpointer is not None:
+                kind = type(state.optimizer).__name__
+                require_saveable(without_queues(state.optimizer.state_dict()), f"your optimizer, a {kind}, has a state")
                 job.checkpointer.save(
                     state.state_dict(in_parts=job.layout.saves_in_parts),
                     step=state.step,

@@ -28,6 +28,7 @@ from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.cross_check import CrossCheck, Spot
 from ddp_core.trainers.evaluation import evaluate
@@ -161,7 +162,7 @@ class Trainer(ABC):
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.losses.send(batch, self.job.stop.requested)
+        self.losses.send(batch, self.job.stop.requested, bool(self._changed))
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -219,6 +220,8 @@ class Trainer(ABC):
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
         # A state that is not at step 0 came from the checkpoint of its step.
         self.saving.newest_step = self._began_at = self.state.step
+        self.between_updates = BetweenUpdates(self.model)
+        self._changed: list[str] = []
         self.clock.restart()
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
@@ -229,6 +232,7 @@ class Trainer(ABC):
         ):
             for batch in stream:
                 self.observers.before_step(batch)
+                self._changed = self.between_updates.changed() if self.exact else []
                 self.follow_trained()
                 if self.cross_check is not None and self.guard.checks:
                     self.cross_check.begin(batch, before_save=self.is_save_due(batch.step + 1))
@@ -240,6 +244,9 @@ class Trainer(ABC):
                     note_samples(error, batch)
                     raise
                 stop, reports = self.receive_losses(batch)
+                if 0 < self.losses.changed_on < self.job.collectives.world.world_size and self.guard.checks:
+                    with self.guard.check("same state", self.state.step):
+                        self.require_same_changes(self._changed)
                 if self.cross_check is not None and self.cross_check.is_under_way and first_bad(reports) is None:
                     self.finish_cross_check(self.cross_check, batch)
                 self.seed_micro_batch.update(batch.step)
@@ -250,6 +257,7 @@ class Trainer(ABC):
                 else:
                     self.skip_update(batch, bad)
                 self.state.step += 1
+                self.between_updates.updated()
                 self.observers.after_step(batch)
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
@@ -391,10 +399,15 @@ class Trainer(ABC):
         if self.guard.checks:
             with self.clock.aside("other"), self.guard.check("same state", self.state.step):
                 stops = self.options.on_difference == "stop"
-                so = (
-                    f"this step is not saved, {self.saving.newest}" if stops else "the ranks train different models now"
-                )
+                so = f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
                 require_same_state(self.state, self.job.collectives, so)
+                if not self.state.ownership.has_whole_weights:
+                    self.require_same_changes(self.between_updates.changed())
+
+    def require_same_changes(self, changed: list[str]) -> None:
+        """Compare what was `changed` since the last update with the other ranks; raises UserError (2)."""
+        collectives, are_whole = self.job.collectives, self.state.ownership.has_whole_weights
+        self.between_updates.require_same(changed, collectives, are_whole, self.where)
 
     def tell_of_random_data(self, batch: StepBatch) -> None:
         """Warn, and record, where samples of any rank were others when they were read again; a collective."""

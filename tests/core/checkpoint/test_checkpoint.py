@@ -154,7 +154,7 @@ class _Odd:
         (np.float64(1.0), "numpy.float64"),
         (Path("x"), "Path"),
         (b"bytes", "bytes"),
-        ({1.5: 2}, "1.5"),
+        ({(1, 2): 3}, "(1, 2)"),
         ({1, 2}, "set"),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "Tensor"),

@@ -7,7 +7,7 @@ import torch
 from ddp_core import Callback, Component, Experiment
 from ddp_core.observe.callback import Moment
 
-CHANGED, STEP = os.environ.get("CHANGED", ""), 3
+CHANGED, STEP = os.environ.get("CHANGED", ""), int(os.environ.get("STEP", "3"))
 
 
 class Changes(Callback):
@@ -19,7 +19,7 @@ class Changes(Callback):
             for named in (moment.model.named_parameters(), moment.model.named_buffers()):
                 for name, tensor in named:
                     if name == CHANGED:
-                        tensor.view(-1)[0] += 1
+                        tensor.add_(1)
 
 
 class Forgets(torch.optim.SGD):
