@@ -12,6 +12,7 @@ from ddp_core.base.errors import UserError
 
 from . import imports_of
 from .dealing import accumulation_steps
+from .keyed_loading import keyed_in_place
 from .micro_steps import MicroSteps
 
 with imports_of("accelerate", "accelerate"):
@@ -76,7 +77,7 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
                 f"{type(sampler).__name__} deals samples to {replicas} ranks, and Accelerate would deal these "
                 "once more, so that most are never trained: give it num_replicas=1, rank=0"
             )
-        return super().prepare_data_loader(data_loader, *arguments, **named)
+        return super().prepare_data_loader(keyed_in_place(data_loader, self._seed), *arguments, **named)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that takes one step per update; Accelerate's takes one for each rank."""
@@ -105,6 +106,7 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, *arguments: Any, **named: Any) -> Any:
         """Save, unless in the middle of a step."""
         self.steps.require_whole("a checkpoint")
+        self.steps.require_same_weights()
         return super().save_state(*arguments, **named)
 
     def load_state(self, *arguments: Any, **named: Any) -> None:

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from ddp_core.base.errors import UserError
 from ddp_core.sampler import BLOCK, GlobalOrder
+
+from .keyed_loading import InSequence, KeyedBatches, keyed
 
 __all__ = ["DealtBatches", "WholeSteps", "accumulation_steps", "deal"]
 
@@ -68,7 +70,7 @@ class DealtBatches(Sampler[list[int]]):
 
     def __init__(self, sampler: Sampler[int], micro_batch: int, rank: int, world_size: int) -> None:
         self.sampler = sampler  # where Lightning and Accelerate look for set_epoch
-        self._micro_batches = BatchSampler(sampler, micro_batch, drop_last=False)
+        self._micro_batches = KeyedBatches(sampler, micro_batch, drop_last=False)
         self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
@@ -78,22 +80,15 @@ class DealtBatches(Sampler[list[int]]):
         return itertools.islice(iter(self._micro_batches), self._rank, None, self._world_size)
 
 
-_KEPT = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
-)
-"""What a loader that deals anew takes over from the loader it stands for."""
-
-
 def deal(loader: DataLoader[Any], micro_batches: int, seed: int, rank: int, world_size: int) -> DataLoader[Any]:
     """The same loader for one rank: its batches are micro-batches, dealt in turn, in an order that no layout changes.
 
     A loader that shuffles goes through whole steps of `micro_batches` only (WholeSteps). One that does not shuffle goes
-    through all samples once. Raises UserError for a sampler or batch sampler that is not torch's own or DealtBatches,
-    and for a data set without a length.
+    through all samples once. What is drawn for a micro-batch follows from it (`keyed`). Raises UserError for a sampler
+    or batch sampler that is not torch's own or DealtBatches, and for a data set without a length.
     """
     if isinstance(loader.batch_sampler, DealtBatches):
-        return loader
+        return keyed(loader, loader.batch_sampler, seed)
     sampler = loader.sampler
     if type(sampler) not in (RandomSampler, SequentialSampler, DistributedSampler) or loader.batch_size is None:
         raise UserError(
@@ -104,6 +99,5 @@ def deal(loader: DataLoader[Any], micro_batches: int, seed: int, rank: int, worl
     if getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)):
         sampler = WholeSteps(loader.dataset, micro_batches * loader.batch_size, seed)  # type: ignore[arg-type]
     else:
-        sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    batches = DealtBatches(sampler, loader.batch_size, rank, world_size)
-    return DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in _KEPT})
+        sampler = InSequence(loader.dataset)  # type: ignore[arg-type]
+    return keyed(loader, DealtBatches(sampler, loader.batch_size, rank, world_size), seed)

@@ -77,6 +77,11 @@ class ExactFabricStrategy(DDPStrategy):  # type: ignore[misc]
         self.steps.require_whole("an update")
         return super().optimizer_step(optimizer, **named)
 
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save, unless the ranks have other weights."""
+        self.steps.require_same_weights()
+        super().save_checkpoint(*arguments, **named)
+
 
 class _NothingToHoldBack:
     """What `fabric.no_backward_sync` calls; there is nothing to hold back, so it does nothing."""

@@ -6,7 +6,8 @@ DistributedDataParallel, deals whole micro-batches to the ranks, and sums gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,9 @@ from .dealing import accumulation_steps, deal
 from .micro_steps import MicroSteps
 
 with imports_of("lightning", "lightning"):
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import DDPStrategy
+    from torchmetrics import Metric
 
 __all__ = ["ExactStrategy"]
 
@@ -56,6 +59,7 @@ class ExactStrategy(DDPStrategy):  # type: ignore[misc]
     def configure_ddp(self) -> None:
         """Take the exact reduction in place of DistributedDataParallel."""
         self._steps = MicroSteps(self.model, self._micro_batches, self._seed, self.root_device)
+        self._steps.can_repeat(self._repeated)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Deal the samples of the training loader; leave the others alone."""
@@ -69,9 +73,9 @@ class ExactStrategy(DDPStrategy):  # type: ignore[misc]
         """Run a micro-batch's forward with its own random numbers."""
         steps = self._exact_steps()
         steps.step = self.lightning_module.trainer.global_step
-        steps.begin()
+        steps.begin((arguments, named))
         output = super().training_step(*arguments, **named)
-        self._loss = output["loss"] if isinstance(output, Mapping) else output
+        self._loss = _loss_in(output)
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **named: Any) -> Tensor:
@@ -80,9 +84,18 @@ class ExactStrategy(DDPStrategy):  # type: ignore[misc]
         Lightning has divided `closure_loss` by `accumulate_grad_batches`, which depends on the number of ranks.
         """
         assert self._loss is not None
-        with self._exact_steps().backward(scale=1 / self._micro_batches):
+        with self._exact_steps().backward(scale=1 / self._micro_batches) as done:
             loss: Tensor = super().backward(self._loss, optimizer, *arguments, **named)
+            done(self._loss)
         self._loss = None
+        return loss
+
+    def _repeated(self, kept: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        """Run forward and backward of a micro-batch again, of which neither the logs nor metrics learn."""
+        arguments, named = kept
+        with _unlogged(self.lightning_module):
+            loss: Tensor = _loss_in(super().training_step(*arguments, **named))
+            super().backward(loss, self.optimizers[0])
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **named: Any) -> Any:
@@ -101,6 +114,17 @@ class ExactStrategy(DDPStrategy):  # type: ignore[misc]
             self._steps.require_whole("validation")
         return super().validation_step(*arguments, **named)
 
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Save, unless the ranks have other weights."""
+        if self._steps is not None:
+            self._steps.require_same_weights()
+        super().save_checkpoint(*arguments, **named)
+
+    def on_train_end(self) -> None:
+        """Compare what the ranks have ended with."""
+        self._exact_steps().require_same_weights()
+        super().on_train_end()
+
     def teardown(self) -> None:
         """End the exact reduction, then what DDPStrategy ends."""
         if self._steps is not None:
@@ -111,3 +135,28 @@ class ExactStrategy(DDPStrategy):  # type: ignore[misc]
     def _exact_steps(self) -> MicroSteps:
         assert self._steps is not None
         return self._steps
+
+
+def _loss_in(output: Any) -> Any:
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+@contextmanager
+def _unlogged(module: LightningModule) -> Iterator[None]:
+    """After this block no log has a value more, and metrics (torchmetrics') have the states that they had before."""
+    modules = [layer for layer in module.modules() if isinstance(layer, LightningModule)]
+    metrics = [(layer, layer.clone()) for layer in module.modules() if isinstance(layer, Metric)]
+    for layer in modules:
+        layer.__dict__.update(log=_nothing, log_dict=_nothing)
+    try:
+        yield
+    finally:
+        for layer in modules:
+            del layer.__dict__["log"], layer.__dict__["log_dict"]
+        for metric, before in metrics:
+            states = {name: value for name, value in before.__dict__.items() if not callable(value)}
+            metric.__dict__.update({name: states[name] for name in states.keys() - {"_modules", "_parameters"}})
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

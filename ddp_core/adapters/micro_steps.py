@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from ddp_core.base.digests import first_difference
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
+
+from .cross_check import Again, CrossCheck, is_due
 
 
 class MicroSteps:
@@ -20,10 +25,14 @@ class MicroSteps:
     `module` is the model without DistributedDataParallel; every rank starts with rank 0's weights and buffers. Rank r
     of W computes the micro-batches r, r + W, … of the `micro_batches` of a step, in this order. For each:
 
-        steps.begin()                                  # seeds the generator of `device` by (seed, step, micro-batch)
+        steps.begin()                                  # seeds all generators by (seed, step, micro-batch)
         loss = mean_loss(module(x), y)
         with steps.backward(scale=1 / micro_batches):  # after the last of a step, every `grad` is the sum times scale
             loss.backward()
+
+    After the last, the generators are seeded by (seed, step), for the update. After updates 1, 2, 4, 8 … the ranks
+    compare their weights. Where whoever runs forward and backward can run them again (`can_repeat`), one micro-batch of
+    steps 1, 2, 4, 8 … is (`CrossCheck`). Raises UserError where bits differ.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, seed: int, device: torch.device) -> None:
@@ -31,8 +40,11 @@ class MicroSteps:
         if group is not None:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, src=0, group=group)
+        self._module, self._group = module, group
         self._exact = ExactReduction(module, micro_batches, process_group=group, shares="strided")
-        self._seed = MicroBatchSeed(seed, device)
+        self._seed = MicroBatchSeed(seed, device, at_once=True)
+        self._check = CrossCheck(module, group, device)
+        self._again: Again | None = None
         self._begun = False
         self.step = 0
         """Steps completed: the number of the step that the next micro-batch belongs to."""
@@ -42,30 +54,71 @@ class MicroSteps:
         """Whether no micro-batch is missing: the gradients of a step are complete, or none of the next has been run."""
         return len(self._exact.remaining) == len(self._exact.share)
 
-    def begin(self) -> None:
-        """Start this rank's next micro-batch; nothing if it has begun already."""
+    def can_repeat(self, again: Again) -> None:
+        """Say how a micro-batch is computed again, from what `begin` gets of each; it is not part of the step then."""
+        self._again = again
+
+    def begin(self, inputs: Any = None) -> None:
+        """Start this rank's next micro-batch, computed from `inputs`; nothing if it has begun already."""
         if not self._begun:
             if self.whole:
+                if is_due(self.step):
+                    self.require_same_weights()
                 self._exact.begin()
+            if self._is_checked:
+                self._check.keep(inputs)
             self._seed(self.step, self._exact.remaining[0])
             self._begun = True
 
     @contextmanager
-    def backward(self, scale: float) -> Iterator[None]:
+    def backward(self, scale: float) -> Iterator[Callable[[Tensor], None]]:
         """Run the backward of the micro-batch inside. After the last of a step, every `grad` is complete.
 
-        Raises UserError where no micro-batch has begun.
+        Where micro-batches can be repeated, call what this gives with the loss, after the backward. Raises UserError
+        where no micro-batch has begun.
         """
         if not self._begun:
             raise UserError(
                 "a second backward in one micro-batch, or one outside of it: add the losses up, and call backward once"
             )
         with self._exact.micro_batch(self._exact.remaining[0]):
-            yield
+            yield self._check.seen if self._is_checked else _ignored
         self._begun = False
         if not self._exact.remaining:
+            if self._again is not None and is_due(self.step + 1):
+                self._check.compute_again(self.step, self._checked, self._seed, self._again)
             self._exact.finish(scale)
+            self._seed.update(self.step)
             self.step += 1
+
+    @property
+    def _checked(self) -> int:
+        """The micro-batch that is computed again in a step that is due: another one each time."""
+        return (self.step + 1).bit_length() % self._exact.micro_batches
+
+    @property
+    def _is_checked(self) -> bool:
+        """Whether the micro-batch at hand is computed again."""
+        due = self._again is not None and is_due(self.step + 1)
+        return due and self._exact.remaining[0] == self._checked
+
+    def require_same_weights(self) -> None:
+        """Compare weights and buffers with those of the other ranks; a collective. Raises UserError on all of them."""
+        if self._group is None or self._group.size() == 1:
+            return
+        group = self._group
+
+        def gather(value: Any) -> list[Any]:
+            values = [None] * group.size()
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        named = chain(self._module.named_parameters(), self._module.named_buffers())
+        if found := first_difference(gather, named):
+            raise UserError(
+                f"after step {self.step} {found}. It was changed on some ranks alone: by a callback, a hook or an "
+                "optimizer that does not do the same on every rank, or by a machine that computes wrongly"
+            )
 
     def require_whole(self, what: str) -> None:
         """Raises UserError in the middle of a step; `what` begins the message."""
@@ -87,3 +140,7 @@ class MicroSteps:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the saved step."""
         self.step = state["step"]
+
+
+def _ignored(loss: Tensor) -> None:
+    pass

@@ -12,6 +12,7 @@ from ddp_core.base.errors import UserError
 
 from . import imports_of
 from .dealing import WholeSteps, accumulation_steps
+from .keyed_loading import keyed_in_place
 from .micro_steps import MicroSteps
 
 with imports_of("transformers", "transformers"):
@@ -40,19 +41,36 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         self._steps: MicroSteps | None = None
         # A model that is prepared as for evaluation stays without DistributedDataParallel.
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self._prepare_loader = self.accelerator.prepare_data_loader
+        self.accelerator.prepare_data_loader = self._prepare_keyed
+
+    def _prepare_keyed(self, loader: Any, *arguments: Any, **named: Any) -> Any:
+        """Prepare a loader as Accelerate does; what the training loader draws follows from the micro-batch."""
+        sampler = getattr(loader, "sampler", None)
+        keyed = keyed_in_place(loader, self._data_seed) if isinstance(sampler, WholeSteps) else loader
+        return self._prepare_loader(keyed, *arguments, **named)
+
+    @property
+    def _data_seed(self) -> int:
+        args = self.args
+        return int(args.seed if args.data_seed is None else args.data_seed)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         """The order of the samples. Accelerate deals batches of it to the ranks in turn."""
         args = self.args
-        seed = args.seed if args.data_seed is None else args.data_seed
         samples = self._micro_batches * args.per_device_train_batch_size
         shuffle = args.train_sampling_strategy == "random"
-        return WholeSteps(self.train_dataset if train_dataset is None else train_dataset, samples, seed, shuffle)
+        return WholeSteps(
+            self.train_dataset if train_dataset is None else train_dataset, samples, self._data_seed, shuffle
+        )
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """Train as the Trainer does, then end the exact reduction."""
         try:
-            return super().train(*arguments, **named)
+            result = super().train(*arguments, **named)
+            if self._steps is not None:
+                self._steps.require_same_weights()
+            return result
         finally:
             if self._steps is not None:
                 self._steps.close()
@@ -63,8 +81,9 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         args = self.args
         if self._steps is None:
             self._steps = MicroSteps(model, self._micro_batches, args.seed, args.device)
+            self._steps.can_repeat(lambda kept: super(ExactTrainer, self).training_step(model, *kept))
         self._steps.step = self.state.global_step
-        self._steps.begin()
+        self._steps.begin((inputs, num_items_in_batch))
         # Where the number of items is known, the Trainer has the loss divided by that of all micro-batches together.
         divided = num_items_in_batch is not None and (
             self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -73,8 +92,9 @@ class ExactTrainer(Trainer):  # type: ignore[misc]
         # If True, the Trainer would multiply the loss by the number of ranks, by which DistributedDataParallel divides.
         args.average_tokens_across_devices = False
         try:
-            with self._steps.backward(scale):
+            with self._steps.backward(scale) as done:
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+                done(loss)
         finally:
             args.average_tokens_across_devices = True
         if self.accelerator.sync_gradients:

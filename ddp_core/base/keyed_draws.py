@@ -112,7 +112,9 @@ def without_key() -> Iterator[None]:
     try:
         yield
     finally:
-        _here.stream, _of_process = stream, of_process
+        _here.stream = stream
+        if threading.current_thread() is threading.main_thread():
+            _of_process = of_process
 
 
 class _Draws(random.Random):
@@ -149,6 +151,15 @@ class _Draws(random.Random):
         _current().python_key = None
         self._drawn_from().setstate(state)
 
+    def __reduce__(self) -> Any:
+        return _pythons_generator, ()  # a copy would seed the stream while it is made
+
+
+def _pythons_generator() -> random.Random:
+    """The object behind the functions of `random`."""
+    generator: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+    return generator
+
 
 class _Turn:
     """The lock that numpy's functions hold while they draw: whoever takes it finds the numbers of its own stream."""
@@ -163,7 +174,11 @@ class _Turn:
         self._lock.acquire()
         stream = _current()
         if stream is not self._holds or stream.numpy_key is not None:
-            self._bring(stream)
+            try:
+                self._bring(stream)
+            except BaseException:  # a signal's handler may raise
+                self._lock.release()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
@@ -218,7 +233,7 @@ def watch_draws() -> None:
 
 
 def _watch_python() -> None:
-    behind: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+    behind = _pythons_generator()
     names = [name for name, value in vars(random).items() if getattr(value, "__self__", None) is behind]
     behind.__class__ = _Draws
     for name in names:

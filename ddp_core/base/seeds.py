@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_core.base.keyed_draws import key_draws, without_key
+from ddp_core.base.keyed_draws import key_draws, numpy_words, without_key
 
 if TYPE_CHECKING:  # the order of the samples is computed without torch
     import torch
@@ -70,17 +70,24 @@ def micro_batch_words(seed: int, step: int, micro_batch: int) -> tuple[int, ...]
     return seed, step, micro_batch, 4
 
 
+def dealt_words(seed: int, epoch: int, number: int) -> tuple[int, ...]:
+    """The same in somebody else's loop, which counts the micro-batches of an epoch, and knows no step."""
+    return seed, epoch, number, 9
+
+
 class MicroBatchSeed:
     """Seeds the generators of Python, numpy and torch for one micro-batch, and for what comes between micro-batches.
 
     Of torch's generators those of the CPU and of one device: `torch.manual_seed` would seed every device and costs
-    about 100 microseconds; this costs a few. Python's and numpy's are seeded where they are watched (`keyed_draws`).
+    about 100 microseconds; this costs a few. Python's and numpy's are seeded where they are watched (`keyed_draws`), or
+    `at_once`, which takes ten more: for a process of somebody else, whose modules have long taken functions by name.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, at_once: bool = False) -> None:
         import torch
 
         self.seed = seed
+        self._at_once = at_once
         self.generators: list[torch.Generator] = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
@@ -103,7 +110,11 @@ class MicroBatchSeed:
         seed = mix(*words) >> 1
         for generator in self.generators:
             generator.manual_seed(seed)
-        key_draws(seed)
+        if self._at_once:
+            random.seed(seed)
+            np.random.seed(numpy_words(seed))
+        else:
+            key_draws(seed)
 
 
 class EvaluationSeed(NamedTuple):

@@ -20,6 +20,37 @@ SAVING = "from lightning.pytorch.callbacks import ModelCheckpoint\n" + EXACT_TRA
     "enable_checkpointing=False", 'callbacks=[ModelCheckpoint(dirpath="saved", filename="{epoch}", save_top_k=-1)]'
 )
 RESUMING = EXACT_TRAINER.replace("shuffle=True))", 'shuffle=True), ckpt_path="saved/epoch=0.ckpt")')
+# Noise is drawn while samples are put together, and a metric counts what training_step has seen.
+NOISY = (
+    EXACT_TRAINER.replace("shuffle=True)", "shuffle=True, collate_fn=noisy)")
+    .replace(
+        "class Network",
+        """
+import torchmetrics
+from torch.utils.data import default_collate
+
+
+def noisy(samples):
+    inputs, targets = default_collate(samples)
+    return inputs + torch.randn_like(inputs), targets
+
+
+class Network""",
+    )
+    .replace("        self.layers = ", "        self.seen = torchmetrics.SumMetric()\n        self.layers = ")
+    .replace(
+        "        inputs, targets = batch\n", "        inputs, targets = batch\n        self.seen.update(len(inputs))\n"
+    )
+    .replace("max_epochs=3", "max_epochs=1")
+    + """
+assert network.seen.compute() == 960, network.seen.compute()
+"""
+)
+COUNTING = EXACT_TRAINER.replace(
+    "        inputs, targets = batch\n",
+    "        inputs, targets = batch\n"
+    "        self.calls = getattr(self, 'calls', 0) + 1\n        inputs = inputs * (1 + self.calls)\n",
+)
 
 
 @pytest.mark.parametrize("script", [TRAINER, FABRIC], ids=["Trainer", "Fabric"])
@@ -33,6 +64,11 @@ def test_the_ordinary_script_runs(script: str, tmp_path: Path) -> None:
 def test_one_digest_on_any_number_of_ranks(script: str, tmp_path: Path) -> None:
     digests = {only_digest(launch(script, ranks, tmp_path), ranks) for ranks in (1, 2, 3)}
     assert digests == {plain_digest()}
+
+
+def test_draws_of_a_collate_function_are_the_same_and_metrics_count_once(tmp_path: Path) -> None:
+    digests = [only_digest(launch(NOISY, ranks, tmp_path), ranks) for ranks in (1, 2)]
+    assert digests[0] == digests[1] != plain_digest()
 
 
 @pytest.mark.slow
@@ -51,6 +87,10 @@ def test_a_checkpoint_from_the_end_of_an_epoch_continues_on_other_ranks(tmp_path
 )
 def test_what_cannot_be_exact_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
     assert said in refused(EXACT_TRAINER.replace(old, new), tmp_path)
+
+
+def test_a_module_that_counts_its_calls_is_refused(tmp_path: Path) -> None:
+    assert "step 1: micro-batch 1, which rank 0 has computed, has another" in refused(COUNTING, tmp_path)
 
 
 def test_fabric_refuses_an_update_in_the_middle_of_a_step(tmp_path: Path) -> None:

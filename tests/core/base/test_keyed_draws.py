@@ -214,3 +214,64 @@ def both_after(key: int) -> tuple[float, float]:
 def test_numpy_does_not_draw_the_numbers_of_python(key: int) -> None:
     python, numpy = ask(both_after, key)
     assert python != numpy
+
+
+def test_copying_what_draws_moves_no_stream_and_keeps_the_keys() -> None:
+    watch_draws()
+    with without_key():
+        key_draws(KEY)
+        first, second = random.random(), random.random()
+        key_draws(KEY)
+        sent, copied = pickle.dumps(random.random), copy.deepcopy(random.random)
+        assert random.random() == first
+        received = pickle.loads(sent)
+        assert random.random() == second
+        for drawn_again in (received, copied):
+            key_draws(KEY)
+            assert drawn_again() == first
+
+
+def test_a_thread_without_a_key_again_leaves_the_main_threads_to_all() -> None:
+    assert ask(drawn_beside_the_main_thread) == random.Random(KEY).random()
+
+
+def drawn_beside_the_main_thread() -> float:
+    watch_draws()
+    inside, keyed, found = threading.Event(), threading.Event(), list[float]()
+
+    def beside() -> None:
+        with without_key():
+            inside.set()
+            keyed.wait()
+        found.append(random.random())
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    inside.wait()
+    key_draws(KEY)
+    keyed.set()
+    thread.join()
+    return found[0]
+
+
+def test_a_signal_while_numpys_numbers_are_exchanged_leaves_no_lock() -> None:
+    watch_draws()
+    lock: Any = np.random.get_bit_generator().lock  # type: ignore[attr-defined]
+    exchange = lock._bring
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with without_key():
+        key_draws(KEY)
+        lock._bring = interrupted
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                np.random.rand()
+        finally:
+            lock._bring = exchange
+        drawn_elsewhere = list[float]()
+        thread = threading.Thread(target=lambda: drawn_elsewhere.append(np.random.rand()), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert drawn_elsewhere
