@@ -299,7 +299,7 @@ class Trainer(ABC):
             optimizer = build_optimizer(settings, self.model, self.experiment.global_batch_size)
         # A copy of the model as it is now: the reduction and the clock have hooked nothing into it yet.
         average = None if decay is None else WeightAverage(self.model, decay)
-        return TrainState(self.model, optimizer, self.passes.scaler, job.schedule, average)
+        return TrainState(self.model, optimizer, self.passes.scaler, job.schedule, average, job.callbacks)
 
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""
