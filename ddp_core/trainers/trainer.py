@@ -32,6 +32,7 @@ from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
+from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -86,7 +87,9 @@ class Trainer(ABC):
         self.guard = Guard(job)
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
-        self.observers = StepObservers([self.clock, self.saving, self.figures, *copies, *called, *job.observers])
+        rehearsal = ResumeRehearsal(self)
+        observers = [self.clock, self.saving, rehearsal, self.figures, *copies, *called, *job.observers]
+        self.observers = StepObservers(observers)
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
