@@ -63,3 +63,13 @@ class Callback:
 
     def on_end(self, moment: Moment) -> None:
         """Training has come to its end, and its last checkpoint is written; not called for a run that was stopped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must know: tensors, numbers, strings, lists and dictionaries, kept in every checkpoint.
+
+        Rank 0's counts.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned; called on every rank, before the first step."""

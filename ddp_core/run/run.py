@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -42,6 +43,7 @@ from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.memory import predict
+from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.sharding import Sharding
 from ddp_core.trainers import Job, Trainer, build_trainer
@@ -94,6 +96,7 @@ def run(request: Request, world: World) -> None:
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
+    began = time.perf_counter()
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
         if request.options.numerics == "portable":
@@ -140,6 +143,9 @@ def run(request: Request, world: World) -> None:
                     broken=record.mark_broken,
                     # Data that are known to be random are not read again.
                     on_random_data=None if record.is_random else record.take_random_data,
+                    rehearser=training.enter_context(
+                        closing(FreshProcess(request, directory, collectives.device, time.perf_counter() - began))
+                    ),
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
                     observers=[
                         heartbeat,

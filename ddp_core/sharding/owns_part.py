@@ -17,6 +17,7 @@ from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.flat import in_memory_order, view_in
 
 from .elementwise import require_elementwise
+from .owned import Owned
 from .ownership import Ownership
 from .updates import OwnUpdates
 
@@ -34,6 +35,8 @@ class OwnsPart(Ownership):
     """Sums the gradients, and gives those of this rank's part to what its optimizer updates."""
     updates: OwnUpdates
     """What the optimizer updates, and its state."""
+    owned: list[Owned]
+    """What this rank owns of each parameter, in one sequence on all ranks."""
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, process_group: dist.ProcessGroup | None
@@ -52,6 +55,23 @@ class OwnsPart(Ownership):
     def idle_pass(self) -> contextlib.AbstractContextManager[None]:
         """Run forward and backward of any micro-batch inside; its gradients do not count."""
         return contextlib.nullcontext()
+
+    def whole_gradients(self) -> dict[str, Tensor] | None:
+        own = {each.name: each.tensor.grad for each in self.owned if each.is_trained and each.tensor is not None}
+        dtypes = {name: gradient.dtype for name, gradient in own.items() if gradient is not None}
+        everyones = [dtypes]
+        if self.group is not None:
+            everyones *= self.group.size()
+            dist.all_gather_object(everyones, dtypes, group=self.group)
+        # A rank that owns nothing of a parameter hears from others whether it has a gradient.
+        found = {name: dtype for theirs in everyones for name, dtype in theirs.items()}
+        cuts = {}
+        for each in self.owned:
+            if each.name in found:
+                gradient = own.get(each.name)
+                mine = None if gradient is None else gradient.view(-1)[each.inside]
+                cuts[each.name] = each.cut_tensor(mine, found[each.name])
+        return whole_on_first(cuts, self.group, self.device)
 
     def whole_state(self) -> dict[str, Any] | None:
         return whole_on_first(self.own_state(), self.group, self.device)

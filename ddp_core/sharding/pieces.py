@@ -68,19 +68,19 @@ class OwnsPieces(OwnsPart):
         self._channel = Channel(self.group, self.device, timeout, phases=None if is_strided else PHASES)
         own = {piece.position: piece for piece in self._shards.pieces(rank)}
         named = enumerate(zip(gradients.names, gradients.parameters, strict=True))
-        self._owned = [
+        self.owned = [
             Owned(name, parameter, piece.start, piece.stop, piece.tensor)
             if (piece := own.get(position)) is not None
             else Owned(name, parameter, 0, 0, None)
             for position, (name, parameter) in named
         ]
-        self._owned_by_id = dict(zip(map(id, gradients.parameters), self._owned, strict=True))
+        self._owned_by_id = dict(zip(map(id, gradients.parameters), self.owned, strict=True))
         self._exchange = None if self._channel.group is None else exchange_on(self._channel.group, self.device)
         if is_strided:
             assert self._exchange is not None
             of_ranks: Rounds | ContiguousPieces = Rounds(
                 group_parcels(self._shards, rank, gradients),
-                self._owned,
+                self.owned,
                 gradients,
                 self._exchange,
                 self._channel,
@@ -88,7 +88,7 @@ class OwnsPieces(OwnsPart):
                 weights_to_compare=self.group,
             )
         else:
-            of_ranks = ContiguousPieces(self._shards, self._owned, gradients, self._channel, self.group)
+            of_ranks = ContiguousPieces(self._shards, self.owned, gradients, self._channel, self.group)
         self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
         self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.gather_parameters())

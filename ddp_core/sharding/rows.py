@@ -118,6 +118,7 @@ class OwnsRows(OwnsPart):
             self._rounds = self.reduction = PlainRounds(self._parts, by_parameter, own)
         self.updates = OwnUpdates(optimizer, {id(wholes[name]): rows for name, rows in self._rows.items()}, self.group)
         rows = list(by_parameter.values())
+        self.owned = [*rows]
 
         def give(*_: Any) -> None:
             for each in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.named_sums import NamedMetrics
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.rehearsal import Rehearser
 
 
 @dataclass(frozen=True)
@@ -55,5 +59,7 @@ class Job:
     """Marks the run's record where the guard goes on after a finding: the step, and what was found (rank 0)."""
     on_random_data: Callable[[str], None] | None = None
     """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
+    rehearser: Rehearser | None = None
+    """Tries a resume in a process of its own (rank 0); None where no other process could build this job."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

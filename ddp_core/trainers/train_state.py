@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.user_code import user_code
 from ddp_core.checkpoint import whole_tensors
 from ddp_core.checkpoint.queues import without_queues
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.optimizers import require_saveable
+from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
 from ddp_core.trainers.clock import StepClock
@@ -36,6 +38,7 @@ class TrainState:
     schedule: LRScheduler | None = None
     """The experiment's own; a built-in rule has no state."""
     average: WeightAverage | None = None
+    callbacks: Sequence[Callback] = ()
     learning_rate: float = math.nan
     """Used by the last update, of the first parameter group; not saved."""
     step: int = 0
@@ -83,6 +86,7 @@ class TrainState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "average": self._averages(in_parts),
+            "callbacks": self._of_callbacks(),
             "requires_grad": {
                 name: parameter.requires_grad
                 for name, parameter in self.model.named_parameters()
@@ -108,11 +112,31 @@ class TrainState:
             part = getattr(self, name)
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(whole_tensors(state[name]))
+        with user_code("your callback"):
+            for name, callback in self._named_callbacks():
+                if name in state.get("callbacks", {}):
+                    callback.load_state_dict(whole_tensors(state["callbacks"][name]))
         parameters = dict(self.model.named_parameters())
         for name, flag in state.get("requires_grad", {}).items():
             parameters[name].requires_grad_(flag)
         for name, value in state["position"].items():
             setattr(self, name, value)
+
+    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """The callbacks by class and position: one that the code has exchanged since gets nothing of another one's."""
+        for position, callback in enumerate(self.callbacks):
+            yield f"{position} {type(callback).__qualname__}", callback
+
+    def _of_callbacks(self) -> dict[str, Any]:
+        """What callbacks want to be kept. Raises UserError where a checkpoint could not hold it."""
+        kept = {}
+        for name, callback in self._named_callbacks():
+            with user_code("your callback"):
+                state = callback.state_dict()
+            if state:
+                require_saveable(state, f"callback {type(callback).__name__} has a state_dict")
+                kept[name] = state
+        return kept
 
     def _averages(self, in_parts: bool) -> dict[str, Any] | None:
         """The state dict of the averaged weights, whole on all ranks; with `in_parts` cut as the weights are."""

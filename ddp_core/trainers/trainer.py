@@ -38,6 +38,7 @@ from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate
 from ddp_core.trainers.read_twice import ReadTwice
+from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
@@ -109,7 +110,7 @@ class Trainer(ABC):
         # Before the data are used: a model may change its inputs.
         self.read_twice = ReadTwice(self.batches) if job.on_random_data is not None else None
         reads = [self.read_twice] if self.read_twice is not None else []
-        ours = [self.clock, self.saving, self.figures, *reads, *copies, *called]
+        ours = [self.clock, self.saving, ResumeRehearsal(self), self.figures, *reads, *copies, *called]
         self.observers = StepObservers([*ours, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
@@ -384,7 +385,7 @@ class Trainer(ABC):
             optimizer = build_optimizer(settings, self.model, self.experiment.global_batch_size)
         # A copy of the model as it is now: the reduction and the clock have hooked nothing into it yet.
         average = None if decay is None else WeightAverage(self.model, decay)
-        return TrainState(self.model, optimizer, self.passes.scaler, job.schedule, average)
+        return TrainState(self.model, optimizer, self.passes.scaler, job.schedule, average, job.callbacks)
 
     def record_digest(self) -> None:
         """Write the digest of the weights (rank 0)."""

@@ -26,6 +26,7 @@ from ddp_core.distributed.world import World
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.losses import class_hits, cross_entropy, mean_squared_error
 from ddp_core.model.optimizers import build_optimizer
+from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sampler import GlobalOrder
 from ddp_core.trainers import Trainer
@@ -188,6 +189,7 @@ def _lived_in() -> TrainState:
         state.scaler.update(3.0)
         state.schedule.step()
         state.average.update_parameters(state.model)
+    state.callbacks[0].load_state_dict({"count": 7})
     for number, each in enumerate(dataclasses.fields(state), 1):
         if each.name in POSITION:
             kept = {"loss": float(number)} if each.name == "evaluation" else number
@@ -200,7 +202,18 @@ def _unlived_in() -> TrainState:
     model = batch_norm_and_dropout()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu"), schedule, WeightAverage(model, 0.9))
+    average = WeightAverage(model, 0.9)
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu"), schedule, average, [Counts()])
+
+
+class Counts(Callback):
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
 
 
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
@@ -209,14 +222,19 @@ PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 NOT_SAVED = ("learning_rate", "ownership")
 
 
-POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED)]
+LISTED = ("callbacks",)
+
+
+POSITION = [each.name for each in dataclasses.fields(TrainState) if each.name not in (*PARTS, *NOT_SAVED, *LISTED)]
 
 
 def _entries(state: TrainState) -> dict[str, Any]:
     """Every field of the state by its name, in plain values; of a part what its `state_dict` gives, entry by entry."""
     found: dict[str, Any] = {name: getattr(state, name) for name in POSITION}
-    for part in PARTS:
-        for path, value in torch.utils._pytree.tree_flatten_with_path(getattr(state, part).state_dict())[0]:
+    for part in (*PARTS, *LISTED):
+        whole = getattr(state, part)
+        states = [each.state_dict() for each in whole] if part in LISTED else whole.state_dict()
+        for path, value in torch.utils._pytree.tree_flatten_with_path(states)[0]:
             name = part + torch.utils._pytree.keystr(path)
             found[name] = value.tolist() if isinstance(value, Tensor) else value
     return found
@@ -228,7 +246,7 @@ def test_every_entry_of_the_state_comes_back(tmp_path: Path) -> None:
     expected, before = _entries(lived), _entries(fresh)
     unchanged = [
         name
-        for name in (*POSITION, *PARTS)
+        for name in (*POSITION, *PARTS, *LISTED)
         if all(before.get(entry) == value for entry, value in expected.items() if entry.startswith(name))
     ]
     assert unchanged == [], "nothing would be seen of their loss"

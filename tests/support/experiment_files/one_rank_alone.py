@@ -25,12 +25,11 @@ class Changes(Callback):
 class Forgets(torch.optim.SGD):
     """Changes its momentum on rank 0 alone."""
 
-    updates = 0
-
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step()
-        self.updates += 1
-        if self.updates == STEP and CHANGED == "momentum" and os.environ["RANK"] == "0":
+        group = self.param_groups[0]
+        group["updates"] = group.get("updates", 0) + 1
+        if group["updates"] == STEP and CHANGED == "momentum" and os.environ["RANK"] == "0":
             next(iter(self.state.values()))["momentum_buffer"].zero_()
 
 

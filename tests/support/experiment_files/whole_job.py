@@ -115,6 +115,12 @@ class Best(Callback):
 
     best = 0.0
 
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.best = state["best"]
+
     def on_epoch(self, moment: Moment) -> None:
         self.best = max(self.best, moment.evaluation["test_top5"])
         assert moment.directory is not None
