@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _COLUMNS = 1024
+_NUMBERS = (bool, int, float, complex)
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
@@ -29,17 +30,32 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def optimizer_digest(state: Mapping[str, Any]) -> str:
-    """SHA-256 over the tensors (momenta, second moments, step counts) in an optimizer's state dict.
+    """SHA-256 over what an optimizer's state dict has in `state`: momenta, second moments, step counts.
 
-    They are named `<number of the parameter>.<name>`, and digested as `weights_digest` says.
+    Without `state`, as of some that wrap another optimizer, it is over the whole dict. Each entry is named `<number of
+    the parameter>.<name>`, and digested as `weights_digest` says. What lies in a dict or a list is named by its key,
+    too. Numbers and lists of numbers are tensors, a text is the tensor of its UTF-8 bytes.
     """
-    tensors = {
-        f"{number:06d}.{name}": torch.as_tensor(value)
-        for number, entries in state["state"].items()
-        for name, value in entries.items()
-        if value is not None
-    }
-    return weights_digest(tensors)
+    whole = state.get("state", state)
+    named = ((f"{key:06d}" if isinstance(key, int) else str(key), value) for key, value in whole.items())
+    return weights_digest({name: tensor for start, value in named for name, tensor in _leaves(start, value)})
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Everything in a state but None, as tensors with their names."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, (Tensor, *_NUMBERS)):
+        yield name, torch.as_tensor(value)
+    elif isinstance(value, list | tuple):
+        if all(isinstance(each, _NUMBERS) for each in value):
+            yield name, torch.as_tensor(value)
+        else:
+            for index, inner in enumerate(value):
+                yield from _leaves(f"{name}.{index}", inner)
+    elif value is not None:
+        yield name, torch.tensor(list(str(value).encode()), dtype=torch.uint8)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

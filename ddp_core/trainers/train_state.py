@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import whole_tensors
 from ddp_core.model.averaging import WeightAverage
+from ddp_core.model.optimizers import require_saveable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.sharding import Ownership, OwnsAll
 from ddp_core.trainers.clock import StepClock
@@ -52,6 +53,18 @@ class TrainState:
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
+
+    def require_saveable(self, of_all_ranks: bool = False) -> None:
+        """Raises UserError where the optimizer or the schedule has by now a state that no checkpoint can hold.
+
+        A collective with `of_all_ranks`, which also looks at how the ranks' parts of it fit together.
+        """
+        state = self.ownership.own_state() if of_all_ranks else self.optimizer.state_dict()
+        require_saveable(state, f"your optimizer, {type(self.optimizer).__name__}, keeps a state")
+        if self.schedule is not None:
+            require_saveable(
+                self.schedule.state_dict(), f"your schedule, {type(self.schedule).__name__}, keeps a state"
+            )
 
     def end_epoch(self) -> None:
         """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
@@ -177,15 +190,19 @@ class Saving(StepObserver):
                     ExitCode.NUMERICS,
                 )
             if job.checkpointer is not None:
-                job.checkpointer.save(
-                    state.state_dict(in_parts=job.layout.saves_in_parts),
-                    step=state.step,
-                    epoch=state.step // self._steps_per_epoch,
-                    metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
-                    metric=state.best if best else None,
-                    best=best,
-                    changing=state.model.buffers(),
-                )
+                try:
+                    job.checkpointer.save(
+                        state.state_dict(in_parts=job.layout.saves_in_parts),
+                        step=state.step,
+                        epoch=state.step // self._steps_per_epoch,
+                        metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
+                        metric=state.best if best else None,
+                        best=best,
+                        changing=state.model.buffers(),
+                    )
+                except (TypeError, ValueError):
+                    state.require_saveable()
+                    raise
             if wait:
                 self.wait()
                 job.collectives.barrier()
