@@ -12,6 +12,8 @@ SEED ?=
 # `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
 ROUNDS ?= 20
 SLOW ?=
+# `make test-foreign WORKERS=2`: so many of other people's models at a time.
+WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
 # `make portable-digests CONFIRM=1`
@@ -33,7 +35,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras mutants record-tests which-tests soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,9 +76,13 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
 	touch $@
 
-test-extras: setup ## The tests that need other people's packages (peers, loggers, schemas, recording), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,loggers,schemas,recording]'
+test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,schemas,recording]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
+
+test-foreign: setup ## Other people's models and optimizers on every layout, hours; ONLY="timm torchvision.res" WORKERS=2 AGAIN=1
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[foreign]'
+	$(NO_GPU) $(BIN)/python -m tests.foreign --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
 soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _COLUMNS = 1024
+_NUMBERS = (bool, int, float, complex)
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
@@ -30,33 +31,38 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def optimizer_digest(state: Mapping[str, Any]) -> str:
-    """SHA-256 over the tensors (momenta, second moments, step counts) in an optimizer's state dict.
+    """SHA-256 over what an optimizer's state dict has in `state`: momenta, second moments, step counts.
 
-    They are named `<number of the parameter>.<name>`, and digested as `weights_digest` says; those in lists and dicts
-    with the numbers and keys there after another dot. A text counts as its bytes.
+    Without `state`, as of some that wrap another optimizer, it is over the whole dict. Each entry is named `<number of
+    the parameter>.<name>`, and digested as `weights_digest` says. What lies in a dict or a list is named by its key,
+    too. Numbers and lists of numbers are tensors, a text is the tensor of its UTF-8 bytes.
     """
-    tensors = {}
-    numbered = {f"{key:06d}" if isinstance(key, int) else str(key): each for key, each in state["state"].items()}
-    for name, value in _leaves(numbered):
-        if isinstance(value, str):
-            value = np.frombuffer(value.encode(), dtype=np.uint8).copy()
-        if value is not None:
-            tensors[name] = torch.as_tensor(value)
-    return weights_digest(tensors)
+    whole = state.get("state", state)
+    named = ((f"{key:06d}" if isinstance(key, int) else str(key), value) for key, value in whole.items())
+    return weights_digest({name: tensor for start, value in named for name, tensor in _leaves(start, value)})
 
 
-def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in dicts, lists and tuples, with their dotted names."""
-    return ((name, leaf) for name, leaf in _leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if isinstance(value, Mapping | list | tuple):
-            for name, leaf in _leaves(value):
-                yield f"{key}.{name}", leaf
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Everything in a state but None, as tensors with their names."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, (Tensor, *_NUMBERS)):
+        yield name, torch.as_tensor(value)
+    elif isinstance(value, list | tuple):
+        if all(isinstance(each, _NUMBERS) for each in value):
+            yield name, torch.as_tensor(value)
         else:
-            yield str(key), value
+            for index, inner in enumerate(value):
+                yield from _leaves(f"{name}.{index}", inner)
+    elif value is not None:
+        yield name, torch.tensor(list(str(value).encode()), dtype=torch.uint8)
+
+
+def named_tensors(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Everything in dicts, lists and tuples as tensors with dotted names, as `optimizer_digest` has it."""
+    for key, value in tree.items():
+        yield from _leaves(str(key), value)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

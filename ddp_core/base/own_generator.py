@@ -16,6 +16,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_lending = threading.Lock()
+"""Held while torch's default generator stands for a thread's own."""
 
 
 class _DefaultGenerator:
@@ -67,11 +69,39 @@ class OwnGenerator(TorchDispatchMode):
         given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **given)
+        if _argument(func, "dropout_p", args, given) == 0:
+            return func(*args, **given)  # an attention that drops nothing
         self.has_drawn = True
         if given.get("generator") is None:
             # The overload that takes a generator has a name of its own, or is this one.
             packet, overload = func.overloadpacket, func.name().partition(".")[2]
             name = f"{overload}_generator" if overload else "generator"
             func = getattr(packet, name) if name in packet.overloads() else func
+            if not _takes(func, "generator"):
+                return self._lent(func, args, given)
             given["generator"] = self.generator
         return func(*args, **given)
+
+    def _lent(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """Call an operation that draws from the default generator and from no other: that has the thread's state."""
+        default = torch.default_generator
+        with _lending:
+            before = default.get_state()
+            default.set_state(self.generator.get_state())
+            try:
+                return func(*args, **given)
+            finally:
+                self.generator.set_state(default.get_state())
+                default.set_state(before)
+
+
+def _takes(func: Any, name: str) -> bool:
+    return any(argument.name == name for argument in func._schema.arguments)
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    """What an operation is called with for its argument of this name; None where it has none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return given.get(name, args[place] if place < len(args) else argument.default_value)
+    return None

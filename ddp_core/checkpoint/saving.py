@@ -109,7 +109,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     ) -> None:
         """Commit `state` as the checkpoint of `step`; an asynchronous save returns as soon as `state` is copied.
 
-        state: nested dict, list and tuple of dense tensors (with `ranks` also CutTensors) and plain JSON values;
+        state: nested dict, list and tuple of dense tensors (with `ranks` also CutTensors) and plain values;
         TypeError names the key of anything else. metadata: a JSON object for the manifest, readable without the
         tensors. metric: for the manifest; NaN and Inf become null. best: let `best.json` point to this checkpoint.
         changing: only for a caller that calls `before_update` before it changes any other tensor: the tensors that

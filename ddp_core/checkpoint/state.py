@@ -15,7 +15,8 @@ from ddp_core.base.torch_internals import foreach_copy_, module_versions, set_mo
 Shapes = dict[str, list[Any]]
 """Dotted name → [dtype without "torch.", list of sizes]."""
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+_KEYS = frozenset({str, int, float})
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -43,9 +44,11 @@ class StateTensors:
             pass
         elif isinstance(state, Mapping):
             for key, value in state.items():
-                if type(key) not in (str, int, float):
+                if not _is_key(key):
                     kind = type(key).__name__
-                    raise TypeError(f"state[{name!r}] has a key {key!r} of type {kind}: use str, int or float")
+                    raise TypeError(
+                        f"state[{name!r}] has a key {key!r} of type {kind}: use str, int, float, or a tuple of these"
+                    )
                 self._walk(value, f"{name}.{key}" if name else str(key))
         elif type(state) in (list, tuple):
             for index, value in enumerate(state):
@@ -53,8 +56,8 @@ class StateTensors:
         else:
             kind = f"{type(state).__module__}.{type(state).__qualname__}"
             raise TypeError(
-                f"state[{name!r}] is a {kind}: only tensors, dict, list, tuple and plain JSON values (None, bool, int, "
-                "float, str) are saved"
+                f"state[{name!r}] is a {kind}: only tensors, dict, list, tuple and plain values (None, bool, int, "
+                "float, str, torch.dtype) are saved"
             )
 
     def _add(self, tensor: Tensor, name: str) -> None:
@@ -98,6 +101,10 @@ def describe(state: Any) -> Shapes:
     Raises TypeError, naming the key, for what cannot be saved, and ValueError where two tensors share one dotted name.
     """
     return StateTensors(state).shapes
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _KEYS or (type(key) is tuple and all(map(_is_key, key)))
 
 
 def described(tensor: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_core.base.errors import UserError
-from ddp_core.checkpoint import describe
+from ddp_core.checkpoint.parts import shapes_of
 from ddp_core.config.experiment import Optimizer
 
 
@@ -90,9 +90,9 @@ def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
 def require_saveable(state: Any, what: str) -> None:
     """Raises UserError where a checkpoint could not hold this state."""
     try:
-        describe(state)
+        shapes_of(state)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what}, which no checkpoint can hold: {error}") from None
+        raise UserError(f"{what} that no checkpoint can hold: {error}") from None
 
 
 def implementation(settings: Optimizer, parameters: Sequence[Tensor]) -> Literal["fused", "foreach", "loop"]:

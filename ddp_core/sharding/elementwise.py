@@ -160,7 +160,7 @@ def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
                     f"gradients of about {scale:g}"
                 )
     for group, place, parameter in _numbered(wholes):
-        if parameter.numel() and _same(begun[group][place], parameter.detach()) and not whole.state_of(parameter):
+        if parameter.numel() and same_values(begun[group][place], parameter.detach()) and not whole.state_of(parameter):
             raise _refusal(
                 f"{name} cannot be tried: {len(tried.gradients)} steps of a copy of it changed no weight of shape "
                 f"{list(parameter.shape)}"
@@ -259,7 +259,7 @@ def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], pa
     for group, place, owned, tensor in parts:
         entire = wholes[group][place]
         shape = list(entire.shape)
-        if not _same(owned.of_whole(entire.detach()), tensor.detach()[owned.inside]):
+        if not same_values(owned.of_whole(entire.detach()), tensor.detach()[owned.inside]):
             return f"a weight of shape {shape} has other bits"
         theirs, here = whole.state_of(entire), trial.state_of(tensor)
         if not (here or tensor.numel()):
@@ -270,11 +270,11 @@ def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], pa
             both = isinstance(value, Tensor) and isinstance(cut, Tensor)
             if both and (value.shape, cut.shape) == (entire.shape, tensor.shape):
                 value, cut = owned.of_whole(value), cut[owned.inside]
-            if not _same(value, cut):
+            if not same_values(value, cut):
                 return f"{name} of a weight of shape {shape} is another"
     for number, (options, its_own) in enumerate(zip(whole.groups, trial.groups, strict=True)):
         for name in sorted((options.keys() | its_own.keys()) - {"params"}):
-            if not _same(options.get(name), its_own.get(name)):
+            if not same_values(options.get(name), its_own.get(name)):
                 return f"{name} of parameter group {number} is another"
     return None
 
@@ -292,16 +292,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_values(one: Any, other: Any) -> bool:
     """Whether two values have the same bits; of a kind that cannot be compared, whether they are of one kind."""
     if type(one) is not type(other):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and _same(one.detach(), other.detach())
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and same_values(one.detach(), other.detach())
     if isinstance(one, Tensor):
         return same_bits(one, other)
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(same_values(value, other[name]) for name, value in one.items())
     if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(same_values, one, other))
     if _is_number(one):
         return repr(one) == repr(other)  # since NaN equals nothing
     return True

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import load_optimizer
 
-from .elementwise import per_element
+from .elementwise import per_element, same_values
 from .owned import Owned
 
 
@@ -48,6 +49,7 @@ class OwnUpdates:
         """The state_dict of the optimizer over whole parameters, with a CutTensor for each tensor that is cut.
 
         A collective that sends no such tensor: a rank that owns nothing of a parameter hears of its state from others.
+        Raises UserError (2) on every rank where the ranks have unlike values of what is not cut.
         """
         own = self._optimizer.state_dict()
         states = {key: value for key, value in own["state"].items() if not isinstance(key, int)}
@@ -86,7 +88,9 @@ class OwnUpdates:
         own: dict[int, dict[str, Any]] = {}
         for number, member in enumerate(itertools.chain.from_iterable(self._members)):
             tensor = _updated(member)
-            if tensor is not None and (state := self._optimizer.state.get(tensor)):
+            if tensor is None or (isinstance(member, Owned) and tensor.numel() == 0 < member.like.numel()):
+                continue  # what is kept of no element tells nothing of the others
+            if state := self._optimizer.state.get(tensor):
                 own[number] = {
                     name: value.dtype if isinstance(member, Owned) and _is_cut(value, tensor) else _on_host(value)
                     for name, value in state.items()
@@ -95,7 +99,23 @@ class OwnUpdates:
             return own
         everyones = [own] * self._group.size()
         dist.all_gather_object(everyones, own, group=self._group)
-        return {number: entries for theirs in everyones for number, entries in theirs.items()}
+        together: dict[int, dict[str, Any]] = {}
+        for theirs in everyones:
+            for number, entries in theirs.items():
+                known = together.setdefault(number, entries)
+                if different := [name for name in known.keys() | entries.keys() if not _is_alike(name, known, entries)]:
+                    raise self._unlike(number, min(different, key=str))
+        return together
+
+    def _unlike(self, number: int, name: str) -> UserError:
+        """Of an entry that no rank has cut, the ranks would save one value, and it would be wrong for the others."""
+        member = list(itertools.chain.from_iterable(self._members))[number]
+        shape = list(member.like.shape if isinstance(member, Owned) else member.shape)
+        kind = type(self._optimizer).__name__
+        return UserError(
+            f"{kind} does not treat each element by itself: {name} of a weight of shape {shape} is another on each "
+            "rank, and is not cut as the weight is; without shards (--shard none) it can be used"
+        )
 
     def _cut_tensor(self, member: Owned | Tensor, name: str, dtype: torch.dtype) -> Any:
         assert isinstance(member, Owned)
@@ -107,6 +127,10 @@ class OwnUpdates:
 def _updated(member: Owned | Tensor) -> Tensor | None:
     """What the optimizer has in its groups for a parameter; None where this rank owns nothing of it."""
     return member.tensor if isinstance(member, Owned) else member
+
+
+def _is_alike(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return name in one and name in other and same_values(one[name], other[name])
 
 
 def _is_cut(value: Any, tensor: Tensor) -> bool:

@@ -128,7 +128,7 @@ class WeightUpdate:
         self._clip = clip
         self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
         self._steps = (steps_per_epoch, experiment.total_steps(steps_per_epoch))
-        self._has_stepped = False
+        self._has_stepped = self._is_saveable = False
         groups = state.optimizer.param_groups
         self._base_rates = [float(group["lr"]) for group in groups]
         state.learning_rate = self._base_rates[0]
@@ -150,6 +150,10 @@ class WeightUpdate:
                 state.optimizer.step()
             elif not self._step_scaled(state.scaler):
                 return
+        if not self._is_saveable:
+            # Most of an optimizer's state is made by its first update.
+            state.require_saveable(of_all_ranks=True)
+            self._is_saveable = True
         if state.schedule is not None:
             with user_code("your schedule"):
                 state.schedule.step()

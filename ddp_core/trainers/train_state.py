@@ -58,6 +58,18 @@ class TrainState:
         self.ownership = OwnsAll(self.model, self.optimizer)
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
+    def require_saveable(self, of_all_ranks: bool = False) -> None:
+        """Raises UserError where the optimizer or the schedule has by now a state that no checkpoint can hold.
+
+        A collective with `of_all_ranks`, which also looks at how the ranks' parts of it fit together.
+        """
+        state = self.ownership.own_state() if of_all_ranks else without_queues(self.optimizer.state_dict())
+        require_saveable(state, f"your optimizer, {type(self.optimizer).__name__}, keeps a state")
+        if self.schedule is not None:
+            require_saveable(
+                self.schedule.state_dict(), f"your schedule, {type(self.schedule).__name__}, keeps a state"
+            )
+
     def end_epoch(self) -> None:
         """Keep the mean loss over the epoch's samples, and start to count the next epoch's."""
         if self.epoch_samples:
@@ -204,17 +216,19 @@ class Saving(StepObserver):
                     ExitCode.NUMERICS,
                 )
             if job.checkpointer is not None:
-                kind = type(state.optimizer).__name__
-                require_saveable(without_queues(state.optimizer.state_dict()), f"your optimizer, a {kind}, has a state")
-                job.checkpointer.save(
-                    state.state_dict(in_parts=job.layout.saves_in_parts),
-                    step=state.step,
-                    epoch=state.step // self._steps_per_epoch,
-                    metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
-                    metric=state.best if best else None,
-                    best=best,
-                    changing=state.model.buffers(),
-                )
+                try:
+                    job.checkpointer.save(
+                        state.state_dict(in_parts=job.layout.saves_in_parts),
+                        step=state.step,
+                        epoch=state.step // self._steps_per_epoch,
+                        metadata={"experiment_sha256": job.experiment.digest(), "layout": job.layout.label},
+                        metric=state.best if best else None,
+                        best=best,
+                        changing=state.model.buffers(),
+                    )
+                except (TypeError, ValueError):
+                    state.require_saveable()
+                    raise
             if wait:
                 self.wait()
                 job.collectives.barrier()

@@ -275,3 +275,24 @@ def test_a_signal_while_numpys_numbers_are_exchanged_leaves_no_lock() -> None:
         thread.start()
         thread.join(30)
         assert drawn_elsewhere
+
+
+def test_an_operation_that_takes_no_generator_draws_from_the_threads_own() -> None:
+    before = torch.get_rng_state()
+    with OwnGenerator(torch.Generator().manual_seed(3)):
+        first = torch.rand(5, out=torch.empty(5))
+        second = torch.rand(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = torch.Generator().manual_seed(3)
+    assert torch.equal(first, torch.rand(5, generator=alone))
+    assert torch.equal(second, torch.rand(5, generator=alone))
+
+
+def test_an_attention_that_drops_nothing_is_computed_in_a_thread_with_a_generator_of_its_own() -> None:
+    queries = torch.randn(1, 2, 4, 8, requires_grad=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    with OwnGenerator(torch.Generator()) as own:
+        found = torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    assert not own.has_drawn

@@ -154,7 +154,8 @@ class _Odd:
         (np.float64(1.0), "numpy.float64"),
         (Path("x"), "Path"),
         (b"bytes", "bytes"),
-        ({(1, 2): 3}, "(1, 2)"),
+        ({None: 2}, "None"),
+        ({(1, b"x"): 2}, "(1, b'x')"),
         ({1, 2}, "set"),
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "Tensor"),
@@ -183,13 +184,15 @@ _leaves = st.one_of(
     st.integers(),
     st.floats(allow_nan=False),
     st.text(max_size=5),
+    st.sampled_from([torch.float32, torch.bfloat16]),
     st.builds(
         lambda dtype, sizes: torch.ones(sizes, dtype=dtype),
         st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64]),
         st.lists(st.integers(0, 3), max_size=3),
     ),
 )
-_keys = st.one_of(st.integers(0, 99), st.text("abc", min_size=1, max_size=3))
+_plain_keys = st.one_of(st.integers(0, 99), st.floats(0, 1), st.text("abc", min_size=1, max_size=3))
+_keys = st.one_of(_plain_keys, st.tuples(_plain_keys, _plain_keys))
 _trees = st.dictionaries(
     _keys,
     st.recursive(

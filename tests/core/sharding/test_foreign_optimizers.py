@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,34 +12,17 @@ from torch import Tensor, nn
 from ddp_core.base.errors import UserError
 from ddp_core.sharding.elementwise import require_elementwise
 from ddp_core.sharding.owned import Owned, Rows
+from tests.foreign.experiments.updates import made, transformer
 
 pytestmark = [pytest.mark.slow, pytest.mark.extras("pytorch_optimizer")]
 
 _STEPS = 5
 _RANKS = 2
-# What these need beside parameters and a rate.
-_NEEDED: dict[str, dict[str, int]] = {"bsam": {"num_data": 100}, "ranger21": {"num_iterations": 100}}
 
 
-def transformer() -> nn.Module:
+def seeded() -> nn.Module:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
-    inside = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return nn.Sequential(nn.Embedding(100, 32), inside, nn.Linear(32, 100))
-
-
-def made(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    import pytorch_optimizer
-
-    kind = functools.partial(pytorch_optimizer.load_optimizer(name), **_NEEDED.get(name, {}))
-    parameters = list(parameters)
-    try:
-        optimizer: Any = kind(parameters, lr=0.01)
-    except TypeError:
-        optimizer = kind(parameters)
-    if hasattr(optimizer, "train"):
-        optimizer.train()  # of those without a schedule
-    return optimizer  # type: ignore[no-any-return]
+    return transformer()
 
 
 def train(
@@ -57,7 +38,7 @@ def train(
 
 
 def as_a_whole(name: str) -> list[Tensor]:
-    model = transformer()
+    model = seeded()
     parameters = list(model.parameters())
     optimizer = made(name, parameters)
 
@@ -70,7 +51,7 @@ def as_a_whole(name: str) -> list[Tensor]:
 
 
 def on_ranks(name: str, cut: Callable[[int, nn.Parameter, int], Owned]) -> list[Tensor]:
-    model = transformer()
+    model = seeded()
     parameters = list(model.parameters())
     owned = [[cut(place, each, rank) for place, each in enumerate(parameters)] for rank in range(_RANKS)]
     tensors = [[part.tensor for part in parts if part.tensor is not None] for parts in owned]
@@ -109,7 +90,7 @@ def test_what_passes_the_trial_has_the_same_bits_in_pieces() -> None:
         warnings.simplefilter("ignore")
         for name in pytorch_optimizer.get_supported_optimizers():
             try:
-                optimizer = made(name, transformer().parameters())
+                optimizer = made(name, seeded().parameters())
             except Exception:
                 unmade.append(name)  # needs the model, several groups, another package
                 continue

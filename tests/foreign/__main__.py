@@ -1,0 +1,152 @@
+"""Trains other people's models, optimizers and schedules on every layout, and writes the table: `make test-foreign`.
+
+What has run with the installed versions is not run again, so a call goes on where the last one ended; --again runs it
+all the same. The exit code is 1 where a case that has run now is silent, a fault or hangs, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.process import die_with_parent
+from tests.foreign import driver, page, record
+from tests.foreign.fleet import GROUPS, LEFT_OUT, Case, fleet
+
+_FORK = multiprocessing.get_context("fork")
+_BAD = {"SILENT", "FAULT", "HANG", "not tried"}
+
+
+def main() -> int:
+    """Run the cases that are asked for; return 1 if one of them is bad, else 0."""
+    options = parse()
+    if options.page:
+        page.write()
+        return 0
+    installed = [group for group in GROUPS if _is_installed(group)]
+    kept, cases = record.rows(options.record), list(fleet(options.only))
+    there = [case for case in cases if case.group in installed]
+    todo = [case for case in there if options.again or not record.is_current(case, kept)]
+    for group in sorted({case.group for case in cases} - set(installed)):
+        print(
+            f"skipped: {group}, which needs {', '.join(GROUPS[group])}: pip install -c constraints.txt -e '.[foreign]'"
+        )
+    print(
+        f"{len(todo)} of {len(cases)} cases to run, {len(there) - len(todo)} have run with these versions", flush=True
+    )
+    for key, reason in LEFT_OUT.items():
+        if not options.only or any(key.startswith(word) for word in options.only):
+            print(f"left out: {key}: {reason}")
+    bad = run_all(todo, options)
+    if options.record == record.KEPT:
+        page.write()
+    print(f"{options.record} is written; {bad} cases are bad")
+    return int(bad > 0)
+
+
+def parse() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.foreign", description=__doc__)
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="cases that begin so: timm torchvision.res"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="cases at a time (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--again", action="store_true", help="also what has run with these versions")
+    parser.add_argument("--record", type=Path, default=record.KEPT, help="where outcomes are kept (%(default)s)")
+    parser.add_argument("--page", action="store_true", help="only write the page from what is kept")
+    return parser.parse_args()
+
+
+def run_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    """Run the cases, some at a time and a large one alone, and keep each outcome; return how many are bad."""
+    if not cases:
+        return 0
+    commit = _commit()
+    driver.load(sorted({case.group for case in cases}))
+    waiting, counts = list(cases), Counter[str]()
+    running: dict[Connection, tuple[Case, Any]] = {}
+    end = time.monotonic() + options.seconds
+    while (waiting and time.monotonic() < end) or running:
+        while waiting and time.monotonic() < end and _may_begin(waiting[0], running, options.workers):
+            case = waiting.pop(0)
+            here, there = _FORK.Pipe(duplex=False)
+            process = _FORK.Process(target=_work, args=(there, case))
+            process.start()
+            there.close()
+            running[here] = (case, process)
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection)
+            case, process = running.pop(pipe)
+            found = _answer(pipe)
+            process.join()
+            record.keep(case, found, commit, options.record)
+            worst = sorted(set(found["outcomes"].values()) & _BAD)
+            counts["bad" if worst else "good"] += 1
+            print(
+                f"{case.key}: {_in_words(found)}, {found['seconds']} s ({len(waiting) + len(running)} left)", flush=True
+            )
+    if waiting:
+        print(f"not begun in the time: {len(waiting)} cases, from {waiting[0].key} on")
+    return counts["bad"]
+
+
+def _may_begin(case: Case, running: Mapping[Connection, tuple[Case, Any]], workers: int) -> bool:
+    is_large = case.is_large or any(each.is_large for each, _ in running.values())
+    return not running or (len(running) < workers and not is_large)
+
+
+def _work(pipe: Connection, case: Case) -> None:
+    # So an interrupt of the command, or its death, ends the trainings, too.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    pipe.send(driver.run(case))
+
+
+def _answer(pipe: Connection) -> dict[str, Any]:
+    with contextlib.suppress(EOFError):
+        found: dict[str, Any] = pipe.recv()
+        return found
+    said = "the process that trains the case has died"
+    return {"outcomes": {"single": "FAULT"}, "said": {"single": said}, "on": {}, "seconds": 0.0}
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    counts = Counter(found["outcomes"].values())
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
+
+
+def _is_installed(group: str) -> bool:
+    try:
+        record.versions(group)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _commit() -> str:
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=record.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return said.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The fleet of other people's code: its lists are whole, its record is good and on the page, and a part of it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_core.base.errors import ExitCode
+from tests.foreign import page, record
+from tests.foreign.driver import COLUMNS, SECONDS, Ended, judge, one_line
+from tests.foreign.experiments import updates
+from tests.foreign.fleet import ARCHITECTURES, LARGE, LEFT_OUT, SIZES, UNMENDED, every_case, fleet
+from tests.support.commands import command, without_limits
+
+KEPT = record.rows()
+ALONE = Ended(ExitCode.DONE, "", ("weights", "state"))
+
+
+def test_the_page_says_what_is_kept() -> None:
+    text = page.PAGE.read_text()
+    assert f"{page.BEGIN}\n\n{page.between_marks(KEPT)}\n{page.END}" in text
+
+
+def test_no_case_is_silent_a_fault_or_without_an_end_but_those_that_are_known() -> None:
+    good = {*page.OUTCOMES[:3]}
+    assert {key for key, row in KEPT.items() if not set(row["outcomes"].values()) <= good} <= set(UNMENDED)
+
+
+def test_without_shards_at_most_one_result_in_twenty_is_not_identical() -> None:
+    plain = [way for way in COLUMNS if way not in page.SHARDED]
+    others = [row for row in KEPT.values() for way in plain if row["outcomes"][way] != "identical"]
+    assert len(others) <= 0.05 * len(every_case()) * len(plain)
+
+
+def test_every_case_has_a_name_of_its_own_and_the_promised_numbers_are_there() -> None:
+    keys = [case.key for case in every_case()]
+    assert len(keys) == len(set(keys))
+    assert not set(LEFT_OUT) & set(keys)
+    assert sum(map(len, ARCHITECTURES.values())) >= 25
+    assert len(SIZES["timm"]) >= 25
+    assert all(set(LARGE[library]) <= set(sizes) for library, sizes in SIZES.items())
+    assert [case.key for case in fleet(["transformers.bert"])] == ["transformers.bert"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "outcome"),
+    [
+        (ALONE, "identical"),
+        (Ended(ExitCode.BAD_INPUT, "error: no"), "refused"),
+        (Ended(ExitCode.NUMERICS, "error: loss is nan"), "refused"),
+        (Ended(ExitCode.DONE, "warning: expect other bits", ("others", "state")), "warned"),
+        (Ended(ExitCode.DONE, "", ("others", "state")), "SILENT"),
+        (Ended(ExitCode.DONE, "", ("weights", "another")), "SILENT"),
+        (Ended(ExitCode.DONE, ""), "FAULT"),
+        (Ended(ExitCode.INTERNAL, "KeyError"), "FAULT"),
+        (Ended(ExitCode.PEERS_LOST, ""), "FAULT"),
+        (Ended(-11, ""), "FAULT"),
+        (Ended(None, ""), "HANG"),
+    ],
+)
+def test_only_the_same_bits_are_identical(ended: Ended, outcome: str) -> None:
+    assert judge(ended, ALONE) == outcome
+
+
+def test_what_trains_although_one_process_refuses_it_is_silent() -> None:
+    assert judge(ALONE, Ended(ExitCode.BAD_INPUT, "error: no")) == "SILENT"
+
+
+def test_the_line_for_the_user_is_found_among_others() -> None:
+    said = "epoch 1\nddp: error: rank 0 (node 0): your loss: no\nTraceback of something else\n"
+    assert one_line(said) == "error: rank 0 (node 0): your loss: no"
+    assert one_line("a\nlast\n\n") == "last"
+
+
+@pytest.mark.extras("pytorch_optimizer")
+def test_the_lists_of_optimizers_and_schedules_are_whole() -> None:
+    import pytorch_optimizer
+    import torch
+
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    assert {kind.__name__ for kind in kinds} - {"Optimizer"} == set(updates.RULES_OF_TORCH)
+    assert set(torch.optim.lr_scheduler.__all__) - {"LRScheduler"} == set(updates.OF_TORCH)
+    assert set(pytorch_optimizer.get_supported_optimizers()) == set(updates.RULES_OF_PYTORCH_OPTIMIZER)
+    curves = {
+        name: pytorch_optimizer.load_lr_scheduler(name) for name in pytorch_optimizer.get_supported_lr_schedulers()
+    }
+    own = {name for name, kind in curves.items() if kind.__module__.startswith("pytorch_optimizer")}
+    assert own == set(updates.OF_PYTORCH_OPTIMIZER)
+
+
+def test_the_list_of_torchvisions_models_is_whole() -> None:
+    from ddp_core.base.torchvision_import import import_torchvision
+
+    models = import_torchvision()
+    left_out = {key.partition(".")[2] for key in LEFT_OUT if key.startswith("torchvision.")}
+    assert set(models.list_models(module=models)) == set(SIZES["torchvision"]) | left_out
+
+
+@pytest.mark.extras("timm", "transformers", "pytorch_optimizer")
+@pytest.mark.timeout(900)
+def test_a_part_of_the_fleet_ends_as_it_is_recorded(tmp_path: Path) -> None:
+    chosen = [
+        *("torchvision.squeezenet1_1", "timm.convnext_zepto_rms", "transformers.gpt2", "transformers.t5"),
+        *("pytorch_optimizer.lion", "pytorch_optimizer.lamb", "torch-schedules.OneCycleLR"),
+    ]
+    kept = tmp_path / "foreign.json"
+    words = ["--record", str(kept), "--workers", str(min(2, os.cpu_count() or 1)), "--only", *chosen]
+    ended = command(*words, program=("-m", "tests.foreign"), env=without_limits(), timeout=14 * SECONDS)
+    assert ended.code == 0, ended.output + ended.errors
+    found = {row["case"]: row["outcomes"] for row in json.loads(kept.read_text())}
+    assert found == {key: KEPT[key]["outcomes"] for key in chosen}
+    again = command(*words, program=("-m", "tests.foreign"), env=without_limits())
+    assert f"0 of {len(chosen)} cases to run" in again.output
