@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp_core.base.files import replace_file
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory
-from ddp_core.trainers.rehearsal import Facts, Verdict
+from ddp_core.trainers.next_step import Facts, Verdict
 from ddp_core.trainers.train_state import TrainState
 
 FOLDER = "rehearsal"

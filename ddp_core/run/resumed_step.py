@@ -35,7 +35,7 @@ from ddp_core.run.rehearsing import FACTS, GRADIENTS, REQUEST, VERDICT
 from ddp_core.run.resuming import resume
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.attributes import attributes_of
-from ddp_core.trainers.rehearsal import Verdict, micro_batch_digest, sums_after_update
+from ddp_core.trainers.next_step import Verdict, micro_batch_digest, sums_after_update
 
 _POLL_SECONDS = 0.1
 _NICENESS = 10

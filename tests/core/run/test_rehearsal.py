@@ -17,7 +17,7 @@ from ddp_core.checkpoint import find_checkpoints, load
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run import rehearsing, resumed_step
 from ddp_core.trainers import rehearsal
-from ddp_core.trainers.rehearsal import Facts, Verdict
+from ddp_core.trainers.next_step import Facts, Verdict
 from tests.support import quick
 from tests.support.commands import Ended, ddp, trained
 from tests.support.layout_cases import ADAMW_MLP, FILES, WHOLE_JOB
