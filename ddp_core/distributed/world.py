@@ -17,8 +17,10 @@ Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI a
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,9 @@ __all__ = ["World", "free_port", "node_here"]
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE"}
 """Where both are set, the launcher is torchrun, or another one that sets the same variables."""
+_PORTS = range(20_000, 29_000)
+"""Below those that a system gives to connections (Linux: from 32768 on): such a port, found free, may be a connection's
+own before the store listens, seconds later, on a busy machine. torch's own default ports are not among them."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,9 @@ def missing_nodes(asked: int, came: int) -> UserError:
 
 def free_port() -> int:
     """A TCP port of this machine on which nothing listens at this moment, for the store of a launch."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    # Drawn neither from the user's generator nor from one that forked processes have alike.
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError(f"no free port between {_PORTS[0]} and {_PORTS[-1]} on this machine", ExitCode.RESOURCES)

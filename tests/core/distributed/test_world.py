@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import ddp_core
 from ddp_core.base.errors import UserError
-from ddp_core.distributed.world import World
+from ddp_core.distributed.world import World, free_port
 
 TORCHRUN = {
     "RANK": "5",
@@ -107,6 +108,24 @@ def test_nothing_else_knows_the_launchers_variables() -> None:
         if isinstance(node, ast.Constant) and node.value in LAUNCHERS_VARIABLES
     }
     assert {(name, variable) for name, variable in named if name not in READERS} <= handed_on
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_a_connection_meanwhile() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port() < first for _ in range(20))
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = free_port()
+    other = next(port for port in iter(free_port, 0) if port != taken)
+    monkeypatch.setattr("ddp_core.distributed.world._PORTS", (taken, other))
+    with socket.socket() as listens:
+        listens.bind(("127.0.0.1", taken))
+        listens.listen()
+        assert {free_port() for _ in range(20)} == {other}
+        monkeypatch.setattr("ddp_core.distributed.world._PORTS", (taken,))
+        with pytest.raises(UserError, match=f"no free port between {taken} and {taken}"):
+            free_port()
 
 
 def test_few_modules_touch_the_environment() -> None:
