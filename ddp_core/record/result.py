@@ -53,7 +53,8 @@ def gather_ends(trainer: Trainer, speed: dict[str, float], usage: RankTotals) ->
     if any(end not in (ends[0], (None, ends[0][1])) for end in ends) and not trainer.guard.is_broken:
         found = first_difference(collectives.gather, replicated(state))
         with trainer.guard.check("same state", state.step):
-            raise other_state(state, found or "the state_dict is not the same on all ranks", "the run has no result")
+            what = found or "the state_dict is not the same on all ranks"
+            raise other_state(what, f"after step {state.step}", "the run has no result")
     optimizer = optimizer_digest(whole) if world.is_first and whole is not None else None
     totals, slow = of_all([part[2] for part in parts]), slowest([part[1] for part in parts])
     return Ends(ends[0][0], average, weights or {}, optimizer, totals, slow)

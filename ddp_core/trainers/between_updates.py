@@ -43,8 +43,9 @@ class BetweenUpdates:
             if are_whole:
                 alike = len(set(collectives.gather(checksum(self._named[name])))) == 1
             if not alike:
+                everywhere = len(ranks) == len(everyones)
+                which = "otherwise on each rank" if everywhere else f"on rank {', '.join(map(str, ranks))} alone"
                 raise UserError(
-                    f"{where}: parameter {name} was changed after the last update on rank {', '.join(map(str, ranks))} "
-                    'of those that should do the same: a callback that changes weights needs `ranks = "all"`, and '
-                    "must do the same on each rank"
+                    f"{where}: parameter {name} was changed after the last update, {which}: a callback that changes "
+                    'weights needs `ranks = "all"`, and must do the same on each rank'
                 )

@@ -32,6 +32,7 @@ from ddp_core.config.cut import MicroBatch
 from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
+from ddp_core.reduction import BatchStatistics
 
 if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
@@ -112,18 +113,22 @@ def compute_again(
 
     `tensors` get the gradients. `before` changes the model's buffers and attributes for this pass.
     """
-    now = ForwardState(model)
+    now, statistics = ForwardState(model), BatchStatistics(model)
     kept = [(tensor, tensor.grad) for tensor in (*tensors.values(), *model.parameters())]
     try:
         for tensor, _ in kept:
             tensor.grad = None
         if before is not None:
             before()
+        statistics.begin()
         with GradientSums(tensors) as gradients:
             loss = run()
-        buffers = {name: checksum(buffer) for name, buffer in model.named_buffers()}
+        buffers = {"of batch norm": checksum(statistics.take())}
+        statistics.restore()
+        buffers |= {name: checksum(buffer) for name, buffer in model.named_buffers()}
         return Computed(checksum(loss), gradients.checksums(), buffers)
     finally:
+        statistics.restore()
         for tensor, gradient in kept:
             tensor.grad = gradient
         now.put_back()
@@ -305,6 +310,8 @@ class CrossCheck:
         found = next((difference for one, other in pairs if (difference := one.difference(other))), None)
         if found is None:
             return
+        # Ranks that begin with other weights or buffers rightly have other gradients.
+        self._trainer.compare_states(f"in step {batch.step + 1}")
 
         def everywhere(as_before: bool = False) -> dict[str, Computed]:
             ours = self._compute(batch, check, index, everywhere=True, as_before=as_before)

@@ -16,19 +16,19 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.trainers.train_state import TrainState
 
 
-def require_same_state(state: TrainState, collectives: Collectives, so: str) -> None:
-    """Compare the ranks' copies; a collective. `so` says what comes of a difference.
+def require_same_state(state: TrainState, collectives: Collectives, when: str, so: str) -> None:
+    """Compare the ranks' copies; a collective. `when` is said of a difference, and `so` what comes of it.
 
     Raises UserError (2) on every rank, naming the first tensor that differs and the ranks where it does.
     """
     if collectives.world.world_size > 1 and (found := first_difference(collectives.gather, replicated(state))):
-        raise other_state(state, found, so)
+        raise other_state(found, when, so)
 
 
-def other_state(state: TrainState, found: str, so: str) -> UserError:
+def other_state(found: str, when: str, so: str) -> UserError:
     """The error for what `first_difference` has found; `so` says what comes of it."""
     return UserError(
-        f"after step {state.step} {found}, so {so}. It was changed on some ranks alone: by a callback, a hook or an "
+        f"{when} {found}, so {so}. It was changed on some ranks alone: by a callback, a hook or an "
         "optimizer that does not do the same on every rank, by a forward that changes weights (nn.Embedding with "
         "max_norm), or by a machine that computes wrongly"
     )

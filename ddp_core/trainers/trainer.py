@@ -399,11 +399,15 @@ class Trainer(ABC):
         """Compare what all ranks have alike, where the reduction promises that; raises UserError (2)."""
         if self.guard.checks:
             with self.clock.aside("other"), self.guard.check("same state", self.state.step):
-                stops = self.options.on_difference == "stop"
-                so = f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
-                require_same_state(self.state, self.job.collectives, so)
+                self.compare_states(f"after step {self.state.step}")
                 if not self.state.ownership.has_whole_weights:
                     self.require_same_changes(self.between_updates.changed())
+
+    def compare_states(self, when: str) -> None:
+        """Raises UserError (2), on every rank, for the first tensor that the ranks do not have alike."""
+        stops = self.options.on_difference == "stop"
+        so = f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
+        require_same_state(self.state, self.job.collectives, when, so)
 
     def require_same_changes(self, changed: list[str]) -> None:
         """Compare what was `changed` since the last update with the other ranks; raises UserError (2)."""

@@ -57,7 +57,7 @@ class StandIn:
 
 def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[tuple[str, str], StandIn]:
     """The digests of a training whose passes are recorded, and its recorder."""
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2)) as trainer:
+    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
         recorder = StandIn(trainer.model)
         trainer.passes = GraphedPasses(trainer.experiment, trainer.job.loss, CPU, recorder)
         trainer.train()
@@ -65,7 +65,7 @@ def graphed(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tu
 
 
 def direct(build: Callable[[], nn.Module], steps: int = 5, **fields: Any) -> tuple[str, str]:
-    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2)) as trainer:
+    with trainer_of(experiment(**fields), build, train=samples(16 * steps - 2), guard="off") as trainer:
         trainer.train()
         return digests(trainer)
 

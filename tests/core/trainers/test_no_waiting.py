@@ -93,6 +93,8 @@ def waits(build: Callable[[], nn.Module], **fields: Any) -> list[str]:
             observers=(EndsEarly(watched, made),),
             device=META,
             log_every=1000,
+            # A step in which the guard checks something waits.
+            guard="off",
         ) as trainer,
         made,
         watched,
@@ -102,6 +104,8 @@ def waits(build: Callable[[], nn.Module], **fields: Any) -> list[str]:
         trainer._read_every, trainer._gate = STEPS + 1, LossGate(torch.optim.SGD([torch.zeros(1)]), META)
         # In steps 1, 2, 4, 8, … the weights are looked at by their values; these are later ones.
         trainer.reduction._steps = 2**10  # type: ignore[attr-defined]
+        # After the first update it is tried whether a checkpoint could hold the optimizer's state.
+        trainer.update._is_saveable = True
         with pytest.raises(EndedEarly):
             trainer.train()
     return watched.found + made.found
