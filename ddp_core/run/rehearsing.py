@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.files import replace_file
+from ddp_core.base.memory import free_memory
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory
 from ddp_core.trainers.next_step import Facts, Verdict
@@ -55,7 +56,7 @@ class FreshProcess:
         """Why there is not enough memory for a second job beside this one; None where there is."""
         whole = state.ownership.described_weights().values()
         weights = sum(each.numel() * each.element_size() for each in whole if isinstance(each, Tensor))
-        free, total = _free_memory()
+        free, total = free_memory()
         # What this process has is an estimate of what another one takes; where state is cut, it has less.
         needed = _resident() + (0 if state.ownership.has_whole_weights else _COPIES * weights)
         if free is not None and free < needed + total // 20:
@@ -126,24 +127,6 @@ def start_interpreter(folder: Path) -> subprocess.Popen[bytes]:
         env={**os.environ, "PYTHONPATH": places},
         start_new_session=True,
     )
-
-
-def _free_memory() -> tuple[int | None, int]:
-    """The bytes of memory that are free here, also by the limit of a container, and all there are; None if unknown."""
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError):
-        return None, 0
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Files that the kernel could forget count as used.
-        free, total = min(free, limit - used + int(kept.get("inactive_file", 0))), min(total, limit)
-    except (OSError, ValueError):  # no container, or no limit
-        pass
-    return free, total
 
 
 def _resident() -> int:

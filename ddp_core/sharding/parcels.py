@@ -72,7 +72,8 @@ class Turns:
     """
 
     def __init__(self, parcels: Sequence[Parcel], send: Callable[[int], None]) -> None:
-        self._parcels, self._send, self._next = parcels, send, 0
+        self._parcels, self._send = parcels, send
+        self._next = len(parcels)  # before the first pass, there is nothing to send
         for parcel in parcels:
             parcel.became_ready = self.send_ready
 

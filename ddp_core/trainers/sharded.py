@@ -7,16 +7,22 @@ where a forward needs them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.memory import free_on
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
+from ddp_core.trainers.cross_check import Computed, compute_again
 from ddp_core.trainers.distributed import DistributedTrainer
+
+_COPIES = 4
+"""Of all weights must fit into the free memory: a gradient, and as much again for what forward keeps, with a margin."""
 
 
 class ShardedTrainer(DistributedTrainer):
@@ -31,6 +37,7 @@ class ShardedTrainer(DistributedTrainer):
         state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
         assert group is not None
         self.module = self.model
+        whole = self.first_micro_batch() if self.can_compare else None
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
         # The parameters are other objects where each rank has a part of them.
@@ -43,6 +50,40 @@ class ShardedTrainer(DistributedTrainer):
 
             self.passes.scaler = state.scaler = ShardedGradScaler(self.device.type)
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
+        if whole is not None:
+            with self.guard.check("before and after the cut", 0):
+                self.require_same_pass(whole, self.first_micro_batch())
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether a pass before the cut can be compared with one after it, the same on every rank."""
+        if self.cross_check is None:
+            return False
+        weights = sum(each.numel() * each.element_size() for each in self.model.parameters())
+        has_room = free_on(self.device) > _COPIES * weights
+        if not all(self.job.collectives.gather(has_room)):
+            self.guard.figures["not compared before and after the cut"] = "not enough memory for a whole gradient"
+            return False
+        return True
+
+    def first_micro_batch(self) -> Computed:
+        """What the first micro-batch of a run gives with the weights as they are now."""
+        self.model.train()
+        part = self.cut.parts(self.batches.samples_of(0))[0]
+        data = self.batches.loader.fetch(0, self.batches.ids(0, part), self.batches.key(0, part))
+        batch = StepBatch(0, 0, self.batches.samples_of(0), [], [], [])
+        run = partial(self.run_again, batch, part, data)
+        return compute_again(self.model, self.state.ownership.made_by_backward(), run)
+
+    def require_same_pass(self, whole: Computed, now: Computed) -> None:
+        """Raise UserError (2), on every rank, where the model computes something else since its state is cut."""
+        found = next(filter(None, self.job.collectives.gather(whole.difference(now))), None)
+        if found is not None:
+            raise UserError(
+                f"{found} has other bits since --shard {self.job.layout.shard} has cut the model: the model asks "
+                "whether it is cut, or a hook or a closure leads to parameters that were replaced; leave --shard out, "
+                "or use one that cuts less"
+            )
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches, in which it also sends gradients."""

@@ -124,3 +124,10 @@ def test_a_machine_that_computes_wrongly_is_named(
 @pytest.mark.slow
 def test_one_flip_in_a_micro_batch_that_is_not_checked_is_not_seen(tmp_path: Path) -> None:
     assert run(tmp_path, "", *DDP, "--fault", "flip@3:1").code == ExitCode.DONE
+
+
+def test_a_model_that_asks_whether_it_is_cut_is_refused_by_name(tmp_path: Path) -> None:
+    words = ("--device", "cpu", "--output", str(tmp_path), "--max-restarts", "0")
+    ended = ddp("train", FILES / "asks_whether_cut.py", *PARAMETERS, *words)
+    assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False), ended.errors
+    assert "the loss has other bits since --shard parameters has cut the model" in ended.errors
