@@ -141,6 +141,7 @@ def run(request: Request, world: World) -> None:
                     metrics=metrics,
                     stop=stop,
                     broken=record.mark_broken,
+                    has_random_data=record.is_random,
                     # Data that are known to be random are not read again.
                     on_random_data=None if record.is_random else record.take_random_data,
                     rehearser=training.enter_context(

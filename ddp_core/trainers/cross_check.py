@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _FIRST_STEPS = (1, 2, 4)
 _SHARE = 0.005
 """Of the time of training, for checks between saves; as much again is for those before a save."""
+RANDOM = "samples come out differently at each read"
+"""Why nothing can be computed again."""
 _WAY_OUT = (
     "so the result depends on the layout: let it follow from weights, samples and step alone, or go on with "
     "--on-difference warn"
@@ -195,8 +197,6 @@ class CrossCheck:
         self._kind = hashlib.sha256(repr(fingerprint(trainer.device, rules)).encode()).hexdigest()[:16]
         self.checks = 0
         """In how many steps something was computed again."""
-        self.hindrance: str | None = None
-        """Why nothing can be computed again, where that is so."""
         self.every: int | None = None
         """Steps between two checks; None until the cost is known."""
         self._first: int | None = None
@@ -208,7 +208,7 @@ class CrossCheck:
         self._check = None
         if self._first is None:
             self._first, self._last_ended = batch.step, time.perf_counter()
-        if self.hindrance is not None or not self._is_due(batch.step, before_save):
+        if self._trainer.has_random_data or not self._is_due(batch.step, before_save):
             return
         parts = self._trainer.cut.parts(batch.samples)
         own = {part.index: _of_data(data) for part, data in zip(batch.micro_batches, batch.tensors, strict=True)}
@@ -251,7 +251,6 @@ class CrossCheck:
             original = originals[index]
             answers = [answer for each in everyones for answer in each[1][index]]
             if any(answer.data != original.data for answer in answers):
-                self.hindrance = "samples come out differently at each read"
                 ids = ", ".join(map(str, trainer.batches.ids(batch.step, check.watched[index].part)[:16]))
                 trainer.take_random_data(f"samples {ids} are not the same when read again in step {batch.step + 1}")
                 return

@@ -22,6 +22,7 @@ from torch import Tensor
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.attributes import Attributes
+from ddp_core.trainers.cross_check import RANDOM
 from ddp_core.trainers.next_step import Facts, Verdict, micro_batch_digest, sums_after_update
 from ddp_core.trainers.train_state import TrainState
 
@@ -148,6 +149,8 @@ class ResumeRehearsal(StepObserver):
                 f"callback {type(callback).__name__} keeps `{name}` in an attribute, which no checkpoint holds: a "
                 "resumed run starts with it anew; let its state_dict return it, and load_state_dict take it"
             )
+        if self._trainer.has_random_data:
+            return None, RANDOM
         if self._rehearser is None:
             return None, "this training was not started from a request, so no other process can build it"
         per_step = (time.perf_counter() - self._began) / (step - (self._first_step or 0))

@@ -30,7 +30,7 @@ from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import CrossCheck, Spot
+from ddp_core.trainers.cross_check import RANDOM, CrossCheck, Spot
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
@@ -100,11 +100,14 @@ class Trainer(ABC):
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.guard = Guard(job)
+        self.has_random_data = job.has_random_data
         # A CUDA graph replays its kernels without the hooks by which gradients are watched.
         can_check = self.guard.checks and not job.options.cuda_graph
         self.cross_check = CrossCheck(self, job.options.guard == "strict") if can_check else None
         if job.options.cuda_graph:
             self.guard.figures["not computed again"] = "a CUDA graph replays without the hooks that watch gradients"
+        elif self.has_random_data:
+            self.guard.figures["not computed again"] = RANDOM
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
         # Before the data are used: a model may change its inputs.
@@ -154,8 +157,8 @@ class Trainer(ABC):
         with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):
             cross_check.finish(batch)
         self.guard.figures |= {"checks": cross_check.checks, "every": cross_check.every}
-        if cross_check.hindrance is not None:
-            self.guard.figures["not computed again"] = cross_check.hindrance
+        if self.has_random_data:
+            self.guard.figures["not computed again"] = RANDOM
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -427,6 +430,7 @@ class Trainer(ABC):
 
         Once, and not where that was known before training. Raises UserError (2) where the guard is strict.
         """
+        self.has_random_data = True
         if self.read_twice is None or self.read_twice.is_over:
             return
         self.read_twice.stop()

@@ -39,6 +39,4 @@ def test_state_that_no_rank_can_cut_is_refused(tmp_path: Path) -> None:
 def test_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     ended = ddp("train", NESTED, "--device", "cpu", "--output", tmp_path, env={"KIND": "object"})
     assert (ended.code, "Traceback" in ended.errors) == (ExitCode.BAD_INPUT, False)
-    assert (
-        "your optimizer, a Nested, has a state, which no checkpoint can hold: state['state.0.newest']" in ended.errors
-    )
+    assert "your optimizer, Nested, keeps a state that no checkpoint can hold: state['state.0.newest']" in ended.errors

@@ -68,6 +68,7 @@ ROWS = (
         "P",
         (
             f"{_LOSSES}::test_a_killed_worker_is_replaced",
+            f"{_LOSSES}::test_a_killed_worker_is_named_where_its_peer_left_sooner",
             f"{_LOSSES}::test_a_killed_worker_that_had_the_only_copy_of_a_part_is_replaced",
             f"{_LOSSES}::test_twenty_kills_are_twenty_recoveries",
             f"{_NODES}::test_killed_workers_of_two_nodes_are_replaced_every_time",

@@ -148,6 +148,7 @@ def test_few_modules_touch_the_environment() -> None:
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "cli/training.py": "hands its environment on to the `ddp train` that it starts",
         "cli/early_numerics.py": "sets those limits before torch is loaded, or starts the process anew",
+        "run/rehearsing.py": "hands its environment on to the process that rehearses a resume",
         "record/environment.py": "notes libraries' settings and what the image was built from",
     }
     touching = {

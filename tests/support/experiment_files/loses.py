@@ -11,7 +11,7 @@ from ddp_core import Callback, Component, Experiment
 from ddp_core.observe.callback import Moment
 
 LOSES = os.environ.get("LOSES", "nothing")
-COUNTS = {"updates": 0, "forwards": 0}
+COUNTS = {"updates": 0, "steps": 0}
 
 
 class Slower(torch.optim.SGD):
@@ -59,7 +59,7 @@ class Jumps(LambdaLR):
 
 
 class Net(nn.Sequential):
-    """Scales its answer by how often it was asked, where LOSES says so."""
+    """Scales its answer by the steps that a callback has counted, where LOSES says so."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -67,12 +67,9 @@ class Net(nn.Sequential):
         self.last: Tensor | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.training and LOSES != "nothing":
-            self.count += 1
-            COUNTS["forwards"] += 1
         if LOSES == "in a cache":
             self.last = inputs.mean(0)
-        scales = {"of the model": self.count, "global of the model": COUNTS["forwards"]}
+        scales = {"of the model": self.count, "global of the model": COUNTS["steps"]}
         return super().forward(inputs) / (1 + 0.01 * scales.get(LOSES, 0))
 
 
@@ -83,6 +80,9 @@ class Counts(Callback):
 
     def on_step(self, moment: Moment) -> None:
         self.seen += 1
+        COUNTS["steps"] += 1
+        if LOSES != "nothing":
+            moment.model.count = moment.step  # type: ignore[assignment]
 
     def on_end(self, moment: Moment) -> None:
         assert moment.directory is not None
