@@ -31,7 +31,7 @@ __all__ = ["World", "free_port", "node_here"]
 
 _TORCHRUNS = {"RANK", "WORLD_SIZE"}
 """Where both are set, the launcher is torchrun, or another one that sets the same variables."""
-_PORTS = range(20_000, 29_000)
+_PORTS = range(10_000, 29_000)
 """Below those that a system gives to connections (Linux: from 32768 on): such a port, found free, may be a connection's
 own before the store listens, seconds later, on a busy machine. torch's own default ports are not among them."""
 

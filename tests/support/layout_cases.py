@@ -40,9 +40,12 @@ def digests(
     ranks = count if kind == "ddp" else 1
     words = ["--layout", kind, "--nproc-per-node", str(count), "--device", "cpu"]
     words += ["--shard", shard] if shard != "none" else []
+    ports: set[int] = set()
+    while len(ports) < len(cases):
+        ports.add(free_port())
     plan = [
-        ([*case, *words, "--output", str(output / str(number))], free_port())
-        for number, case in enumerate(cases.values())
+        ([*case, *words, "--output", str(output / str(number))], port)
+        for number, (case, port) in enumerate(zip(cases.values(), ports, strict=True))
     ]
     run_processes(_run_all, ranks, plan, kind == "ddp", keyed_by_rank)
     records = [trained(output / str(number))[1] for number in range(len(cases))]
