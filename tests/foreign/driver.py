@@ -29,9 +29,9 @@ from ddp_core.record.directory import find_runs
 from tests.foreign.fleet import GROUPS, Case
 
 Outcome = Literal["identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried"]
-"""identical: the weights and the optimizer's state of `single`. refused: a line that says why, and exit code 2 or 5.
-warned: other bits, and a warning that said so. SILENT: other bits, and nothing said. FAULT: any other end. HANG: none
-within the time. not tried: `single` ended badly."""
+"""identical: the weights, their average and the optimizer's state of `single`. refused: a line that says why, and exit
+code 2 or 5. warned: other bits, and a warning that said so. SILENT: other bits, and nothing said. FAULT: any other end.
+HANG: none within the time. not tried: `single` ended badly."""
 
 SECONDS, SECONDS_LARGE = 150, 600
 """How long one layout may take."""
@@ -72,7 +72,7 @@ class Ended:
 
     code: int | None
     said: str
-    digests: tuple[str, str] | None = None
+    digests: tuple[str | None, ...] | None = None
 
 
 def load(groups: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ def _try_to_train(case: Case, way: Way, output: Path, *more: str) -> Ended:
     records = [record for _, record in find_runs(output)]
     digests = None
     if len(records) == 1 and "weights_sha256" in records[0]:
-        digests = (records[0]["weights_sha256"], records[0]["optimizer_sha256"])
+        digests = tuple(records[0][f"{part}_sha256"] for part in ("weights", "optimizer", "ema"))
     return Ended(codes[worst], text, digests)
 
 
