@@ -179,7 +179,9 @@ def _try_to_train(case: Case, way: Way, output: Path, *more: str) -> Ended:
         each.join()
     codes = [each.exitcode for each in ranks]
     worst = max(range(len(codes)), key=lambda rank: _badness(codes[rank]))
-    text = logs[worst].read_text(errors="replace")
+    # Of ranks that end alike, one alone may say why.
+    alike = [log.read_text(errors="replace") for rank, log in enumerate(logs) if codes[rank] == codes[worst]]
+    text = next((said for said in alike if "error: " in said), alike[0])
     if hangs and not any(code == -signal.SIGKILL for rank, code in enumerate(codes) if rank not in hangs):
         return Ended(None, f"ranks {hangs} did not end\n{logs[hangs[0]].read_text(errors='replace')}")
     records = [record for _, record in find_runs(output)]

@@ -1,7 +1,7 @@
 """Writes an experiment file from a seed: a small model with habits of other people's, and any settings around it.
 
-`experiment_of(17)` is the same text at each call. What it draws from are the lists below: a new habit is one more entry,
-and gives other texts to the same seeds.
+`experiment_of(17)` is the same text at each call. What it draws from are the lists below. A new habit is one more
+entry, and gives other texts to the same seeds.
 """
 
 from __future__ import annotations
@@ -554,7 +554,7 @@ def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tup
     """The file's own loss, optimizer and schedule, where it has them, and the settings."""
     own: list[str] = []
     micro = draw.choice((2, 3, 4))
-    size = micro * draw.choice((2, 3, 4, 5))
+    size = micro * draw.choice((3, 4, 5))
     # A last micro-batch of one sample is an error of torch's in batch norm, on every layout.
     rest = draw.choice([each for each in range(size) if each % micro != 1])
     lines = ['name="random"', f"seed={draw.randrange(100)}", f"global_batch_size={size}", f"micro_batch={micro}"]

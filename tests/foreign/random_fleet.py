@@ -109,15 +109,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "seeds": len(rows),
         "bad_seeds": sorted(row["seed"] for row in rows if is_bad(row)),
         "layouts": {way: dict(counts) for way, counts in sorted(layouts.items())},
-        "refusals": dict(refusals(rows).most_common()),
+        "refusals": refusals(rows),
         "rows": sorted(rows, key=lambda row: row["seed"]),
     }
 
 
-def refusals(rows: list[dict[str, Any]]) -> Counter[str]:
-    """How often each reason was given, without the names and numbers in it."""
-    said = (row["said"][way] for row in rows for way, each in row["outcomes"].items() if each == "refused")
-    return Counter(re.sub(r"\d+", "N", re.sub(r"^.*?random_\d+\.py:\d+: |'[^']*'", "", text))[:160] for text in said)
+def refusals(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """The seeds that were refused for each reason, without the names and numbers in it; the most frequent one first."""
+    found: dict[str, set[int]] = {}
+    for row in rows:
+        for way, outcome in row["outcomes"].items():
+            if outcome == "refused":
+                found.setdefault(_without_names(row["said"][way]), set()).add(row["seed"])
+    return {said: sorted(seeds) for said, seeds in sorted(found.items(), key=lambda each: -len(each[1]))}
+
+
+def _without_names(said: str) -> str:
+    said = re.sub(r"\S*random_\d+\.py:\d+: |\(rank \d+ .*?\)|\(replica \d+, .*?\)", "", said)
+    return re.sub(r"\b[\w]+\.[\w.]+\b", "NAME", re.sub(r"\d+", "N", said))[:200]
 
 
 def print_counts(rows: list[dict[str, Any]], file: Path) -> None:
@@ -125,8 +134,8 @@ def print_counts(rows: list[dict[str, Any]], file: Path) -> None:
     counts = summary(rows)
     for way, outcomes in counts["layouts"].items():
         print(f"{way}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(outcomes.items()))}")
-    for said, count in counts["refusals"].items():
-        print(f"refused {count} times: {said}")
+    for said, seeds in counts["refusals"].items():
+        print(f"refused {len(seeds)} seeds, such as {seeds[0]}: {said}")
     print(f"{len(counts['bad_seeds'])} of {counts['seeds']} seeds are bad; {file}")
 
 
