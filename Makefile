@@ -12,6 +12,8 @@ SEED ?=
 # `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
 ROUNDS ?= 20
 SLOW ?=
+# `make soak CASES=500`: so many random experiments after the rounds.
+CASES ?= 500
 # `make test-foreign WORKERS=2`: so many of other people's models at a time.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
@@ -84,8 +86,8 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[foreign]'
 	$(NO_GPU) $(BIN)/python -m tests.foreign --workers $(WORKERS) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
 
-soak: setup ## Run the distributed and fault tests again and again while every core is kept busy: ROUNDS=20 SLOW=1
-	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow)
+soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
+	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
 
 mutants: setup ## Change the core code on purpose: does a test notice? Hours; SAMPLE=40 SEED=1 ONLY="reduction.tree sampler"
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'

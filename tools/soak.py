@@ -3,7 +3,8 @@
 A test that waits for a time, where it should wait for an event, passes on a quiet machine and fails on a busy one. Each
 round runs the tests once, beside one endless loop per core (`--loops 0` where other work keeps the cores busy). After
 each round the counts so far, per round and per test, are written to outputs/soak/<start>/soak.json, and the output of a
-failed test beside it. `--slow` adds the slow tests.
+failed test beside it. `--slow` adds the slow tests. Then `--cases 500` trains so many random experiments on random
+layouts, others each day (tests/foreign/random_fleet.py), and writes what came of them to random/random.json beside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum
 
 
 def main() -> int:
-    """Run the rounds; return 1 if any test failed in any of them, else 0."""
+    """Run the rounds, then the random experiments; return 1 if any test or experiment was bad, else 0."""
     options = parse()
     folder = options.output or ROOT / "outputs" / "soak" / datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     folder.mkdir(parents=True)
@@ -44,7 +45,8 @@ def main() -> int:
             print(f"round {number}: {rounds[-1]}", flush=True)
     clean = sum(was_clean(each) for each in rounds)
     print(f"{clean} of {len(rounds)} rounds without a failure; {folder / 'soak.json'}")
-    return int(clean < len(rounds))
+    is_bad = bool(options.cases) and run_cases(options.cases, folder / "random")
+    return int(clean < len(rounds) or is_bad)
 
 
 def parse() -> argparse.Namespace:
@@ -53,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--loops", type=int, default=usable_cores(), help="endless loops beside (%(default)s)")
     parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
+    parser.add_argument("--cases", type=int, default=0, help="random experiments after the rounds (%(default)s)")
     parser.add_argument("--output", type=Path, help="a new folder for the results; by default outputs/soak/<start>")
     parser.add_argument("tests", nargs="*", help=f"files, folders or names of tests; by default {' '.join(TESTS)}")
     return parser.parse_args()
@@ -88,6 +91,12 @@ def run_round(
             (folder / f"round-{number}-failure-{seen['failed']}.txt").write_text(f"{name}\n\n{text}\n")
     load = round(os.getloadavg()[0], 1)
     return {**seen, "seconds": round(time.monotonic() - started, 1), "exit_code": code, "load_average": load}
+
+
+def run_cases(count: int, folder: Path) -> bool:
+    """Train so many random experiments; return whether one of them was bad. They are kept in `folder`."""
+    words = ["-m", "tests.foreign.random_fleet", "--count", str(count), "--output", str(folder)]
+    return subprocess.run([sys.executable, *words], cwd=ROOT, check=False).returncode != 0
 
 
 def outcomes(report: Path) -> Iterator[tuple[str, str, str]]:

@@ -7,26 +7,16 @@ all the same. The exit code is 1 where a case that has run now is silent, a faul
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.process import die_with_parent
-from tests.foreign import driver, page, record
+from tests.foreign import driver, page, pool, record
 from tests.foreign.fleet import GROUPS, LEFT_OUT, Case, fleet
-
-_FORK = multiprocessing.get_context("fork")
-_BAD = {"SILENT", "FAULT", "HANG", "not tried"}
 
 
 def main() -> int:
@@ -76,52 +66,16 @@ def run_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
         return 0
     commit = _commit()
     driver.load(sorted({case.group for case in cases}))
-    waiting, counts = list(cases), Counter[str]()
-    running: dict[Connection, tuple[Case, Any]] = {}
-    end = time.monotonic() + options.seconds
-    while (waiting and time.monotonic() < end) or running:
-        while waiting and time.monotonic() < end and _may_begin(waiting[0], running, options.workers):
-            case = waiting.pop(0)
-            here, there = _FORK.Pipe(duplex=False)
-            process = _FORK.Process(target=_work, args=(there, case))
-            process.start()
-            there.close()
-            running[here] = (case, process)
-        for pipe in wait(list(running)):
-            assert isinstance(pipe, Connection)
-            case, process = running.pop(pipe)
-            found = _answer(pipe)
-            process.join()
-            record.keep(case, found, commit, options.record)
-            worst = sorted(set(found["outcomes"].values()) & _BAD)
-            counts["bad" if worst else "good"] += 1
-            print(
-                f"{case.key}: {_in_words(found)}, {found['seconds']} s ({len(waiting) + len(running)} left)", flush=True
-            )
-    if waiting:
-        print(f"not begun in the time: {len(waiting)} cases, from {waiting[0].key} on")
+    begun, counts = 0, Counter[str]()
+    for case, found in pool.outcomes(cases, options.workers, options.seconds):
+        record.keep(case, found, commit, options.record)
+        worst = pool.BAD & set(found["outcomes"].values())
+        begun += 1
+        counts["bad" if worst else "good"] += 1
+        print(f"{case.key}: {_in_words(found)}, {found['seconds']} s ({len(cases) - begun} left)", flush=True)
+    if begun < len(cases):
+        print(f"not begun in the time: {len(cases) - begun} cases, from {cases[begun].key} on")
     return counts["bad"]
-
-
-def _may_begin(case: Case, running: Mapping[Connection, tuple[Case, Any]], workers: int) -> bool:
-    is_large = case.is_large or any(each.is_large for each, _ in running.values())
-    return not running or (len(running) < workers and not is_large)
-
-
-def _work(pipe: Connection, case: Case) -> None:
-    # So an interrupt of the command, or its death, ends the trainings, too.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    pipe.send(driver.run(case))
-
-
-def _answer(pipe: Connection) -> dict[str, Any]:
-    with contextlib.suppress(EOFError):
-        found: dict[str, Any] = pipe.recv()
-        return found
-    said = "the process that trains the case has died"
-    return {"outcomes": {"single": "FAULT"}, "said": {"single": said}, "on": {}, "seconds": 0.0}
 
 
 def _in_words(found: dict[str, Any]) -> str:

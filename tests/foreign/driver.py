@@ -29,9 +29,9 @@ from ddp_core.record.directory import find_runs
 from tests.foreign.fleet import GROUPS, Case
 
 Outcome = Literal["identical", "refused", "warned", "SILENT", "FAULT", "HANG", "not tried"]
-"""identical: the weights and the optimizer's state of `single`. refused: a line that says why, and exit code 2 or 5.
-warned: other bits, and a warning that said so. SILENT: other bits, and nothing said. FAULT: any other end. HANG: none
-within the time. not tried: `single` ended badly."""
+"""identical: the weights, their average and the optimizer's state of `single`. refused: a line that says why, and exit
+code 2 or 5. warned: other bits, and a warning that said so. SILENT: other bits, and nothing said. FAULT: any other end.
+HANG: none within the time. not tried: `single` ended badly."""
 
 SECONDS, SECONDS_LARGE = 150, 600
 """How long one layout may take."""
@@ -72,7 +72,7 @@ class Ended:
 
     code: int | None
     said: str
-    digests: tuple[str, str] | None = None
+    digests: tuple[str | None, ...] | None = None
 
 
 def load(groups: Sequence[str]) -> None:
@@ -179,13 +179,15 @@ def _try_to_train(case: Case, way: Way, output: Path, *more: str) -> Ended:
         each.join()
     codes = [each.exitcode for each in ranks]
     worst = max(range(len(codes)), key=lambda rank: _badness(codes[rank]))
-    text = logs[worst].read_text(errors="replace")
+    # Of ranks that end alike, one alone may say why.
+    alike = [log.read_text(errors="replace") for rank, log in enumerate(logs) if codes[rank] == codes[worst]]
+    text = next((said for said in alike if "error: " in said), alike[0])
     if hangs and not any(code == -signal.SIGKILL for rank, code in enumerate(codes) if rank not in hangs):
         return Ended(None, f"ranks {hangs} did not end\n{logs[hangs[0]].read_text(errors='replace')}")
     records = [record for _, record in find_runs(output)]
     digests = None
     if len(records) == 1 and "weights_sha256" in records[0]:
-        digests = (records[0]["weights_sha256"], records[0]["optimizer_sha256"])
+        digests = tuple(records[0][f"{part}_sha256"] for part in ("weights", "optimizer", "ema"))
     return Ended(codes[worst], text, digests)
 
 

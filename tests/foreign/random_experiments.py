@@ -1,0 +1,586 @@
+"""Writes an experiment file from a seed: a small model with habits of other people's, and any settings around it.
+
+`experiment_of(17)` is the same text at each call. What it draws from are the lists below. A new habit is one more
+entry, and gives other texts to the same seeds.
+"""
+
+from __future__ import annotations
+
+import random
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WIDTH, CLASSES = 8, 5
+ROWS, IMAGES, WORDS = "rows", "images", "words"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model: what it is given, and an expression that makes its body, which ends with WIDTH numbers."""
+
+    name: str
+    inputs: str
+    body: str
+    classes: str = ""
+
+
+@dataclass(frozen=True)
+class Habit:
+    """Something that a model does: lines for its parts, for its forward, and what it needs of the rest of the file."""
+
+    name: str
+    made: str = ""
+    inputs: str = ""
+    """Lines at the beginning of forward, which change `inputs`."""
+    hidden: str = ""
+    """Lines in the middle of forward, which change `hidden`."""
+    methods: str = ""
+    functions: str = ""
+    callback: str = ""
+    settings: tuple[str, ...] = ()
+    needs_numbers: bool = False
+    """Whether the inputs must be floating-point numbers."""
+
+
+ACTIVATIONS = ("nn.ReLU()", "nn.GELU()", "nn.Tanh()", "nn.SiLU()", "nn.ReLU(inplace=True)")
+_BLOCK = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        wide, narrow = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), wide, {act}, nn.Dropout(0.2), narrow)
+
+    def forward(self, rows):
+        return rows + self.layers(rows)
+"""
+_ATTENTION = """
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH{more}), nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout={dropout}, batch_first=True, norm_first={first})
+
+    def forward(self, ids):
+        return self.layer(self.words(ids) + self.places).mean(1)
+"""
+_RECURRENT = """
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH{more})
+        self.cell = nn.{cell}(WIDTH, WIDTH, num_layers={layers}, dropout={dropout}, batch_first=True)
+
+    def forward(self, ids):
+        return self.cell(self.words(ids))[0][:, -1]
+"""
+
+
+def _family(draw: random.Random) -> Family:
+    act, more = draw.choice(ACTIVATIONS), draw.choice(("", "", ", padding_idx=0", ", max_norm=1.0"))
+    norm = draw.choice(("nn.BatchNorm1d(12)", "nn.LayerNorm(12)", "nn.BatchNorm1d(12, momentum=None)", "nn.Identity()"))
+    filters = draw.choice(("nn.BatchNorm2d(6)", "nn.GroupNorm(2, 6)", "nn.InstanceNorm2d(6)", "nn.BatchNorm2d(6)"))
+    pool = draw.choice(("nn.MaxPool2d(2)", "nn.AvgPool2d(2)", "nn.Conv2d(6, 6, 3, stride=2, groups=2)"))
+    drop = draw.choice(("nn.Dropout2d(0.3)", "nn.Identity()"))
+    dropout, layers = draw.choice((0.0, 0.2)), draw.choice((1, 2))
+    cell, first = draw.choice(("RNN", "GRU", "LSTM")), draw.choice((True, False))
+    conv = f"nn.Conv2d(3, 6, 3, bias={draw.random() < 0.5}), {filters}, {act}, {drop}, {pool}"
+    return draw.choice(
+        (
+            Family(
+                "mlp", ROWS, f"nn.Sequential(nn.Linear(10, 12), {norm}, {act}, nn.Dropout(0.2), nn.Linear(12, WIDTH))"
+            ),
+            Family("lazy mlp", ROWS, f"nn.Sequential(nn.LazyLinear(12), {norm}, {act}, nn.Linear(12, WIDTH))"),
+            Family("residual", ROWS, "nn.Sequential(nn.Linear(10, WIDTH), Block(), Block())", _BLOCK.format(act=act)),
+            Family(
+                "conv", IMAGES, f"nn.Sequential({conv}, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, WIDTH))"
+            ),
+            Family("attention", WORDS, "Attends()", _ATTENTION.format(more=more, dropout=dropout, first=first)),
+            Family(
+                "recurrent",
+                WORDS,
+                "Reads()",
+                _RECURRENT.format(more=more, cell=cell, layers=layers, dropout=dropout if layers > 1 else 0.0),
+            ),
+        )
+    )
+
+
+_CALLED = "hidden = {}(hidden)"
+_FREEZES = """
+class Freezes(Callback):
+    ranks = "all"
+
+    def on_step(self, moment):
+        if moment.step == 2:
+            moment.model.middle.requires_grad_({})
+
+
+callbacks = [Freezes()]
+"""
+_ANNEALS = """
+class Anneals(Callback):
+    ranks = "all"
+
+    def on_step(self, moment):
+        {}
+
+
+callbacks = [Anneals()]
+"""
+_COUNTS = """
+class Counts(Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_step(self, moment):
+        self.losses.append(moment.learning_rate)
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+callbacks = [Counts()]
+"""
+_STILL = """
+def train(self, mode=True):
+    super().train(mode)
+    self.still.eval()
+    return self
+"""
+_ROUNDED = """
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, numbers):
+        return (numbers * 16).round() / 16
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1, 1)
+"""
+_UNUSED = ("ddp=DdpOptions(find_unused_parameters=True)",)
+
+HABITS: tuple[Habit, ...] = (
+    Habit(
+        "tied weights",
+        "self.again = nn.Linear(WIDTH, WIDTH)\nself.again.weight = self.middle.weight",
+        hidden=_CALLED.format("self.again"),
+    ),
+    Habit("a layer called twice", hidden="hidden = torch.tanh(self.middle(hidden))"),
+    Habit(
+        "a table", 'self.register_buffer("table", torch.linspace(-1, 1, WIDTH))', hidden="hidden = hidden + self.table"
+    ),
+    Habit(
+        "a table that is not saved",
+        'self.register_buffer("table", torch.linspace(-1, 1, WIDTH), persistent=False)',
+        hidden="hidden = hidden * self.table",
+    ),
+    Habit(
+        "a table made by the first forward",
+        "self.table = None",
+        hidden="if self.table is None:\n    self.table = torch.linspace(0.5, 1, WIDTH)\nhidden = hidden * self.table",
+    ),
+    Habit(
+        "a counter",
+        'self.register_buffer("seen", torch.zeros((), dtype=torch.int64))',
+        hidden="if self.training:\n    self.seen += 1",
+    ),
+    Habit(
+        "a counter that is used",
+        'self.register_buffer("seen", torch.zeros(()))',
+        hidden="if self.training:\n    self.seen += 1\nhidden = hidden / (1 + self.seen)",
+    ),
+    Habit(
+        "a moving mean",
+        'self.register_buffer("mean", torch.zeros(WIDTH))',
+        hidden="if self.training:\n    self.mean.lerp_(hidden.detach().float().mean(0), 0.1)\n"
+        "hidden = hidden - self.mean",
+    ),
+    Habit(
+        "an attribute that counts", "self.calls = 0", hidden="self.calls += 1\nhidden = hidden * (1 + 0.1 * self.calls)"
+    ),
+    Habit(
+        "a forward hook",
+        "self.middle.register_forward_hook(scaled)",
+        functions="def scaled(module, given, output):\n    return output * 1.5",
+    ),
+    Habit(
+        "a forward hook over the model",
+        "self.middle.register_forward_hook(lambda module, given, output: output + self.head.bias.sum())",
+    ),
+    Habit("a forward hook before", "self.middle.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))"),
+    Habit(
+        "a backward hook",
+        "self.middle.register_full_backward_hook(halved)",
+        functions="def halved(module, given, gradients):\n"
+        "    return tuple(None if each is None else each / 2 for each in given)",
+    ),
+    Habit("a weight hook", "self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))"),
+    Habit(
+        "a weight hook by the model",
+        "self.head.weight.register_hook(lambda gradient: gradient * self.head.bias.detach().sum().cos())",
+    ),
+    Habit(
+        "a hook after accumulation",
+        "self.head.weight.register_post_accumulate_grad_hook(doubled)",
+        functions="def doubled(weight):\n    weight.grad.mul_(2)",
+    ),
+    Habit(
+        "a hook on hidden numbers",
+        hidden="if hidden.requires_grad:\n    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))",
+    ),
+    Habit("weight norm", "nn.utils.parametrizations.weight_norm(self.middle)"),
+    Habit("spectral norm", "nn.utils.parametrizations.spectral_norm(self.middle)"),
+    Habit("orthogonal", "nn.utils.parametrizations.orthogonal(self.middle)"),
+    Habit("the older spectral norm", "nn.utils.spectral_norm(self.middle)"),
+    Habit("the older weight norm", "nn.utils.weight_norm(self.middle)"),
+    Habit("a frozen layer", "self.middle.requires_grad_(False)"),
+    Habit("a frozen body", "for each in self.body.parameters():\n    each.requires_grad_(False)"),
+    Habit("unused weights", "self.never = nn.Linear(WIDTH, 3)", settings=_UNUSED),
+    Habit(
+        "weights used now and then",
+        "self.sometimes = nn.Linear(WIDTH, WIDTH)",
+        hidden="if int(hidden.detach().float().abs().sum() * 64) % 3 == 0:\n"
+        "    hidden = hidden + self.sometimes(hidden)",
+        settings=_UNUSED,
+    ),
+    Habit("inputs changed in place", inputs="inputs.mul_(0.5).add_(0.1)", needs_numbers=True),
+    Habit(
+        "batch norm in evaluation",
+        "self.still = nn.BatchNorm1d(WIDTH)",
+        hidden=_CALLED.format("self.still"),
+        methods=_STILL,
+    ),
+    Habit(
+        "batch norm without statistics",
+        "self.now = nn.BatchNorm1d(WIDTH, track_running_stats=False)",
+        hidden=_CALLED.format("self.now"),
+    ),
+    Habit(
+        "one batch norm twice", "self.norm = nn.BatchNorm1d(WIDTH)", hidden="hidden = self.norm(self.norm(hidden) * 2)"
+    ),
+    Habit("clamped weights", inputs="with torch.no_grad():\n    self.head.weight.clamp_(-0.3, 0.3)"),
+    Habit("clamped data", inputs="self.head.weight.data.clamp_(-0.3, 0.3)"),
+    Habit(
+        "decaying weights", inputs="if self.training:\n    with torch.no_grad():\n        self.head.weight.mul_(0.99)"
+    ),
+    Habit(
+        "draws from python",
+        hidden="if self.training and random.random() < 0.4:\n    hidden = hidden * random.uniform(0.5, 1.5)",
+    ),
+    Habit(
+        "draws from numpy",
+        hidden="if self.training:\n    hidden = hidden + torch.from_numpy(np.random.standard_normal(WIDTH)).float()",
+    ),
+    Habit("draws from torch", hidden="if self.training:\n    hidden = hidden + 0.1 * torch.randn_like(hidden)"),
+    Habit("dropout always", hidden="hidden = functional.dropout(hidden, 0.3, training=True)"),
+    Habit(
+        "seeds itself",
+        hidden="with torch.random.fork_rng(devices=[]):\n    torch.manual_seed(4)\n"
+        "    hidden = hidden + 0.1 * torch.randn(WIDTH)",
+    ),
+    Habit(
+        "a generator of its own",
+        "self.draw = torch.Generator().manual_seed(3)",
+        hidden="hidden = hidden + 0.1 * torch.randn(WIDTH, generator=self.draw)",
+    ),
+    Habit("a scalar parameter", "self.scale = nn.Parameter(torch.tensor(1.5))", hidden="hidden = hidden * self.scale"),
+    Habit(
+        "a transposed parameter",
+        "self.turned = nn.Parameter(torch.randn(4, WIDTH).t() * 0.2)",
+        hidden="hidden = hidden + (hidden @ self.turned).sum(1, keepdim=True)",
+    ),
+    Habit(
+        "a list of parameters",
+        "self.list = nn.ParameterList([torch.ones(WIDTH), torch.zeros(1, WIDTH)])",
+        hidden="hidden = hidden * self.list[0] + self.list[1]",
+    ),
+    Habit(
+        "a parameter without elements",
+        "self.none = nn.Parameter(torch.zeros(0))",
+        hidden="hidden = hidden + self.none.sum()",
+    ),
+    Habit(
+        "a parameter of float64",
+        "self.exact = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))",
+        hidden="hidden = hidden * self.exact.to(hidden.dtype)",
+    ),
+    Habit(
+        "a complex parameter",
+        "self.wave = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))",
+        hidden="hidden = hidden * self.wave.abs() + self.wave.imag",
+    ),
+    Habit(
+        "a gradient within forward",
+        hidden="if torch.is_grad_enabled():\n    shown = torch.tanh(self.head(hidden.float())).sum()\n"
+        "    slope = torch.autograd.grad(shown, self.head.weight, create_graph=True)[0]\n"
+        "    hidden = hidden + 0.1 * slope.sum(0)",
+    ),
+    Habit("a function with its own backward", hidden="hidden = Rounded.apply(hidden)", functions=_ROUNDED),
+    Habit("a detached part", hidden="hidden = hidden + hidden.detach() * 0.5"),
+    Habit("one sample at a time", hidden="hidden = torch.stack([torch.tanh(each * 2) for each in hidden])"),
+    Habit("mean of the micro-batch", hidden="hidden = hidden - hidden.mean(0, keepdim=True)"),
+    Habit("sorted by the micro-batch", hidden="hidden = hidden[hidden.detach().float().sum(1).argsort().argsort()]"),
+    Habit(
+        "sub-modules left over", "self.spare = nn.ModuleDict({'a': nn.Linear(2, 2)})\nself.spare.requires_grad_(False)"
+    ),
+    Habit(
+        "weights of a function",
+        hidden="hidden = torch.func.functional_call(self.middle, dict(self.middle.named_parameters()), (hidden,))",
+    ),
+    Habit("freezing", callback=_FREEZES.format(False)),
+    Habit("unfreezing", "self.middle.requires_grad_(False)", callback=_FREEZES.format(True)),
+    Habit(
+        "annealing an attribute",
+        "self.temperature = 1.0",
+        hidden="hidden = hidden * self.temperature",
+        callback=_ANNEALS.format("moment.model.temperature = 1 / (1 + moment.step)"),
+    ),
+    Habit(
+        "annealing a buffer",
+        'self.register_buffer("temperature", torch.ones(()))',
+        hidden="hidden = hidden * self.temperature",
+        callback=_ANNEALS.format("moment.model.temperature.fill_(1 / (1 + moment.step))"),
+    ),
+    Habit(
+        "annealing dropout",
+        "self.drop = nn.Dropout(0.5)",
+        hidden=_CALLED.format("self.drop"),
+        callback=_ANNEALS.format("moment.model.drop.p = 0.5 / (1 + moment.step)"),
+    ),
+    Habit(
+        "noise on the weights",
+        callback=_ANNEALS.format(
+            "with torch.no_grad():\n            moment.model.head.weight.add_(0.01 * torch.randn(CLASSES, WIDTH))"
+        ),
+    ),
+    Habit("counting", callback=_COUNTS),
+)
+"""All habits. A file has one at most that brings a callback, since `callbacks` is assigned once."""
+
+LOSSES: tuple[str, ...] = (
+    "",
+    'return functional.cross_entropy(outputs, targets, reduction="sum")',
+    'return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=0.1)',
+    'return functional.mse_loss(outputs.float(), functional.one_hot(targets, CLASSES).float(), reduction="sum")',
+    "weight = torch.arange(1.0, CLASSES + 1)\n"
+    'return functional.cross_entropy(outputs.float(), targets, weight=weight, reduction="sum")',
+    'return functional.multi_margin_loss(outputs.float(), targets, reduction="sum")',
+    "return -(outputs.float().log_softmax(1)[torch.arange(len(targets)), targets] * (1 + random.random())).sum()",
+)
+"""Bodies of `loss`; with the first of them the experiment has none, and takes the one of ddp_core."""
+
+_SIGNED = """
+class Signed(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=0.01):
+        super().__init__(parameters, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    mean = self.state[each].setdefault("mean", torch.zeros_like(each))
+                    mean.lerp_(each.grad, 0.1)
+                    each.sub_({rule}, alpha=group["lr"])
+"""
+_GROUPS = "[{'params': kept[::2]}, {'params': kept[1::2], 'weight_decay': 0.1, 'lr': 0.02}]"
+OWN_RULES: tuple[str, ...] = (
+    *(
+        f"torch.optim.{each}(kept, lr=0.01)"
+        for each in ("Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD")
+    ),
+    "torch.optim.RMSprop(kept, lr=0.01, momentum=0.9, centered=True)",
+    "torch.optim.Adafactor(kept, lr=0.01)",
+    f"torch.optim.AdamW({_GROUPS}, lr=0.01)",
+    f"torch.optim.SGD({_GROUPS}, lr=0.05, momentum=0.9, dampening=0.1)",
+    "torch.optim.Adam(kept, lr=0.01, amsgrad=True, foreach=True)",
+    "torch.optim.AdamW([{'params': [each], 'lr': 0.01 / (1 + number)} for number, each in enumerate(kept)])",
+)
+UPDATES: tuple[str, ...] = (
+    "mean / (mean.abs() + 0.001)",
+    "each.grad + 0.01 * torch.randn_like(each)",
+    "each.grad * (each.norm() / (each.grad.norm() + 0.001))",
+)
+"""What the file's own optimizer subtracts: by element, with noise, and by the ratio of two norms."""
+BUILT_IN: tuple[str, ...] = (
+    'Optimizer(name="sgd", lr=0.05)',
+    'Optimizer(name="sgd", lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)',
+    'Optimizer(name="adam", lr=0.01)',
+    'Optimizer(name="adamw", lr=0.01, weight_decay=0.1)',
+    'Optimizer(name="adamw", lr=0.01, implementation="foreach")',
+    'Optimizer(name="adam", lr=0.01, implementation="loop")',
+)
+SCHEDULES: tuple[str, ...] = (
+    "lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total_steps + 1)",
+    "lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+    "lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
+    "lr_scheduler.SequentialLR(optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1), "
+    "lr_scheduler.CosineAnnealingLR(optimizer, 3)], [1])",
+    "lr_scheduler.StepLR(optimizer, 1, 0.5)",
+)
+
+DATA = {
+    ROWS: "torch.randn(SAMPLES, 10, generator=draw)",
+    IMAGES: "torch.randn(SAMPLES, 3, 8, 8, generator=draw)",
+    WORDS: "torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=draw)",
+}
+_DRAWS = ("random.uniform(0.5, 1.5)", "np.random.rand()", "torch.rand(())", "(torch.randn(()) + random.random())")
+_SAMPLES = """
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return {item}, self.targets[index]
+"""
+_COLLATE = """
+def collate(samples):
+    inputs = torch.stack([each for each, _ in samples])
+    {line}
+    return inputs, torch.stack([each for _, each in samples])
+"""
+
+
+def experiment_of(seed: int) -> str:
+    """The text of the experiment file of this seed."""
+    draw = random.Random(f"experiment {seed}")
+    family = _family(draw)
+    habits = _habits(draw, family)
+    is_checkpointed, is_named = draw.random() < 0.15, draw.random() < 0.2
+    title = ", ".join([family.name, *(each.name for each in habits), *(["checkpointed"] if is_checkpointed else [])])
+    own, settings = _around(draw, family, habits)
+    parts = [
+        f'"""Does experiment {seed} of the random ones end with the same bits on every layout?\n\n{title}.\n"""',
+        "import random\n\nimport numpy as np\nimport torch\nfrom torch import nn\nfrom torch.nn import functional\n"
+        "from torch.optim import lr_scheduler\nfrom torch.utils.checkpoint import checkpoint\n\n"
+        "from ddp_core import Callback, Component, Experiment, Splits\n"
+        "from ddp_core.config.experiment import DdpOptions, Optimizer, Schedule",
+        f"WIDTH, CLASSES, SAMPLES, WORDS, LENGTH = {WIDTH}, {CLASSES}, {settings.samples}, 20, 6",
+        *(each.functions for each in habits),
+        family.classes,
+        _model(family, habits, is_checkpointed),
+        "def model():\n    return Model()",
+        _data(draw, family, is_named),
+        *own,
+        *(each.callback for each in habits),
+        f"experiment = Experiment(\n{textwrap.indent(settings.text, '    ')}\n)",
+        "_ = (random, np, functional, lr_scheduler, checkpoint, Callback, Component, DdpOptions, Optimizer, Schedule)",
+    ]
+    return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def write(seed: int, folder: Path) -> Path:
+    """Write the experiment file of this seed into the folder, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"random_{seed}.py"
+    path.write_text(experiment_of(seed))
+    return path
+
+
+def _habits(draw: random.Random, family: Family) -> list[Habit]:
+    chosen: list[Habit] = []
+    for habit in draw.sample(HABITS, draw.choice((0, 1, 1, 2, 2, 3))):
+        clashes = any(habit.callback and each.callback for each in chosen)
+        clashes |= any(set(_names(habit)) & set(_names(each)) for each in chosen)
+        # A lazy layer has no weights yet that could be frozen.
+        clashes |= "Lazy" in family.body and "self.body.parameters" in habit.made
+        if not clashes and (family.inputs != WORDS or not habit.needs_numbers):
+            chosen.append(habit)
+    return chosen
+
+
+def _names(habit: Habit) -> list[str]:
+    """What two habits of one model must not both make: an attribute, or another form of the middle layer."""
+    made = [line.partition(" = ")[0].strip() for line in habit.made.splitlines() if " = " in line]
+    return [*made, *(["middle"] if "utils." in habit.made or "self.middle.w" in habit.made else [])]
+
+
+def _model(family: Family, habits: Sequence[Habit], is_checkpointed: bool) -> str:
+    body = "checkpoint(self.body, inputs, use_reentrant=False)" if is_checkpointed else "self.body(inputs)"
+    made = [f"super().__init__()\nself.body = {family.body}", "self.middle = nn.Linear(WIDTH, WIDTH)"]
+    made += ["self.head = nn.Linear(WIDTH, CLASSES)", *(each.made for each in habits)]
+    forward = [*(each.inputs for each in habits), f"hidden = {body}", "hidden = torch.tanh(self.middle(hidden))"]
+    forward += [*(each.hidden for each in habits), "return self.head(hidden)"]
+    methods = [_function("__init__(self)", made), _function("forward(self, inputs)", forward)]
+    methods += [each.methods for each in habits]
+    inside = "\n\n".join(textwrap.indent(each.strip("\n"), "    ") for each in methods if each)
+    return f"class Model(nn.Module):\n{inside}"
+
+
+def _function(head: str, lines: Sequence[str]) -> str:
+    body = "\n".join(each.strip("\n") for each in lines if each)
+    return f"def {head}:\n{textwrap.indent(body, '    ')}"
+
+
+def _data(draw: random.Random, family: Family, is_named: bool) -> str:
+    """The data set, which may draw at each read, and the collation, which may draw or bring inputs by name."""
+    number = draw.choice(_DRAWS)
+    is_augmented = family.inputs != WORDS and draw.random() < 0.3
+    item = f"self.inputs[index] * {number}" if is_augmented else "self.inputs[index].clone()"
+    held_out = draw.choice(("None", "Samples(inputs[:7], targets[:7])"))
+    lines = [
+        "draw = torch.Generator().manual_seed(0)",
+        f"inputs = {DATA[family.inputs]}",
+        "targets = torch.randint(0, CLASSES, (SAMPLES,), generator=draw)",
+        f"return Splits(Samples(inputs, targets), {held_out})",
+    ]
+    text = f"{_SAMPLES.format(item=item)}\n\n{_function('data()', lines)}"
+    line = (
+        f"inputs = inputs * {draw.choice(_DRAWS)}"
+        if family.inputs != WORDS
+        else "inputs = inputs.roll(random.choice((0, 1)), 1)"
+    )
+    if is_named or draw.random() < 0.25:
+        line = 'inputs = {"inputs": inputs}' if is_named else line
+        text += f"\n\n{_COLLATE.format(line=line)}"
+    return text
+
+
+@dataclass(frozen=True)
+class _Settings:
+    samples: int
+    text: str
+
+
+def _around(draw: random.Random, family: Family, habits: Sequence[Habit]) -> tuple[list[str], _Settings]:
+    """The file's own loss, optimizer and schedule, where it has them, and the settings."""
+    own: list[str] = []
+    micro = draw.choice((2, 3, 4))
+    size = micro * draw.choice((3, 4, 5))
+    # A last micro-batch of one sample is an error of torch's in batch norm, on every layout.
+    rest = draw.choice([each for each in range(size) if each % micro != 1])
+    lines = ['name="random"', f"seed={draw.randrange(100)}", f"global_batch_size={size}", f"micro_batch={micro}"]
+    lines += ["epochs=3", "max_steps=3", f'last_batch="{draw.choice(("drop", "keep"))}"']
+    if body := draw.choice(LOSSES):
+        own.append(_function("loss(outputs, targets)", [body]))
+    # What is unfrozen later must be in the optimizer from the beginning, which the built-in ones cannot know.
+    if any("requires_grad_" in each.callback for each in habits) or draw.random() < 0.6:
+        rule = draw.choice((*OWN_RULES, *UPDATES))
+        if rule in UPDATES:
+            own.append(_SIGNED.format(rule=rule))
+            rule = "Signed(kept)"
+        own.append(_function("optimizer(model)", ["kept = list(model.parameters())", f"return {rule}"]))
+    else:
+        lines.append(f"optimizer={draw.choice(BUILT_IN)}")
+    kind = draw.random()
+    if kind < 0.3:
+        own.append(_function("schedule(optimizer, total_steps)", [f"return {draw.choice(SCHEDULES)}"]))
+    elif kind < 0.6:
+        lines.append(f'schedule=Schedule(name="{draw.choice(("cosine", "step"))}", warmup_steps={draw.choice((0, 1))})')
+    lines.append(f'precision="{draw.choice(("fp32", "fp32", "bf16", "fp16"))}"')
+    if draw.random() < 0.4:
+        lines.append(f"clip_norm={draw.choice((0.1, 1.0))}")
+    if draw.random() < 0.3:
+        lines.append("ema_decay=0.9")
+    if family.inputs == IMAGES and draw.random() < 0.5:
+        lines.append('memory_format="channels_last"')
+    lines += dict.fromkeys(setting for each in habits for setting in each.settings)
+    return own, _Settings(size * draw.choice((1, 2)) + rest, "\n".join(f"{each}," for each in lines))
