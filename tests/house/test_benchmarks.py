@@ -66,6 +66,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("loader", "host part ahead"),
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
+        ("guard", "ResNet-18, ddp x 2"),
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),
