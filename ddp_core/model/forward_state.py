@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddp_core.base.digests import same_bits
 from ddp_core.base.torch_internals import buffers_of
 
 _TORCHS = ("_parameters", "_modules")
@@ -25,6 +27,7 @@ class ForwardState:
             (layer, {**layer.__dict__}, dict(buffers_of(layer)), _copies(buffers_of(layer)))
             for layer in model.modules()
         ]
+        self._paths = [path for path, _ in model.named_modules()]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -50,6 +53,14 @@ class ForwardState:
                     buffer.copy_(value)
                 else:
                     buffer.data = value.clone()  # resized in place
+
+    def changed_buffers(self) -> Iterator[tuple[nn.Module, str, str]]:
+        """The buffers that hold other values now: each one's layer, its name there, and its name in the model."""
+        for path, (layer, _, _, values) in zip(self._paths, self._layers, strict=True):
+            for name, value in values.items():
+                now = buffers_of(layer).get(name)
+                if now is None or not same_bits(now.detach(), value):
+                    yield layer, name, f"{path}.{name}" if path else name
 
     def put_back_modes(self) -> None:
         """Make each layer's mode (training or evaluation) as it was."""

@@ -33,6 +33,7 @@ from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction import BatchStatistics
+from ddp_core.reduction.batch_statistics import is_looked_after
 
 if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
@@ -319,7 +320,9 @@ class CrossCheck:
 
         repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(as_before=True))
         what = f"step {batch.step + 1}, micro-batch {index}"
-        raise _verdict(what, found, original.place, repeats, is_first_step=batch.step == self._first)
+        buffers = self._trainer.job.collectives.gather(_changed_buffer(check.states))
+        buffer = next(filter(None, buffers), None)
+        raise _verdict(what, found, original.place, repeats, buffer, is_first_step=batch.step == self._first)
 
 
 @dataclass(frozen=True)
@@ -352,10 +355,17 @@ class Repeats:
         return False
 
 
-def _verdict(what: str, found: str, owner: str, passes: Repeats, is_first_step: bool) -> UserError:
+def _changed_buffer(states: Sequence[ForwardState]) -> str | None:
+    """The first buffer that the step's passes have changed here, beside those that BatchStatistics looks after."""
+    changed = (each for state in states for each in state.changed_buffers())
+    return next((full for layer, name, full in changed if not is_looked_after(layer, name)), None)
+
+
+def _verdict(what: str, found: str, owner: str, passes: Repeats, buffer: str | None, is_first_step: bool) -> UserError:
     """Why the passes have other bits: code that draws or keeps something (2), or a machine (4).
 
-    Of three places or more, one that differs alone is the machine's fault, and `owner` where only its pass in the step
+    `buffer` is one that the step's passes have changed; later passes began with its values from before the step. Of
+    three places or more, one that differs alone is the machine's fault, and `owner` where only its pass in the step
     differs.
     """
     names, outliers = list(passes.now), passes.outliers
@@ -377,6 +387,11 @@ def _verdict(what: str, found: str, owner: str, passes: Repeats, is_first_step: 
             f"attribute, which each forward changes; {_WAY_OUT}"
         )
     if not outliers:
+        if buffer is not None:
+            return UserError(
+                f"{other}, the same in every later pass ({', '.join(names)}): forward changes the buffer {buffer}, so "
+                f"each micro-batch begins with another one; {_WAY_OUT}"
+            )
         if is_first_step and passes.differ_everywhere:
             return UserError(
                 f"{other} ({', '.join(names)}): the first pass does something that later ones do not; {_WAY_OUT}"

@@ -29,6 +29,8 @@ class Net(nn.Module):
         self.table: Tensor | None = None
         # Not registered: copies of the model still lead to the weights of the first one.
         self.closure = lambda: self.first.weight
+        if CASE == "buffer":
+            self.register_buffer("seen", torch.ones(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -53,6 +55,9 @@ class Net(nn.Module):
             return inputs * (1 + 0.1 * int(os.environ.get("RANK", 0)))
         if CASE == "closure":
             return inputs + self.closure().mean() * 0.1
+        if CASE == "buffer":
+            self.seen.data += 0.01  # which torch does not count as a write
+            return inputs * self.seen
         if CASE == "late" and self.calls > 8:
             return inputs + 0.01 * self.calls
         if CASE == "cached table":
