@@ -69,7 +69,16 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have one shape, one dtype and the same bytes: as a number, NaN equals nothing."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(*(each.detach().contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's content as uint8, on its device: its own memory where that lies in order, else a copy."""
+    flat = tensor.detach().reshape(-1)
+    # Of fewer than two elements a tensor is contiguous with any stride, such as the 0 of an expanded gradient; bytes
+    # can be seen with a stride of 1 only.
+    in_order = flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+    return in_order.view(torch.uint8)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -83,7 +92,7 @@ def checksum(tensor: Tensor) -> str:
 
 def sums(tensor: Tensor) -> Tensor:
     """What `checksum` is made of: a tensor of int64 on the tensor's device, so that nothing waits for that."""
-    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    content = bytes_of(tensor)
     if len(content) % 8 or content.storage_offset() % 8:
         content = pad(content, (0, -len(content) % 8))
     numbers = content.view(torch.int64)
@@ -157,7 +166,7 @@ def _tree_bytes(tree: Any) -> Iterator[Any]:
 
 
 def _tensor_bytes(tensor: Tensor) -> Iterator[Any]:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu()
     shape = ",".join(str(size) for size in tensor.shape)
     yield f"{str(tensor.dtype).removeprefix('torch.')}\0{shape}\0".encode()
-    yield tensor.reshape(-1).view(torch.uint8).numpy()
+    yield bytes_of(tensor).numpy()

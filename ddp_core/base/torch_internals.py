@@ -351,6 +351,11 @@ def share_hooks(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         ours._post_accumulate_grad_hooks = theirs._post_accumulate_grad_hooks
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` has put something on the parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def module_versions(state: Mapping[str, Any]) -> Any | None:
     """The versions of a module's parts that its state_dict carries; None where `state` is no module's state_dict."""
     return getattr(state, "_metadata", None)

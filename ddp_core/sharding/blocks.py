@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torch_internals import writes_to
+from ddp_core.base.torch_internals import has_hooks, writes_to
 from ddp_core.reduction.refusal import DependsOnLayout
 
 FEWEST_ELEMENTS = 64 * 1024
@@ -56,12 +56,14 @@ def refusal(reason: str) -> UserError:
 
 
 def refuse_unsuitable(module: nn.Module) -> None:
-    """Raise UserError (2) where a parameter cannot be cut between rows."""
+    """Raise UserError (2) where a parameter cannot be cut between rows, or has a hook that its rows would lack."""
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise refusal(f"{name} is a single number, which cannot be cut: give it the shape [1]")
         if not parameter.is_contiguous():
             raise refusal(f"{name} does not lie row by row in memory: leave out memory_format")
+        if has_hooks(parameter):
+            raise refusal(f"{name} has a hook on its gradient, which the parameter in its place would not have")
 
 
 @contextlib.contextmanager

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 
-import torch
 from torch import Tensor
 
-from ddp_core.base.digests import same_bits
+from ddp_core.base.digests import bytes_of, same_bits
 from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.trainers.batches import Batches
@@ -90,7 +89,7 @@ def _differing_rows(first: Batch, again: Batch, count: int) -> set[int]:
 
 
 def _bytes_of_rows(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).view(len(tensor), -1)
+    return bytes_of(tensor).view(len(tensor), -1)
 
 
 def _few(ids: list[int]) -> str:

@@ -93,7 +93,9 @@ class Trainer(ABC):
         self.state = self._fresh_state()
         self.trained = TrainedParameters(self.model)
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)
-        overlaps = world.world_size > 1 and not job.options.cuda_graph
+        # Where parameters are cut, others take their place, and a hook on these would be lost.
+        is_watched = not job.options.cuda_graph and job.layout.shard != "parameters"
+        overlaps = world.world_size > 1 and is_watched
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self._began_at = 0

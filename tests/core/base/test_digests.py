@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.base.digests import optimizer_digest, weights_digest
+from ddp_core.base.digests import checksum, optimizer_digest, same_bits, weights_digest
 
 
 def of_one(**entries: Any) -> dict[str, Any]:
@@ -40,3 +40,16 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("state", "other"), OTHERS)
 def test_whatever_a_state_holds_counts(state: dict[str, Any], other: dict[str, Any]) -> None:
     assert optimizer_digest(state) == optimizer_digest(state) != optimizer_digest(other)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_the_content_counts_however_it_lies_in_memory(size: int) -> None:
+    # So lies the gradient of a sum: each element is the same place in memory.
+    expanded, plain = torch.tensor(2.0).expand(1, size)[0], torch.full((size,), 2.0)
+    wide = torch.full((size, 2), 2.0)[:, 0]
+    assert {checksum(each) for each in (expanded, plain, wide)} == {checksum(plain)}
+    assert {weights_digest({"a": each}) for each in (expanded, plain, wide)} == {weights_digest({"a": plain})}
+    assert same_bits(expanded, plain)
+    assert same_bits(wide, plain)
+    alone = torch.empty(size).as_strided((size,), (0,)).fill_(2.0) if size < 2 else plain
+    assert checksum(alone) == checksum(plain)
