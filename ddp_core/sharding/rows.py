@@ -97,6 +97,11 @@ class OwnsRows(OwnsPart):
                 local = cast(DTensor, parameter.detach()).to_local().detach().view(-1)
                 by_parameter[id(parameter)] = Rows(name, wholes[name], local, own.rank(), own.size())
             self._rows[name] = by_parameter[id(parameter)]
+        whole_of = {id(sharded): whole for part in self._parts for sharded, whole in sent_together(part)}
+        # Here, because some blocks stay gathered between two passes, and the module then names other objects.
+        self._gathered: dict[str, Tensor] = {
+            name: whole_of[id(each)] for name, each in module.named_parameters() if id(each) in whole_of
+        }
         self._rounds: Rounds | PlainRounds
         if exact:
             # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
@@ -144,8 +149,7 @@ class OwnsRows(OwnsPart):
         return self._rounds.unsent_pass()
 
     def made_by_backward(self) -> dict[str, Tensor]:
-        wholes = {id(sharded): whole for part in self._parts for sharded, whole in sent_together(part)}
-        return {name: wholes[id(each)] for name, each in self.module.named_parameters() if id(each) in wholes}
+        return self._gathered
 
     @property
     def trained(self) -> dict[str, Tensor]:
