@@ -34,11 +34,10 @@ experiment = Experiment(name="waves", global_batch_size=4, micro_batch=2, precis
 """
 
 
-def test_a_complex_parameter_is_refused_with_fp16_alone(tmp_path: Path) -> None:
+def test_a_complex_parameter_is_refused_with_fp16(tmp_path: Path) -> None:
     (tmp_path / "waves.py").write_text(FILE)
     words = ("train", tmp_path / "waves.py", "--device", "cpu", "--output", tmp_path / "runs")
     ended = ddp(*words)
     assert ended.code == 2, ended.errors
     assert "precision fp16: wave is complex" in ended.errors
     assert "Traceback" not in ended.errors
-    assert ddp(*words, "--set", "precision=bf16").code == 0
