@@ -99,7 +99,7 @@ class OwnsRows(OwnsPart):
             self._rows[name] = by_parameter[id(parameter)]
         whole_of = {id(sharded): whole for part in self._parts for sharded, whole in sent_together(part)}
         # Here, because some blocks stay gathered between two passes, and the module then names other objects.
-        self._gathered: dict[str, Tensor] = {
+        self._made_for: dict[str, Tensor] = {
             name: whole_of[id(each)] for name, each in module.named_parameters() if id(each) in whole_of
         }
         self._rounds: Rounds | PlainRounds
@@ -149,7 +149,7 @@ class OwnsRows(OwnsPart):
         return self._rounds.unsent_pass()
 
     def made_by_backward(self) -> dict[str, Tensor]:
-        return self._gathered
+        return self._made_for
 
     @property
     def trained(self) -> dict[str, Tensor]:

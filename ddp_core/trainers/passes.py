@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
 from ddp_core.data.trees import Tree, call, map_tensors
@@ -23,6 +24,16 @@ from ddp_core.trainers.torch_errors import note_backward, note_labels, require_g
 from ddp_core.trainers.train_state import TrainState
 
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def require_scalable(model: nn.Module) -> None:
+    """Raise UserError (2) where torch's GradScaler, which fp16 needs, cannot scale a gradient of the model."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"precision fp16: {name} is complex, and torch scales no complex gradients; use --set precision=bf16 "
+                "or fp32, or keep its real and imaginary part in two parameters"
+            )
 
 
 class Passes:

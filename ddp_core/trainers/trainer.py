@@ -36,7 +36,7 @@ from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
-from ddp_core.trainers.passes import Passes, WeightUpdate
+from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.same_state import require_same_state
@@ -90,6 +90,8 @@ class Trainer(ABC):
         self.losses = StepLosses(job.collectives, self.cut.micro_batches)
         kind = GraphedPasses if job.options.cuda_graph else Passes
         self.passes = kind(job.experiment, job.loss, job.device)
+        if self.passes.scaler is not None:
+            require_scalable(self.model)
         self.state = self._fresh_state()
         self.trained = TrainedParameters(self.model)
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)

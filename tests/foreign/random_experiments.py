@@ -416,7 +416,7 @@ BUILT_IN: tuple[str, ...] = (
     'Optimizer(name="adam", lr=0.01, implementation="loop")',
 )
 SCHEDULES: tuple[str, ...] = (
-    "lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total_steps + 1)",
+    "lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total_steps + 1, cycle_momentum=False)",
     "lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))",
     "lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)",
     "lr_scheduler.SequentialLR(optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1), "
