@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.memory import free_on
+from ddp_core.base.seeds import generators_kept
 from ddp_core.observe.step import StepBatch
+from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.cross_check import Computed, compute_again
@@ -37,7 +39,7 @@ class ShardedTrainer(DistributedTrainer):
         state, group, sharding = self.state, dist.group.WORLD, Sharding.of(self.job.layout)
         assert group is not None
         self.module = self.model
-        whole = self.first_micro_batch() if self.can_compare else None
+        whole = self.pass_before_the_cut()
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
         self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
         # The parameters are other objects where each rank has a part of them.
@@ -52,7 +54,11 @@ class ShardedTrainer(DistributedTrainer):
             state.optimizer.register_step_pre_hook(_as_fused_optimizers_read_it)
         if whole is not None:
             with self.guard.check("before and after the cut", 0):
-                self.require_same_pass(whole, self.first_micro_batch())
+                try:
+                    now = self.first_micro_batch()
+                except DependsOnLayout as error:
+                    raise UserError(f"{self.where}: {error}") from None
+                self.require_same_pass(whole, now)
 
     @property
     def can_compare(self) -> bool:
@@ -66,6 +72,16 @@ class ShardedTrainer(DistributedTrainer):
             return False
         return True
 
+    def pass_before_the_cut(self) -> Computed | None:
+        """What the first micro-batch gives; None where that is not compared, or raises, on some rank."""
+        if not self.can_compare:
+            return None
+        try:
+            found: Computed | None = self.first_micro_batch()
+        except Exception:  # training meets it, too, and says in which step
+            found = None
+        return found if None not in self.job.collectives.gather(found) else None
+
     def first_micro_batch(self) -> Computed:
         """What the first micro-batch of a run gives with the weights as they are now."""
         self.model.train()
@@ -73,7 +89,8 @@ class ShardedTrainer(DistributedTrainer):
         data = self.batches.loader.fetch(0, self.batches.ids(0, part), self.batches.key(0, part))
         batch = StepBatch(0, 0, self.batches.samples_of(0), [], [], [])
         run = partial(self.run_again, batch, part, data)
-        return compute_again(self.model, self.state.ownership.made_by_backward(), run)
+        with generators_kept(self.device):
+            return compute_again(self.model, self.state.ownership.made_by_backward(), run)
 
     def require_same_pass(self, whole: Computed, now: Computed) -> None:
         """Raise UserError (2), on every rank, where the model computes something else since its state is cut."""

@@ -71,7 +71,14 @@ def test_a_hook_on_a_gradient_ends() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "shard"),
-    [("single", "none"), ("dp", "none"), ("ddp", "none"), ("ddp", "gradients"), ("ddp", "parameters")],
+    [
+        ("single", "none"),
+        ("ddp", "parameters"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("dp", "none"), ("ddp", "none"), ("ddp", "gradients"))
+        ),
+    ],
 )
 def test_flipped_gradients_show_in_the_final_weights(tmp_path: Path, undisturbed: str, layout: str, shard: str) -> None:
     words = ("--shard", shard)

@@ -86,6 +86,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_by_name(
     assert directory.metrics.read_text().count('"kind": "step"') == logged
 
 
+@pytest.mark.slow
 def test_a_state_with_numbers_as_keys_is_saved_and_resumed(tmp_path: Path, file: Path) -> None:
     words = (file, "--set", "optimizer.keep=floats", "--checkpoint-every", "1", "--synchronous-save")
     whole = train(tmp_path / "whole", *words)
