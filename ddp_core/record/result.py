@@ -8,6 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddp_core.base.digests import first_difference, optimizer_digest, weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.observe.heartbeat import slowest
@@ -79,8 +82,14 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
         "parameters": count,
     }
     if count <= _FEW_PARAMETERS:
-        result["values"] = {name: weights[name].detach().flatten().tolist() for name in parameters}
+        result["values"] = {name: _numbers(weights[name]) for name in parameters}
     return result
+
+
+def _numbers(tensor: Tensor) -> list[float]:
+    """A tensor's elements, as JSON can hold them: of a complex one both parts."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.flatten().tolist()
 
 
 def summary(result: dict[str, Any]) -> str:

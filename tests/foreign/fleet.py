@@ -46,16 +46,6 @@ LEFT_OUT = {
 OF_MATRICES_ALONE = (("torch", "Muon"), ("pytorch_optimizer", "spectralsphere"))
 """Optimizers that take no other parameters: libraries and rules."""
 
-UNMENDED = {
-    "transformers.big_bird": "its first forward pass replaces its attention layers (the text is too short for blocks) "
-    "and draws random weights for them, which it drops; so what dropout draws depends on which copy of it comes first",
-    "transformers.wav2vec2": "inside of FSDP, so with --shard parameters, it also computes the layers that LayerDrop "
-    "has dropped, and draws for their dropout",
-    "transformers.wav2vec2-conformer": "as wav2vec2",
-}
-"""Cases that are silent on some layout, with the cause: models that keep state, or look where they are. A test holds
-that there are no others."""
-
 ARCHITECTURES: dict[str, Sequence[str]] = {
     "causal": (
         *(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tests.foreign.driver import COLUMNS, KILLED
-from tests.foreign.fleet import GROUPS, LEFT_OUT, UNMENDED, every_case
+from tests.foreign.fleet import GROUPS, LEFT_OUT, every_case
 from tests.foreign.record import ROOT, Row, rows
 
 PAGE = ROOT / "docs" / "reference" / "other-peoples-code.md"
@@ -40,9 +40,6 @@ def _lines(kept: Mapping[str, Row]) -> Iterator[str]:
     share = plain["identical"] / plain.total() if plain.total() else 0.0
     yield f"Of the results without shards {share:.1%} are identical."
     yield ""
-    for key, cause in UNMENDED.items():
-        if key in kept:
-            yield f"- Silent on some layouts, and not mended yet: {key}: {cause}."
     yield from (f"- Left out: {key}: {reason}." for key, reason in LEFT_OUT.items())
     for group in GROUPS:
         waiting = [_name(key) for key in missing if key.startswith(f"{group}.")]

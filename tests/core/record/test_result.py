@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
-from ddp_core.record.result import gather_ends, save_weights, summary
+from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 
 
@@ -57,3 +58,19 @@ def test_the_slowest_rank_is_named_at_the_end() -> None:
     ends = gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
     assert ends.slowest is not None
     assert ends.slowest.startswith("slowest: rank 2 (node 0), p95 200 ms per step")
+
+
+class OfComplexNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.flatten(1)[:, :1] * torch.view_as_real(self.weight).reshape(1, -1)
+
+
+def test_few_parameters_are_recorded_with_their_values_complex_ones_with_both_parts(tmp_path: Path) -> None:
+    trainer = finished(experiment(max_steps=1), OfComplexNumbers)
+    weights = trainer.model.state_dict()
+    values = result_of(trainer, weights, tmp_path / "metrics.jsonl", 1.0)["values"]["weight"]
+    assert values == torch.view_as_real(weights["weight"]).flatten().tolist()
