@@ -38,7 +38,15 @@ def refusal(output: Path, *words: str) -> str:
     return ended.errors
 
 
-@pytest.mark.parametrize("name", ["usual", "cache", "hooks", "pseudo labels", "renormalised"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "usual",
+        "hooks",
+        "pseudo labels",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cache", "renormalised")),
+    ],
+)
 def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, name: str) -> None:
     found = [
         digests(train(tmp_path / "single", *kind(name))),
@@ -101,7 +109,7 @@ def test_shards_refuse_a_change(tmp_path: Path, shard: str) -> None:
     assert f"first.weight and 1 more are trained now, and --shard {shard} has cut what was trained at first" in said
 
 
-@pytest.mark.parametrize("name", ["clamp", "out of reach"])
+@pytest.mark.parametrize("name", ["clamp", pytest.param("out of reach", marks=pytest.mark.slow)])
 def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, name: str) -> None:
     found = [
         digests(train(tmp_path / "single", *writing(name))),
@@ -112,7 +120,9 @@ def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, n
     assert found == [found[0]] * 4
 
 
-@pytest.mark.parametrize("layout", [(), DP, DDP, DDP_3], ids=["single", "dp", "ddp", "ddp x 3"])
+@pytest.mark.parametrize(
+    "layout", [(), DP, DDP, pytest.param(DDP_3, marks=pytest.mark.slow)], ids=["single", "dp", "ddp", "ddp x 3"]
+)
 @pytest.mark.parametrize("name", ["max_norm", "max_norm of bags", "rows unseen"])
 def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
     tmp_path: Path, name: str, layout: tuple[str, ...]

@@ -19,7 +19,7 @@ def digests(output: Path) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "deque"])
+@pytest.mark.parametrize("kind", ["deque", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("list", "dict"))])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str) -> None:
     words, env = ("train", NESTED, "--device", "cpu", "--checkpoint-every", "5", "--output"), {"KIND": kind}
     assert ddp(*words, tmp_path / "whole", env=env).code == 0

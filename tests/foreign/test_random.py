@@ -22,6 +22,8 @@ def test_a_seed_writes_the_same_file_each_time_and_seeds_write_others() -> None:
     assert len(set(texts)) == 50
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_two_hundred_files_build_and_compute_a_gradient_and_an_update(tmp_path: Path) -> None:
     for seed in range(200):
         file = run_path(str(write(seed, tmp_path)))

@@ -163,7 +163,10 @@ def main(words: Sequence[str]) -> int:
     return quick.main(words)
 
 
-@pytest.mark.parametrize(("loses", "every", "seen"), [("nothing", 2, 2), ("nothing", 7, 7), ("attribute", 2, 2)])
+@pytest.mark.parametrize(
+    ("loses", "every", "seen"),
+    [("nothing", 2, 2), pytest.param("nothing", 7, 7, marks=pytest.mark.slow), ("attribute", 2, 2)],
+)
 def test_a_long_run_is_rehearsed_while_it_goes_on(tmp_path: Path, loses: str, every: int, seen: int) -> None:
     module, words = "tests.core.run.test_rehearsal", ["--checkpoint-every", every, "--keep-last", 1]
     hidden = {"attribute": "global of the optimizer"}.get(loses, loses)
