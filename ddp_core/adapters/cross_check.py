@@ -24,7 +24,7 @@ Again = Callable[[Any], Tensor]
 
 def is_due(number: int) -> bool:
     """Whether something is checked the `number`-th time: 1, 2, 4, 8 …"""
-    return number > 0 and number & number - 1 == 0
+    return number.bit_count() == 1
 
 
 def gradient_sums(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:

@@ -103,13 +103,11 @@ class Rounds:
         """Run forward and backward of any micro-batch inside, between two steps; its gradients are dropped."""
         for parcel in self._parcels:
             parcel.is_ready = False
-            parcel.open()
         try:
-            with self._in_pass():
+            with self._opened():
                 yield
         finally:
             for parcel in self._parcels:
-                parcel.close()
                 parcel.take()
 
     def push(self, statistics: Tensor) -> None:
@@ -164,6 +162,14 @@ class Rounds:
     def _one_pass(self, counts: bool) -> Iterator[None]:
         self._counts, self._used = counts, [[]] * len(self._parcels)
         self._turns.begin()
+        with self._opened():
+            yield
+        self._turns.send_rest()
+        self._rounds += 1
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Let the parcels take the gradients of the pass inside."""
         for parcel in self._parcels:
             parcel.open()
         try:
@@ -172,8 +178,6 @@ class Rounds:
         finally:
             for parcel in self._parcels:
                 parcel.close()
-        self._turns.send_rest()
-        self._rounds += 1
 
     def _send(self, number: int) -> None:
         """Exchange a parcel's gradients of this round, in the background; none where the pass does not count."""

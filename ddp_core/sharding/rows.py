@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import gathered_together, sent_together
+from ddp_core.base.torch_internals import gathered_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
@@ -97,11 +97,9 @@ class OwnsRows(OwnsPart):
                 local = cast(DTensor, parameter.detach()).to_local().detach().view(-1)
                 by_parameter[id(parameter)] = Rows(name, wholes[name], local, own.rank(), own.size())
             self._rows[name] = by_parameter[id(parameter)]
-        whole_of = {id(sharded): whole for part in self._parts for sharded, whole in sent_together(part)}
         # Here, because some blocks stay gathered between two passes, and the module then names other objects.
-        self._made_for: dict[str, Tensor] = {
-            name: whole_of[id(each)] for name, each in module.named_parameters() if id(each) in whole_of
-        }
+        members = itertools.chain.from_iterable(map(gathered_together, self._parts))
+        self._gathered: dict[str, Tensor] = {by_parameter[id(part)].name: whole for part, whole in members}
         self._rounds: Rounds | PlainRounds
         if exact:
             # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
@@ -116,7 +114,7 @@ class OwnsRows(OwnsPart):
                 channel,
                 _UNDER_WAY,
                 needs_passes=True,
-                in_pass=functools.partial(exact_pass, self._gathered(by_parameter)),
+                in_pass=functools.partial(exact_pass, self._gathered),
             )
             self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         else:
@@ -131,11 +129,6 @@ class OwnsRows(OwnsPart):
 
         self._hook = optimizer.register_step_post_hook(give)
 
-    def _gathered(self, rows: Mapping[int, Rows]) -> dict[str, Tensor]:
-        """The whole parameters that passes use, by name."""
-        members = itertools.chain.from_iterable(map(gathered_together, self._parts))
-        return {rows[id(part)].name: whole for part, whole in members}
-
     @property
     def idle_passes(self) -> int:
         return self._rounds.idle_passes
@@ -149,7 +142,7 @@ class OwnsRows(OwnsPart):
         return self._rounds.unsent_pass()
 
     def made_by_backward(self) -> dict[str, Tensor]:
-        return self._made_for
+        return {name: whole for name, whole in self._gathered.items() if whole.requires_grad}
 
     @property
     def trained(self) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ def _owners(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def _readable(state: TrainState) -> Iterator[tuple[str, Any]]:
-    """Those with a state_dict of plain values."""
+    """Optimizer and schedule, where these are no classes of torch: each is read back from its own state_dict."""
     if not _is_torchs(state.optimizer):
         yield "the optimizer's attribute ", state.optimizer
     if state.schedule is not None and not _is_torchs(state.schedule):

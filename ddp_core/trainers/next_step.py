@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
-import torch
-
 from ddp_core.base.digests import checksum
-from ddp_core.base.seeds import generators_kept
-from ddp_core.model.forward_state import ForwardState
-from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -78,27 +72,11 @@ def sums_after_update(state: TrainState) -> dict[str, str] | None:
 def micro_batch_digest(trainer: Trainer, step: int, index: int) -> str | None:
     """A digest of loss and gradients of one micro-batch of the step that comes next, computed without a trace.
 
-    None where that cannot be had: where every forward is a collective, or the pass needs what this one lacks.
+    None where that cannot be had: where every forward is a collective, where its work is replayed, or where it raises.
     """
     if not trainer.state.ownership.has_whole_weights or trainer.options.cuda_graph:
         return None
-    batches, passes, model = trainer.batches, trainer.passes, trainer.model
-    part = trainer.cut.parts(batches.samples_of(step))[index]
-    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    state = ForwardState(model)
-    with generators_kept(trainer.device):
-        try:
-            ids, key = batches.ids(step, part), batches.key(step, part)
-            inputs, targets = batches.loader.fetch(step // trainer.steps_per_epoch, ids, key)
-            trainer.seed_micro_batch(step, index)
-            loss = Passes.loss(passes, model, inputs, targets)
-            weight = passes.loss_weight(batches.samples_of(step))
-            # Not `backward`, which would call what waits for the gradients of a step.
-            gradients = torch.autograd.grad(loss, [*parameters.values()], weight, allow_unused=True)
-        except Exception:
-            return None
-        finally:
-            state.put_back()
-    found = {"loss": checksum(loss.detach().clone().view(1))}
-    found |= {name: checksum(each) for name, each in zip(parameters, gradients, strict=True) if each is not None}
-    return sha256(repr(found).encode()).hexdigest()
+    try:
+        return trainer.computed(step, index).bits
+    except Exception:
+        return None

@@ -122,7 +122,7 @@ class ResumeRehearsal(StepObserver):
     def _is_time_up(self) -> bool:
         """Whether the run ends, or the next save may remove the checkpoint, or be the second one after it."""
         trainer, saving = self._trainer, self._trainer.saving
-        may_save = trainer.is_at_epoch_end or saving.is_due(trainer.state.step)
+        may_save = trainer.is_save_due(trainer.state.step)
         has_saved = saving.newest_step != self._step or self._job.options.keep_last == 1
         return trainer.is_at_end or (may_save and has_saved)
 

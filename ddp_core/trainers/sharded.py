@@ -7,7 +7,6 @@ where a forward needs them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,11 @@ import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.memory import free_on
-from ddp_core.base.seeds import generators_kept
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.sharding import OwnsPart, Sharding
-from ddp_core.trainers.cross_check import Computed, compute_again
+from ddp_core.trainers.cross_check import Computed
 from ddp_core.trainers.distributed import DistributedTrainer
 
 _COPIES = 4
@@ -55,7 +53,7 @@ class ShardedTrainer(DistributedTrainer):
         if whole is not None:
             with self.guard.check("before and after the cut", 0):
                 try:
-                    now = self.first_micro_batch()
+                    now = self.computed(0, 0)
                 except DependsOnLayout as error:
                     raise UserError(f"{self.where}: {error}") from None
                 self.require_same_pass(whole, now)
@@ -77,20 +75,11 @@ class ShardedTrainer(DistributedTrainer):
         if not self.can_compare:
             return None
         try:
-            found: Computed | None = self.first_micro_batch()
+            self.model.train()
+            found: Computed | None = self.computed(0, 0)
         except Exception:  # training meets it, too, and says in which step
             found = None
         return found if None not in self.job.collectives.gather(found) else None
-
-    def first_micro_batch(self) -> Computed:
-        """What the first micro-batch of a run gives with the weights as they are now."""
-        self.model.train()
-        part = self.cut.parts(self.batches.samples_of(0))[0]
-        data = self.batches.loader.fetch(0, self.batches.ids(0, part), self.batches.key(0, part))
-        batch = StepBatch(0, 0, self.batches.samples_of(0), [], [], [])
-        run = partial(self.run_again, batch, part, data)
-        with generators_kept(self.device):
-            return compute_again(self.model, self.state.ownership.made_by_backward(), run)
 
     def require_same_pass(self, whole: Computed, now: Computed) -> None:
         """Raise UserError (2), on every rank, where the model computes something else since its state is cut."""

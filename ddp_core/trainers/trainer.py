@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.keyed_draws import without_key
-from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed
+from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed, generators_kept
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.data_digest import ADVICE
@@ -30,7 +30,7 @@ from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.between_updates import BetweenUpdates
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import RANDOM, CrossCheck, Spot
+from ddp_core.trainers.cross_check import RANDOM, Computed, CrossCheck, Spot, compute_again
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
@@ -156,13 +156,23 @@ class Trainer(ABC):
             self.passes.backward(loss, self.passes.loss_weight(batch.samples))
         return loss.detach()
 
+    def computed(self, step: int, index: int) -> Computed:
+        """What one micro-batch of a step gives with the model as it is now, between two steps; it leaves no trace.
+
+        Where the parameters are cut, all ranks must call this together.
+        """
+        samples = self.batches.samples_of(step)
+        part, epoch = self.cut.parts(samples)[index], step // self.steps_per_epoch
+        data = self.batches.loader.fetch(epoch, self.batches.ids(step, part), self.batches.key(step, part))
+        run = partial(self.run_again, StepBatch(step, epoch, samples, [], [], []), part, data)
+        with generators_kept(self.device):
+            return compute_again(self.model, self.state.ownership.made_by_backward(), run)
+
     def finish_cross_check(self, cross_check: CrossCheck, batch: StepBatch) -> None:
         """Compute the micro-batch again that the guard has chosen in this step, if any, and compare."""
         with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):
             cross_check.finish(batch)
         self.guard.figures |= {"checks": cross_check.checks, "every": cross_check.every}
-        if self.has_random_data:
-            self.guard.figures["not computed again"] = RANDOM
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -434,7 +444,7 @@ class Trainer(ABC):
 
         Once, and not where that was known before training. Raises UserError (2) where the guard is strict.
         """
-        self.has_random_data = True
+        self.has_random_data, self.guard.figures["not computed again"] = True, RANDOM
         if self.read_twice is None or self.read_twice.is_over:
             return
         self.read_twice.stop()
