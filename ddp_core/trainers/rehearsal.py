@@ -13,6 +13,7 @@ nobody.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +35,8 @@ _WORTH = 20
 _POLL_SECONDS = 2.0
 """Between two messages among ranks that wait for the verdict: none may be silent for long."""
 _KIND = "resume rehearsal"
+_NAMED = 3
+"""So many of the attributes that a checkpoint lacks are named."""
 
 
 class Rehearser(Protocol):
@@ -252,11 +255,15 @@ def _message(step: int | None, verdict: Verdict, lost: Mapping[str, tuple[str, s
             f"{found}. Something that {what} is in no checkpoint, such as a global variable, a variable of a closure, "
             f"or what an object keeps: {_remedy(verdict.micro_batch_differs)}"
         )
-    (name, (here, there)), *others = likely.items()
-    more = f" and {len(others)} more" if others else ""
+    named = [
+        f"{name} ({_short(here)} in the run, {_short(there)} after reading)"
+        for name, (here, there) in itertools.islice(likely.items(), _NAMED)
+    ]
+    more = f" and {len(likely) - _NAMED} more" if len(likely) > _NAMED else ""
+    lost_ones = ", ".join(named) + more
     return (
-        f"{found}. {name[0].upper()}{name[1:]} ({_short(here)} in the run, {_short(there)} after reading){more} "
-        f"{'are' if more else 'is'} in no checkpoint: {_remedy(name.startswith('the model'))}"
+        f"{found}. {lost_ones[0].upper()}{lost_ones[1:]} {'are' if len(likely) > 1 else 'is'} in no checkpoint: "
+        f"{_remedy(next(iter(likely)).startswith('the model'))}"
     )
 
 

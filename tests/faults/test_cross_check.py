@@ -58,7 +58,7 @@ def test_it_is_found_before_the_next_save(tmp_path: Path, case: str, layout: tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["", "cached table", "changes its inputs", "clamps its weights", "callback"])
+@pytest.mark.parametrize("case", ["", "cached table", "changes its inputs", "clamps its weights"])
 def test_what_ends_with_the_same_bits_is_accepted_in_every_step(tmp_path: Path, case: str) -> None:
     found = set()
     for number, layout in enumerate((SINGLE, DP, DDP3, PARAMETERS)):
@@ -70,6 +70,13 @@ def test_what_ends_with_the_same_bits_is_accepted_in_every_step(tmp_path: Path, 
         assert record["attempts"][-1]["guard"]["checks"] == record["result"]["steps"] == 12
         found.add(record["weights_sha256"])
     assert len(found) == 1
+
+
+def test_an_attribute_that_a_callback_sets_alike_everywhere_is_lost_by_a_resume(tmp_path: Path) -> None:
+    ended = run(tmp_path, "callback", *DDP)
+    assert ended.code == ExitCode.BAD_INPUT, ended.errors
+    assert "a resume would not continue this run" in ended.errors
+    assert "attribute temperature (0.25 in the run, none after reading)" in ended.errors
 
 
 def test_with_warn_it_goes_on_and_the_record_says_so(tmp_path: Path) -> None:
