@@ -2,7 +2,7 @@
 
     python -m benchmarks.guard [--rounds 7] [--quick] [--json PATH]
 
-digits for 25 epochs, and a ResNet-18 on images of 64 x 64 for 60 steps, on one process and on ddp x 2, one thread for
+digits for 25 epochs, and a ResNet-18 on images of 64 x 64 for 240 steps, on one process and on ddp x 2, one thread for
 each process, the exact reduction. `steps`: from the end of the first step to the end of the last one, with evaluations
 and saves. `in its checks`: what run.json has of the guard, in seconds of rank 0, without the process that rehearses a
 resume. The goal is 1 %.
@@ -27,7 +27,7 @@ GUARDS = ("off", "normal")
 LAYOUTS = {"single": ("--layout", "single"), "ddp x 2": ("--layout", "ddp", "--nproc-per-node", "2")}
 DIGITS = ("digits", "--set", "epochs=25")
 RESNET = (
-    *("resnet18_synthetic", "--reduction", "exact", "--numerics", "native", "--set", "max_steps=60"),
+    *("resnet18_synthetic", "--reduction", "exact", "--numerics", "native", "--set", "max_steps=240"),
     *("--set", "data.image_size=64", "--set", "data.pool=32", "--set", "data.samples=640"),
     *("--set", "global_batch_size=32", "--set", "micro_batch=8"),
 )

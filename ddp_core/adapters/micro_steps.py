@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.base.digests import first_difference
+from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
@@ -113,8 +112,8 @@ class MicroSteps:
             dist.all_gather_object(values, value, group=group)
             return values
 
-        named = chain(self._module.named_parameters(), self._module.named_buffers())
-        if found := first_difference(gather, named):
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        if len(set(gather(fast_digest(named)))) > 1 and (found := first_difference(gather, named)):
             raise UserError(
                 f"after step {self.step} {found}. It was changed on some ranks alone: by a callback, a hook or an "
                 "optimizer that does not do the same on every rank, or by a machine that computes wrongly"

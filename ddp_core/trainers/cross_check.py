@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
 
 _FIRST_STEPS = (1, 2, 4)
-_SHARE = 0.005
+_SHARE = 0.0025
 """Of the time of training, for checks between saves; as much again is for those before a save."""
 RANDOM = "samples come out differently at each read"
 """Why nothing can be computed again."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ddp_core.base.digests import first_difference
+from ddp_core.base.digests import fast_digest, first_difference
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.trainers.train_state import TrainState
@@ -21,7 +21,9 @@ def require_same_state(state: TrainState, collectives: Collectives, when: str, s
 
     Raises UserError (2) on every rank, naming the first tensor that differs and the ranks where it does.
     """
-    if collectives.world.world_size > 1 and (found := first_difference(collectives.gather, replicated(state))):
+    if collectives.world.world_size == 1 or collectives.are_alike(fast_digest(replicated(state))):
+        return
+    if found := first_difference(collectives.gather, replicated(state)):
         raise other_state(found, when, so)
 
 
