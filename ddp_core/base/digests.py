@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_COLUMNS = 1024
+_COLUMNS = 1021
+"""A prime number, so that two rows of a weight that have changed places do not meet in the same columns."""
+_DEPTH = 16
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -84,8 +86,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
 def checksum(tensor: Tensor) -> str:
     """Tells two tensors of one shape and dtype apart: no digest, but several times faster, and made on their device.
 
-    8 bytes make a number, and the numbers a table. The sums of its rows and of its columns differ after any one change,
-    and after two, unless these make up for each other in a row and in a column.
+    8 bytes make a number, and the numbers a table, in which every 16 rows are added up first. The sums of what is left
+    in its rows and in its columns differ after any one change, and after several, unless these make up for each other.
     """
     return digest_of_sums([sums(tensor)])
 
@@ -96,11 +98,13 @@ def sums(tensor: Tensor) -> Tensor:
     if len(content) % 8 or content.storage_offset() % 8:
         content = pad(content, (0, -len(content) % 8))
     numbers = content.view(torch.int64)
-    whole_rows = len(numbers) // _COLUMNS * _COLUMNS
-    if not whole_rows:
+    rows = len(numbers) // _COLUMNS
+    if not rows:
         return numbers.clone()
-    table = numbers[:whole_rows].view(-1, _COLUMNS)
-    return torch.cat([table.sum(0), table.sum(1), numbers[whole_rows:]])
+    depth = _DEPTH if rows >= _DEPTH else 1
+    end = rows // depth * depth * _COLUMNS
+    table = numbers[:end].view(-1, depth, _COLUMNS).sum(1)  # so memory is read once
+    return torch.cat([table.sum(0), table.sum(1), numbers[end:]])
 
 
 def digest_of_sums(parts: Sequence[Tensor]) -> str:

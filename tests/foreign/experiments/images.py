@@ -44,7 +44,7 @@ def loss(outputs: Any, targets: Tensor) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def optimizer(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
+def optimizer(model: nn.Module, lr: float = 0.001) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
