@@ -30,6 +30,8 @@ class Ownership(ABC):
     optimizer: torch.optim.Optimizer
     has_whole_weights = True
     """Whether this process has all weights; else every forward gathers them, so all ranks must run as many."""
+    owns_alone = False
+    """Whether ranks have something that no other rank has a copy of."""
 
     @property
     def trained(self) -> dict[str, Tensor]:
@@ -42,6 +44,10 @@ class Ownership(ABC):
             for name, tensor in named:
                 if kind == "buffer" or self.has_whole_weights:
                     yield f"{kind} {name}", tensor.detach()
+
+    def owned_alone(self) -> Iterator[tuple[str, Tensor]]:
+        """What no other rank has a copy of, where `owns_alone`, by names that a message can tell."""
+        return iter(())
 
     def made_by_backward(self) -> dict[str, Tensor]:
         """The tensors that backward gives gradients to, by the names of the parameters."""

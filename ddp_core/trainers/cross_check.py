@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -49,6 +49,12 @@ _WAY_OUT = (
 )
 REPLICA = "replica "
 """Begins the names of the replicas of `dp`."""
+
+
+_BeginWith = Literal["buffers of before the step", "all of before the step", "all of now"]
+_BUFFERS: _BeginWith = "buffers of before the step"
+_BEFORE: _BeginWith = "all of before the step"
+_NOW: _BeginWith = "all of now"
 
 
 @dataclass(frozen=True)
@@ -245,9 +251,12 @@ class CrossCheck:
         trainer, step_seconds, began = self._trainer, time.perf_counter() - self._last_ended, time.perf_counter()
         own = {index: self._answer_of(each) for index, each in check.watched.items() if each.gradients is not None}
         mine = {index: self._compute(batch, check, index, everywhere=not self._every_step) for index in check.watched}
+        changed = _changed_buffer(check.states)
         seconds = time.perf_counter() - began
-        everyones = trainer.job.collectives.gather((own, mine, seconds, step_seconds))
+        everyones = trainer.job.collectives.gather((own, mine, seconds, step_seconds, changed))
         originals = {index: original for each in everyones for index, original in each[0].items()}
+        if any(each[4] for each in everyones):
+            self._refuse_counts(batch, check)
         for index in check.watched:
             original = originals[index]
             answers = [answer for each in everyones for answer in each[1][index]]
@@ -280,12 +289,17 @@ class CrossCheck:
         return since >= self.every or (before_save and 2 * since >= self.every)
 
     def _compute(
-        self, batch: StepBatch, check: _Check, index: int, everywhere: bool, as_before: bool = False
+        self,
+        batch: StepBatch,
+        check: _Check,
+        index: int,
+        everywhere: bool,
+        begin_with: _BeginWith = _BUFFERS,
     ) -> list[Answer]:
-        """What this process's spots compute now; with `as_before` from the attributes of models before the step.
+        """What this process's spots compute: from which buffers and attributes, `begin_with` says.
 
         Not `everywhere`, but on the spot after the one that has computed it: where parameters are cut, all ranks do.
-        Buffers are always those of before the step, as they were for the pass that counted.
+        The pass that counted began with the buffers of before the step.
         """
         trainer, part = self._trainer, check.watched[index].part
         world, batches = trainer.job.collectives.world, trainer.batches
@@ -297,11 +311,32 @@ class CrossCheck:
                 continue
             data = batches.loader.fetch(batch.epoch, batches.ids(batch.step, part), batches.key(batch.step, part))
             read = _of_data(data)  # now, because a forward may change its inputs in place
-            change = state.put_back if as_before else state.put_back_buffers
+            changes = {_BUFFERS: state.put_back_buffers, _BEFORE: state.put_back, _NOW: None}
             run = partial(spot.run, batch, part, data)
-            computed = spot.within(partial(compute_again, spot.model, spot.tensors(), run, change))
+            computed = spot.within(partial(compute_again, spot.model, spot.tensors(), run, changes[begin_with]))
             answers.append(Answer(spot.name, self._kind, read, computed))
         return answers
+
+    def _refuse_counts(self, batch: StepBatch, check: _Check) -> None:
+        """Raise UserError where a further pass changes a buffer again that the step has changed; a collective.
+
+        Such a buffer counts the micro-batches of this process. A table that is filled once holds the same ever after.
+        """
+        index = min(check.watched)
+        before = [{name: checksum(each) for name, each in spot.model.named_buffers()} for spot in check.spots]
+        after = self._compute(batch, check, index, everywhere=True, begin_with=_NOW)
+        changed = (
+            name
+            for sums, answer in zip(before, after, strict=True)
+            for name, value in sums.items()
+            if answer.computed.buffers.get(name) != value
+        )
+        found = next(filter(None, self._trainer.job.collectives.gather(next(changed, None))), None)
+        if found is not None:
+            raise UserError(
+                f"step {batch.step + 1}: every pass changes the buffer {found}, so it holds something else where a "
+                f"process has more micro-batches; {_WAY_OUT}"
+            )
 
     def _judge(self, batch: StepBatch, check: _Check, index: int, original: Answer, answers: Sequence[Answer]) -> None:
         """Raise UserError where the passes have other bits; all arguments but `check` are the same on all ranks."""
@@ -313,12 +348,12 @@ class CrossCheck:
         # Ranks that begin with other weights or buffers rightly have other gradients.
         self._trainer.compare_states(f"in step {batch.step + 1}")
 
-        def everywhere(as_before: bool = False) -> dict[str, Computed]:
-            ours = self._compute(batch, check, index, everywhere=True, as_before=as_before)
+        def everywhere(begin_with: _BeginWith = _BUFFERS) -> dict[str, Computed]:
+            ours = self._compute(batch, check, index, True, begin_with)
             theirs = [each for theirs in self._trainer.job.collectives.gather(ours) for each in theirs]
             return {each.place: each.computed for each in theirs if each.kind == original.kind}
 
-        repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(as_before=True))
+        repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(_BEFORE))
         what = f"step {batch.step + 1}, micro-batch {index}"
         buffers = self._trainer.job.collectives.gather(_changed_buffer(check.states))
         buffer = next(filter(None, buffers), None)

@@ -28,7 +28,7 @@ from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.between_updates import BetweenUpdates
+from ddp_core.trainers.between_updates import BetweenUpdates, OwnPart
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.cross_check import RANDOM, Computed, CrossCheck, Spot, compute_again
 from ddp_core.trainers.evaluation import evaluate
@@ -50,6 +50,7 @@ from ddp_core.trainers.step_losses import (
 )
 from ddp_core.trainers.torch_errors import note_samples
 from ddp_core.trainers.train_state import Saving, TrainState
+from ddp_core.trainers.trial import first_items, unchanged
 
 if TYPE_CHECKING:
     from ddp_core.reduction import ExactReduction
@@ -101,6 +102,7 @@ class Trainer(ABC):
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self._began_at = 0
+        self._has_evaluated = False
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
         self.guard = Guard(job)
@@ -239,6 +241,7 @@ class Trainer(ABC):
         # A state that is not at step 0 came from the checkpoint of its step.
         self.saving.newest_step = self._began_at = self.state.step
         self.between_updates = BetweenUpdates(self.model)
+        self.own_part = OwnPart(self.state.ownership)
         self._changed: list[str] = []
         self.clock.restart()
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
@@ -276,6 +279,8 @@ class Trainer(ABC):
                     self.skip_update(batch, bad)
                 self.state.step += 1
                 self.between_updates.updated()
+                if self.guard.checks and self.compares_after(self.state.step):
+                    self.own_part.updated(self.state.step)
                 self.observers.after_step(batch)
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
@@ -366,14 +371,33 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
+        if self.guard.checks and not self._has_evaluated:
+            self._has_evaluated = True
+            with self.guard.check("evaluation", self.state.step):
+                self._require_repeatable_evaluation()
         figures = self._figures_of(self.model)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
 
-    def _figures_of(self, model: nn.Module) -> dict[str, Any]:
-        """Loss, for classification accuracy, and the experiment's own metrics."""
+    def _require_repeatable_evaluation(self) -> None:
+        """Evaluate one batch twice; raises UserError (2), on every rank, where the figures differ. It leaves no trace.
+
+        What differs would also be another figure on each layout, where other ranks evaluate other batches.
+        """
+        with unchanged(self.model, self.device):
+            figures, again = (self._figures_of(self.model, batches=1) for _ in range(2))
+        for name, value in figures.items():
+            if repr(value) != repr(again[name]):
+                raise UserError(
+                    f"{name} is {value} for the first evaluation batch, and {again[name]} when it is evaluated again: "
+                    "the model, the loss or a metric draws from a random generator of its own, reads a clock, or keeps "
+                    "something; let it follow from weights and samples alone, or go on with --on-difference warn"
+                )
+
+    def _figures_of(self, model: nn.Module, batches: int | None = None) -> dict[str, Any]:
+        """Loss, for classification accuracy, and the experiment's own metrics; of the first `batches` where given."""
         job, splits = self.job, self.job.splits
         if splits.test is None:
             return {}
@@ -382,7 +406,7 @@ class Trainer(ABC):
             model,
             forward,
             job.hits,
-            splits.test,
+            splits.test if batches is None else first_items(splits.test, batches * settings.samples_per_batch),
             settings,
             job.collectives,
             splits.collate,
@@ -419,12 +443,17 @@ class Trainer(ABC):
                 self.compare_states(f"after step {self.state.step}")
                 if not self.state.ownership.has_whole_weights:
                     self.require_same_changes(self.between_updates.changed())
+                self.own_part.require_same(self.state.step, self.job.collectives, self._so)
+
+    @property
+    def _so(self) -> str:
+        """What comes of a state that is not the same on all ranks, in words."""
+        stops = self.options.on_difference == "stop"
+        return f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
 
     def compare_states(self, when: str) -> None:
         """Raises UserError (2), on every rank, for the first tensor that the ranks do not have alike."""
-        stops = self.options.on_difference == "stop"
-        so = f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
-        require_same_state(self.state, self.job.collectives, when, so)
+        require_same_state(self.state, self.job.collectives, when, self._so)
 
     def require_same_changes(self, changed: list[str]) -> None:
         """Compare what was `changed` since the last update with the other ranks; raises UserError (2)."""

@@ -48,7 +48,7 @@ def check_loss(trainer: Trainer) -> None:
     if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
         return
     ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
-    with _unchanged(trainer.model, trainer.device), torch.no_grad():
+    with unchanged(trainer.model, trainer.device), torch.no_grad():
         try:
             once, twice = (
                 float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
@@ -85,15 +85,21 @@ def try_metrics(
 
     Raises what `evaluate` raises.
     """
-    few: Subset[Any] = Subset(dataset, range(min(3, len(dataset))))  # type: ignore[arg-type]
+    few = first_items(dataset, 3)
     device = next(model.parameters()).device
-    with _unchanged(model, device):
+    with unchanged(model, device):
         alone = Collectives(World(), device)
         evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, metrics)
 
 
+def first_items(dataset: Dataset, count: int) -> Dataset:
+    """The first items of a data set, at most so many."""
+    few: Subset[Any] = Subset(dataset, range(min(count, len(dataset))))  # type: ignore[arg-type]
+    return few
+
+
 @contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model into eval mode; put its modes, buffers, attributes and all random numbers back afterwards."""
     state = ForwardState(model)
     with generators_kept(device):

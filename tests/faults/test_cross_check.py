@@ -44,8 +44,8 @@ def record_in(output: Path) -> dict[str, Any]:
         ("rank", DDP, "something else on each rank"),
         pytest.param(*("rank", DDP3, "something else on each rank"), marks=pytest.mark.slow),
         ("closure", DP, "leads to the model itself"),
-        pytest.param(*("buffer", SINGLE, "step 2, micro-batch 1: the loss"), marks=pytest.mark.slow),
-        ("buffer", DP, "forward changes the buffer seen, so each micro-batch begins with another one"),
+        pytest.param(*("buffer", SINGLE, "every pass changes the buffer seen"), marks=pytest.mark.slow),
+        ("buffer", DP, "every pass changes the buffer seen"),
         pytest.param(*("late", SINGLE, "step 2"), marks=pytest.mark.slow),
     ],
 )

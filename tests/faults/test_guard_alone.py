@@ -98,8 +98,11 @@ SAVES = ("--checkpoint-every", "2")
 
 REPLICAS = "has other bits when it is computed again by another replica"
 EACH_TIME = "and others each time"
+ALONE = "which no other rank has a copy of, is not what the update has left there"
+COUNTS = "every pass changes the buffer seen"
+LEFT_OVER = "has a gradient left over from an earlier micro-batch"
+EVALUATION = "when it is evaluated again"
 FIRST_PASS = "the first pass does something that later ones do not"
-BUFFER = "forward changes the buffer seen, so each micro-batch begins with another one"
 RANKS = "is not the same on all ranks"
 RESUME = "read into a new job and given the same gradient, gives other bits"
 READ_AGAIN = "are not the same when read again in step 1"
@@ -138,10 +141,11 @@ def case(off: str, *words: str, said: str, fast: bool = False, **env: str) -> An
     ("off", "words", "env", "said"),
     [
         # 1. A callback that changes `requires_grad`.
+        case("following requires_grad", *file("changing", "usual"), said=LEFT_OVER),
         case("following requires_grad", *file("changing", "usual"), *DP, said=REPLICAS, fast=True),
-        case("following requires_grad", *file("changing", "usual"), *DDP, said=RANKS),
-        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "optimizer", said=RANKS),
-        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "gradients", said=RANKS),
+        case("following requires_grad", *file("changing", "usual"), *DDP, said=LEFT_OVER),
+        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "optimizer", said=LEFT_OVER),
+        case("following requires_grad", *file("changing", "usual"), *DDP, "--shard", "gradients", said=LEFT_OVER),
         # 2. Batch normalisation in evaluation mode within forward.
         case("batch norm in evaluation", *file("changing", "pseudo labels"), *STRICT, said=FIRST_PASS),
         case("batch norm in evaluation", *file("changing", "pseudo labels"), *DP, *STRICT, said=FIRST_PASS),
@@ -155,10 +159,13 @@ def case(off: str, *words: str, said: str, fast: bool = False, **env: str) -> An
         case("written parameters", *file("writing", "decay"), said=EACH_TIME),
         # 4 and 5. Buffers that forward changes, and reads; a count that only shows where ranks count unlike; from a
         # late step on.
-        case("foreign buffers", *file("changing", "codebook"), said=BUFFER),
-        case("foreign buffers", *file("changing", "codebook"), *DP, said=BUFFER),
-        case("foreign buffers", *file("changing", "codebook"), *DDP, said=RANKS),
-        case("foreign buffers", *file("changing", "counter"), *DDP_4, said=RANKS),
+        case("foreign buffers", *file("changing", "codebook"), said=COUNTS),
+        case("foreign buffers", *file("changing", "codebook"), *DP, said=COUNTS),
+        case("foreign buffers", *file("changing", "codebook"), *DDP, said=COUNTS),
+        case("foreign buffers", *file("changing", "counter"), said=COUNTS),
+        case("foreign buffers", *file("changing", "counter"), *DP, said=COUNTS),
+        case("foreign buffers", *file("changing", "counter"), *DDP, said=COUNTS),
+        case("foreign buffers", *file("changing", "counter"), *DDP_4, said=COUNTS),
         case("foreign buffers", *file("changing", "rare"), *DDP, said=RANKS),
         # 6. Hooks on weights.
         case("hooks of replicas", *file("changing", "hooks"), *DP, said=REPLICAS, fast=True),
@@ -180,6 +187,8 @@ def case(off: str, *words: str, said: str, fast: bool = False, **env: str) -> An
         case("keyed loading", *file("draws_collate"), *DDP, *STRICT, said=READ_AGAIN),
         case("keyed updates", *file("draws_optimizer"), *STRICT, *SAVES, said=RESUME),
         case("keyed updates", *file("draws_optimizer"), *DDP, said=RANKS),
+        case("keyed draws", *file("draws_metrics"), said=EVALUATION),
+        case("keyed draws", *file("draws_metrics"), *DDP, said=EVALUATION),
         # 9. An optimizer that keeps `self.t`.
         case("look at attributes", *file("loses"), *STRICT, *SAVES, said=RESUME, LOSES="attribute"),
         # 10. A callback of rank 0 that changes weights.
@@ -191,6 +200,12 @@ def case(off: str, *words: str, said: str, fast: bool = False, **env: str) -> An
                 CHANGED="0.weight",
             )
             for shard in ("optimizer", "gradients")
+        ),
+        case(
+            *("changes between updates", *file("one_rank_alone"), *DDP, "--shard", "parameters"),
+            said=ALONE,
+            CHANGED="0.weight",
+            STEP="4",
         ),
         # 11. Samples that are random.
         case("reading twice", *file("random_rows"), *STRICT, said=READ_AGAIN, fast=True),
