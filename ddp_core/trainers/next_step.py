@@ -72,9 +72,9 @@ def sums_after_update(state: TrainState) -> dict[str, str] | None:
 def micro_batch_digest(trainer: Trainer, step: int, index: int) -> str | None:
     """A digest of loss and gradients of one micro-batch of the step that comes next, computed without a trace.
 
-    None where that cannot be had: where every forward is a collective, where its work is replayed, or where it raises.
+    All ranks call this together. None where that cannot be had: where a graph replays the work, or where it raises.
     """
-    if not trainer.state.ownership.has_whole_weights or trainer.options.cuda_graph:
+    if trainer.options.cuda_graph:
         return None
     try:
         return trainer.computed(step, index).bits

@@ -82,10 +82,10 @@ class ResumeRehearsal(StepObserver):
         self._step: int | None = None
         """Of the checkpoint that is rehearsed: the next update is watched, or the verdict awaited."""
         self._is_running = False
+        self._micro_batch: str | None = None
         # Of rank 0.
         self._attributes: Attributes | None = None
         self._changed: dict[str, str] = {}
-        self._micro_batch: str | None = None
         self._failure: str | None = None
         if self._is_wanted:
             self._record("not rehearsed: no step came after a save")
@@ -143,7 +143,8 @@ class ResumeRehearsal(StepObserver):
         self._step = batch.step
         if self._attributes is not None:
             self._changed = self._attributes.changed()
-            self._micro_batch = micro_batch_digest(self._trainer, batch.step, 0)
+        # On every rank, since a forward may be a collective.
+        self._micro_batch = micro_batch_digest(self._trainer, batch.step, 0)
 
     def _choose(self, step: int, attributes: Attributes) -> tuple[str | None, str | None]:
         """How the rehearsal is made, or why there is none (rank 0)."""

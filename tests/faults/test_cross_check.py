@@ -72,8 +72,11 @@ def test_what_ends_with_the_same_bits_is_accepted_in_every_step(tmp_path: Path, 
     assert len(found) == 1
 
 
-def test_an_attribute_that_a_callback_sets_alike_everywhere_is_lost_by_a_resume(tmp_path: Path) -> None:
-    ended = run(tmp_path, "callback", *DDP)
+@pytest.mark.parametrize("layout", [DDP, pytest.param(PARAMETERS, marks=pytest.mark.slow)])
+def test_an_attribute_that_a_callback_sets_alike_everywhere_is_lost_by_a_resume(
+    tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    ended = run(tmp_path, "callback", *layout)
     assert ended.code == ExitCode.BAD_INPUT, ended.errors
     assert "a resume would not continue this run" in ended.errors
     assert "attribute temperature (0.25 in the run, none after reading)" in ended.errors
