@@ -98,7 +98,8 @@ def _readable(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(thing: object) -> bool:
-    return type(thing).__module__.partition(".")[0] == "torch"
+    # Not the class alone: `fully_shard` makes one of torch's from the user's and its own.
+    return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(thing).__mro__)
 
 
 def _plain(thing: object) -> Iterator[tuple[str, str]]:
