@@ -208,6 +208,7 @@ class ExactReduction:
             self.begin()
         if index not in self.remaining[:1]:
             raise ValueError(f"micro-batch {index} is out of turn: this rank computes {self.share}, in order")
+        self._trained.refuse_changes()
         self._gradients.refuse_foreign()
         try:
             with self._shares.backward(index):

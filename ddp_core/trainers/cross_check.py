@@ -215,7 +215,7 @@ class CrossCheck:
         self._check = None
         if self._first is None:
             self._first, self._last_ended = batch.step, time.perf_counter()
-        if self._trainer.has_random_data or not self._is_due(batch.step, before_save):
+        if self._trainer.checks.has_random_data or not self._is_due(batch.step, before_save):
             return
         parts = self._trainer.cut.parts(batch.samples)
         own = {part.index: _of_data(data) for part, data in zip(batch.micro_batches, batch.tensors, strict=True)}
@@ -262,7 +262,9 @@ class CrossCheck:
             answers = [answer for each in everyones for answer in each[1][index]]
             if any(answer.data != original.data for answer in answers):
                 ids = ", ".join(map(str, trainer.batches.ids(batch.step, check.watched[index].part)[:16]))
-                trainer.take_random_data(f"samples {ids} are not the same when read again in step {batch.step + 1}")
+                trainer.checks.take_random_data(
+                    f"samples {ids} are not the same when read again in step {batch.step + 1}"
+                )
                 return
             self._judge(batch, check, index, original, answers)
         self.checks += 1
@@ -346,7 +348,7 @@ class CrossCheck:
         if found is None:
             return
         # Ranks that begin with other weights or buffers rightly have other gradients.
-        self._trainer.compare_states(f"in step {batch.step + 1}")
+        self._trainer.checks.compare_states(f"in step {batch.step + 1}")
 
         def everywhere(begin_with: _BeginWith = _BUFFERS) -> dict[str, Computed]:
             ours = self._compute(batch, check, index, True, begin_with)

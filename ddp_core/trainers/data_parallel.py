@@ -69,7 +69,7 @@ class DataParallelTrainer(Trainer):
         for replica in others:
             replica.copy_from(self.model)
         # A state that is compared on other layouts after this step.
-        by_values = self.exact and self.compares_after(batch.step + 1)
+        by_values = self.exact and self.checks.compares_after(batch.step + 1)
         if self.exact:
             first.begin(by_values)
             for replica in others:
@@ -251,7 +251,7 @@ class _Replica:
         losses = []
         for part, data in zip(share.micro_batches, share.tensors, strict=True):
             # The turn lasts to the end of backward, which uses the generator where it computes activations again.
-            with self._turn, trainer.watched(part.index, self.number):
+            with self._turn, trainer.checks.watched(part.index, self.number):
                 losses.append((part.index, self._run(share.step, part.index, data, weight)))
             if trainer.exact:
                 self.tree.push(take_gradients(self.parameters))

@@ -153,7 +153,7 @@ class ResumeRehearsal(StepObserver):
                 f"callback {type(callback).__name__} keeps `{name}` in an attribute, which no checkpoint holds: a "
                 "resumed run starts with it anew; let its state_dict return it, and load_state_dict take it"
             )
-        if self._trainer.has_random_data:
+        if self._trainer.checks.has_random_data:
             return None, RANDOM
         if self._rehearser is None:
             return None, "this training was not started from a request, so no other process can build it"

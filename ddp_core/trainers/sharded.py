@@ -61,7 +61,7 @@ class ShardedTrainer(DistributedTrainer):
     @property
     def can_compare(self) -> bool:
         """Whether a pass before the cut can be compared with one after it, the same on every rank."""
-        if self.cross_check is None:
+        if self.checks.cross_check is None:
             return False
         weights = sum(each.numel() * each.element_size() for each in self.model.parameters())
         has_room = free_on(self.device) > _COPIES * weights

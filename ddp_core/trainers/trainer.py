@@ -16,7 +16,6 @@ from ddp_core.base.keyed_draws import without_key
 from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed, generators_kept
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
-from ddp_core.data.data_digest import ADVICE
 from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Batch
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
@@ -28,18 +27,15 @@ from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
-from ddp_core.trainers.between_updates import BetweenUpdates, OwnPart
+from ddp_core.trainers.checks import Checks
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import RANDOM, Computed, CrossCheck, Spot, compute_again
+from ddp_core.trainers.cross_check import Computed, Spot, compute_again
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
-from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
-from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.rehearsal import ResumeRehearsal
-from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -101,24 +97,14 @@ class Trainer(ABC):
         overlaps = world.world_size > 1 and is_watched
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
-        self._began_at = 0
-        self._has_evaluated = False
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
         copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
-        self.guard = Guard(job)
-        self.has_random_data = job.has_random_data
-        # A CUDA graph replays its kernels without the hooks by which gradients are watched.
-        can_check = self.guard.checks and not job.options.cuda_graph
-        self.cross_check = CrossCheck(self, job.options.guard == "strict") if can_check else None
-        if job.options.cuda_graph:
-            self.guard.figures["not computed again"] = "a CUDA graph replays without the hooks that watch gradients"
-        elif self.has_random_data:
-            self.guard.figures["not computed again"] = RANDOM
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
+        self.checks = Checks(self)
+        self.guard = self.checks.guard
         # Before the data are used: a model may change its inputs.
-        self.read_twice = ReadTwice(self.batches) if job.on_random_data is not None else None
-        reads = [self.read_twice] if self.read_twice is not None else []
+        reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
         ours = [self.clock, self.saving, ResumeRehearsal(self), self.figures, *reads, *copies, *called]
         self.observers = StepObservers([*ours, *job.observers])
         self._read_every = steps_between_reading(job.options, self.state, job.device)
@@ -135,12 +121,8 @@ class Trainer(ABC):
         For trainers that have a `reduction`.
         """
         self.seed_micro_batch(batch.step, part.index)
-        with self.reduction.micro_batch(part.index, part.stop - part.start), self.watched(part.index):
+        with self.reduction.micro_batch(part.index, part.stop - part.start), self.checks.watched(part.index):
             yield
-
-    def watched(self, index: int, spot: int = 0) -> contextlib.AbstractContextManager[None]:
-        """Run the micro-batch `index` inside; its gradients are noted where the guard computes it again."""
-        return contextlib.nullcontext() if self.cross_check is None else self.cross_check.watch(index, spot)
 
     def spots(self) -> list[Spot]:
         """Where this process can compute a micro-batch again; overridden where it has several replicas."""
@@ -170,19 +152,13 @@ class Trainer(ABC):
         with generators_kept(self.device):
             return compute_again(self.model, self.state.ownership.made_by_backward(), run)
 
-    def finish_cross_check(self, cross_check: CrossCheck, batch: StepBatch) -> None:
-        """Compute the micro-batch again that the guard has chosen in this step, if any, and compare."""
-        with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):
-            cross_check.finish(batch)
-        self.guard.figures |= {"checks": cross_check.checks, "every": cross_check.every}
-
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
 
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.losses.send(batch, self.job.stop.requested, bool(self._changed))
+        self.losses.send(batch, self.job.stop.requested, bool(self.checks.changed))
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -239,10 +215,8 @@ class Trainer(ABC):
     def train(self) -> None:
         """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
         # A state that is not at step 0 came from the checkpoint of its step.
-        self.saving.newest_step = self._began_at = self.state.step
-        self.between_updates = BetweenUpdates(self.model)
-        self.own_part = OwnPart(self.state.ownership)
-        self._changed: list[str] = []
+        self.saving.newest_step = self.state.step
+        self.checks.begin()
         self.clock.restart()
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
@@ -253,10 +227,9 @@ class Trainer(ABC):
         ):
             for batch in stream:
                 self.observers.before_step(batch)
-                self._changed = self.between_updates.changed() if self.exact else []
+                self.checks.begin_step()
                 self.follow_trained()
-                if self.cross_check is not None and self.guard.checks:
-                    self.cross_check.begin(batch, before_save=self.is_save_due(batch.step + 1))
+                self.checks.begin_gradients(batch)
                 try:
                     self.compute_gradients(batch)
                 except DependsOnLayout as error:
@@ -265,11 +238,7 @@ class Trainer(ABC):
                     note_samples(error, batch)
                     raise
                 stop, reports = self.receive_losses(batch)
-                if 0 < self.losses.changed_on < self.job.collectives.world.world_size and self.guard.checks:
-                    with self.guard.check("same state", self.state.step):
-                        self.require_same_changes(self._changed)
-                if self.cross_check is not None and self.cross_check.is_under_way and first_bad(reports) is None:
-                    self.finish_cross_check(self.cross_check, batch)
+                self.checks.gradients_done(batch, reports, self.losses.changed_on)
                 self.seed_micro_batch.update(batch.step)
                 self.observers.gradients_done(batch, reports)
                 bad = first_bad(reports)
@@ -278,16 +247,12 @@ class Trainer(ABC):
                 else:
                     self.skip_update(batch, bad)
                 self.state.step += 1
-                self.between_updates.updated()
-                if self.guard.checks and self.compares_after(self.state.step):
-                    self.own_part.updated(self.state.step)
+                self.checks.updated()
                 self.observers.after_step(batch)
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
                     self.record_digest()
-                if self.compares_after(self.state.step):
-                    self.tell_of_random_data(batch)
-                    self.require_same_state()
+                self.checks.step_done(batch)
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
                 if stop and not self.is_at_end:
@@ -314,13 +279,6 @@ class Trainer(ABC):
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint may be saved after `step` steps."""
         return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or step == self.total_steps
-
-    def compares_after(self, steps: int) -> bool:
-        """Whether processes compare after so many steps what they have alike.
-
-        After each epoch and before each save; also after 1, 2, 4, 8, … steps of this start, to see it soon.
-        """
-        return (steps - self._began_at).bit_count() == 1 or self.is_save_due(steps)
 
     @property
     def is_digest_due(self) -> bool:
@@ -371,30 +329,17 @@ class Trainer(ABC):
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
-        if self.guard.checks and not self._has_evaluated:
-            self._has_evaluated = True
-            with self.guard.check("evaluation", self.state.step):
-                self._require_repeatable_evaluation()
+        self.checks.before_evaluation()
         figures = self._figures_of(self.model)
         if self.state.average is not None:
             averaged = self._figures_of(self.state.average.module)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
 
-    def _require_repeatable_evaluation(self) -> None:
-        """Evaluate one batch twice; raises UserError (2), on every rank, where the figures differ. It leaves no trace.
-
-        What differs would also be another figure on each layout, where other ranks evaluate other batches.
-        """
+    def first_evaluation_batch_twice(self) -> list[dict[str, Any]]:
+        """The figures of the first evaluation batch, computed twice; it leaves no trace."""
         with unchanged(self.model, self.device):
-            figures, again = (self._figures_of(self.model, batches=1) for _ in range(2))
-        for name, value in figures.items():
-            if repr(value) != repr(again[name]):
-                raise UserError(
-                    f"{name} is {value} for the first evaluation batch, and {again[name]} when it is evaluated again: "
-                    "the model, the loss or a metric draws from a random generator of its own, reads a clock, or keeps "
-                    "something; let it follow from weights and samples alone, or go on with --on-difference warn"
-                )
+            return [self._figures_of(self.model, batches=1) for _ in range(2)]
 
     def _figures_of(self, model: nn.Module, batches: int | None = None) -> dict[str, Any]:
         """Loss, for classification accuracy, and the experiment's own metrics; of the first `batches` where given."""
@@ -436,57 +381,9 @@ class Trainer(ABC):
                 digest = weights_digest(weights)
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
-    def require_same_state(self) -> None:
-        """Compare what all ranks have alike, where the reduction promises that; raises UserError (2)."""
-        if self.guard.checks:
-            with self.clock.aside("other"), self.guard.check("same state", self.state.step):
-                self.compare_states(f"after step {self.state.step}")
-                if not self.state.ownership.has_whole_weights:
-                    self.require_same_changes(self.between_updates.changed())
-                self.own_part.require_same(self.state.step, self.job.collectives, self._so)
-
-    @property
-    def _so(self) -> str:
-        """What comes of a state that is not the same on all ranks, in words."""
-        stops = self.options.on_difference == "stop"
-        return f"this step is not saved, {self.saving.newest}" if stops else "the ranks train other models now"
-
-    def compare_states(self, when: str) -> None:
-        """Raises UserError (2), on every rank, for the first tensor that the ranks do not have alike."""
-        require_same_state(self.state, self.job.collectives, when, self._so)
-
-    def require_same_changes(self, changed: list[str]) -> None:
-        """Compare what was `changed` since the last update with the other ranks; raises UserError (2)."""
-        collectives, are_whole = self.job.collectives, self.state.ownership.has_whole_weights
-        self.between_updates.require_same(changed, collectives, are_whole, self.where)
-
-    def tell_of_random_data(self, batch: StepBatch) -> None:
-        """Warn, and record, where samples of any rank were others when they were read again; a collective."""
-        if self.read_twice is None or not self.read_twice.is_on(batch.epoch):
-            return
-        findings = self.job.collectives.gather(self.read_twice.finding)
-        if (found := next(filter(None, findings), None)) is not None:
-            self.take_random_data(found)
-
-    def take_random_data(self, found: str) -> None:
-        """Warn, and record, that samples came out differently when they were read again; called on every rank.
-
-        Once, and not where that was known before training. Raises UserError (2) where the guard is strict.
-        """
-        self.has_random_data, self.guard.figures["not computed again"] = True, RANDOM
-        if self.read_twice is None or self.read_twice.is_over:
-            return
-        self.read_twice.stop()
-        words = f"{found}, so no result can be repeated to the bit; {ADVICE}"
-        if self.guard.mode == "strict":
-            raise UserError(words)
-        if self.job.collectives.world.is_first and self.job.on_random_data is not None:
-            self.job.on_random_data(found)
-        self.job.console.say(f"warning: {words}")
-
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""
-        self.require_same_state()
+        self.checks.require_same_state()
         self.saving.save(wait=True)
         self.job.stop.saved()
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)

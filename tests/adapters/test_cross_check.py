@@ -121,6 +121,7 @@ def of_rank_1(network: nn.Module) -> None:
             network.last.bias.add_(1e-6)  # type: ignore[union-attr, operator]
 
 
+@pytest.mark.slow
 def test_what_is_right_is_believed_and_ends_with_the_same_bits() -> None:
     found = [end_of(Net), end_of(Net, repeats=False)]
     found += [end for ranks in (2, 3) for end in run_processes(end_of_rank, ranks, Net)]

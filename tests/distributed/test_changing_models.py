@@ -42,9 +42,7 @@ def refusal(output: Path, *words: str) -> str:
     "name",
     [
         "usual",
-        "hooks",
-        "pseudo labels",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cache", "renormalised")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("hooks", "pseudo labels", "cache", "renormalised")),
     ],
 )
 def test_it_ends_with_the_same_bits_on_three_layouts(tmp_path: Path, name: str) -> None:

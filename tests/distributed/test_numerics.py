@@ -38,6 +38,7 @@ def check(record: dict[str, Any], alone: dict[str, Any]) -> None:
     assert record["options"]["numerics"] == "portable"
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_outside_find_the_limits_by_themselves(alone: dict[str, Any], tmp_path: Path) -> None:
     ended = _ranks(tmp_path, ["portable", "portable"])
     assert [code for code, _ in ended] == [0, 0], ended

@@ -28,7 +28,10 @@ def figures(output: Path) -> dict[str, float]:
     return {name: found[name] for name in ("test_drawn", "test_loss", "test_accuracy")}
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow), ("ddp", 3)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("dp", 2), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("ddp", 3, marks=pytest.mark.slow)],
+)
 def test_what_is_drawn_is_the_same_on_every_layout(kind: str, count: int, tmp_path: Path) -> None:
     assert digests(CASES, tmp_path, kind, count) == alone()
 

@@ -35,8 +35,8 @@ def test_items_that_differ_at_each_read_are_refused_before_there_is_a_run(tmp_pa
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ("threads", "not promised, threads: here 2, there 1"),
-        ("data", "not promised, other data"),
+        pytest.param("threads", "not promised, threads: here 2, there 1", marks=pytest.mark.slow),
+        pytest.param("data", "not promised, other data", marks=pytest.mark.slow),
         ("code", "goes on with changed code (beside.py)"),
     ],
 )

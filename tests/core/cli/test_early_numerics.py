@@ -125,7 +125,7 @@ def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedPro
 @pytest.mark.parametrize(
     ("text", "numerics", "starts"),
     [
-        (PORTABLE, "portable", 1),
+        pytest.param(PORTABLE, "portable", 1, marks=pytest.mark.slow),
         pytest.param(NATIVE, "native", 1, marks=pytest.mark.slow),
         (COMPUTED, "portable", 2),
         pytest.param(OVERRULED, "native", 2, marks=pytest.mark.slow),
@@ -145,6 +145,7 @@ def test_the_process_starts_anew_only_where_the_file_misled_it(
     assert record["fingerprint"].get("environment", {}) == {}
 
 
+@pytest.mark.slow
 def test_without_the_limits_the_option_is_refused_and_the_default_is_native(tmp_path: Path) -> None:
     missed = {"MKL_CBWR": "AVX2"}
     words = ("train", mine(tmp_path, PORTABLE), "--device", "cpu", "--output", str(tmp_path / "out"))

@@ -70,7 +70,7 @@ experiment = Experiment(name="leaves", global_batch_size=8, micro_batch=2, epoch
         ("callback", "single", 0, "exit"),
         ("callback", "single", 0, "interrupt"),
         ("model", "dp", 0, "exit"),
-        ("callback", "torchrun", 1, "exit"),
+        pytest.param("callback", "torchrun", 1, "exit", marks=pytest.mark.slow),
         ("callback", "spawn", 1, "exit"),
     ],
 )
