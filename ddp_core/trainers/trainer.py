@@ -171,6 +171,14 @@ class Trainer(ABC):
         with generators_kept(self.device):
             return compute_again(self.model, self.state.ownership.made_by_backward(), run)
 
+    def write_along(self, batch: StepBatch) -> None:
+        """Compute micro-batch 0 where a step has none for this model, for what the pass writes to weights, if anything.
+
+        A forward that clamps them would leave others here than elsewhere. Nothing else is left of the pass.
+        """
+        if self.exact and self.state.ownership.has_whole_weights and not self.options.cuda_graph:
+            self.computed(batch.step, 0)
+
     def finish_cross_check(self, cross_check: CrossCheck, batch: StepBatch) -> None:
         """Compute the micro-batch again that the guard has chosen in this step, if any, and compare."""
         with self.clock.aside("other"), self.guard.check("cross-check", batch.step + 1):

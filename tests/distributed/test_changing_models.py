@@ -175,6 +175,17 @@ def test_a_write_in_evaluation_to_the_rows_of_its_samples_is_refused(tmp_path: P
     assert "after step 4" in said
 
 
+def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(tmp_path: Path) -> None:
+    rest = ("--set", "global_batch_size=20", "--set", "last_batch=keep")
+    found = [
+        digests(train(tmp_path / "single", *writing("clamp"), *rest)),
+        digests(train(tmp_path / "dp", *writing("clamp"), *rest, *DP)),
+        digests(train(tmp_path / "ddp", *writing("clamp"), *rest, ranks=3)),
+        digests(train(tmp_path / "shards", *writing("clamp"), *rest, *DDP_3, "--shard", "optimizer", ranks=3)),
+    ]
+    assert found == [found[0]] * 4
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "when"),
     [
