@@ -51,11 +51,15 @@ class Report:
         tell_user(in_words(self.exit_code, self.message))
 
 
-def report_end(world: World, exit_code: int, message: str, trace: str | None = None) -> int:
-    """Report how this worker ended to our launcher, or print it where there is none; returns the exit code."""
+def report_end(world: World, exit_code: int, message: str, trace: str | None = None, says: bool = True) -> int:
+    """Report how this worker ended to our launcher, or print it where there is none; returns the exit code.
+
+    Every rank that `says` it prints an error, since it may be the only one to have met it. Of a stop, which all ranks
+    agree on, rank 0 alone tells.
+    """
     report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.time())
     if world.report_dir is None:
-        if world.is_first or exit_code not in (ExitCode.STOPPED, ExitCode.BAD_INPUT) or trace:
+        if says and (world.is_first or exit_code != ExitCode.STOPPED):
             report.tell()
     else:
         replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
@@ -68,12 +72,17 @@ def report_end(world: World, exit_code: int, message: str, trace: str | None = N
 
 
 def report_error(error: UserError) -> int:
-    """Report an error from before the training began, as `run_worker` reports one; returns the exit code."""
+    """Report an error from before the training began, as `run_worker` reports one; returns the exit code.
+
+    All processes of a node have met it, since they have the same words and files: the first of them prints it.
+    """
     try:
         world = World.from_environment()
     except UserError:
         world = World()  # the launcher's variables are wrong themselves: print the error here
-    return report_end(world, error.exit_code, str(error))
+    return report_end(
+        world, error.exit_code, str(error), says=world.local_rank == 0 or error.exit_code != ExitCode.BAD_INPUT
+    )
 
 
 def read_reports(directory: Path) -> list[Report]:

@@ -24,13 +24,14 @@ class WrittenParameters:
     """Finds out which parameters of a module the micro-batches of a step write to, trained or not.
 
     torch counts the writes to a tensor, which costs nothing to look at; values are compared where the count has moved.
-    Writes through `.data` are not counted. They are seen in steps that are compared by values.
+    Writes through `.data` are not counted. They are seen in steps that are compared by values. `passes`: what a message
+    calls them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, passes: str = "micro-batch") -> None:
         # What cuts parameters among ranks (DTensor) looks after them itself.
         named = [(name, each) for name, each in module.named_parameters() if type(each.detach()) is Tensor]
-        self._module, self._names = module, [name for name, _ in named]
+        self._module, self._names, self._passes = module, [name for name, _ in named], passes
         self.parameters = [parameter for _, parameter in named]
         self.begin()
 
@@ -62,8 +63,8 @@ class WrittenParameters:
         for position, found in sums.items():
             if self._first.get(position) != found:
                 raise DependsOnLayout(
-                    f"forward changes {self.named(position)} in one micro-batch otherwise than in the one before it, "
-                    f"so its values depend on the layout: {self.advice(position)}"
+                    f"forward changes {self.named(position)} in one {self._passes} otherwise than in the one before "
+                    f"it, so its values depend on the layout: {self.advice(position)}"
                 )
 
     def named(self, position: int) -> str:

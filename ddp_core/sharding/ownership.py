@@ -60,6 +60,10 @@ class Ownership(ABC):
         """
         return contextlib.nullcontext()
 
+    def forward_alone(self) -> contextlib.AbstractContextManager[None]:
+        """Run a forward without a backward inside. Raises DependsOnLayout where what it writes to weights is lost."""
+        return contextlib.nullcontext()
+
     def described_weights(self) -> dict[str, Any]:
         """The module's whole state_dict, of which only names, dtypes and shapes are meant; no collective."""
         return self.module.state_dict()

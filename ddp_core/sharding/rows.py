@@ -141,6 +141,9 @@ class OwnsRows(OwnsPart):
         assert isinstance(self._rounds, Rounds), "torch's own sums promise nothing that could be checked"
         return self._rounds.unsent_pass()
 
+    def forward_alone(self) -> contextlib.AbstractContextManager[None]:
+        return exact_pass(self._gathered) if isinstance(self._rounds, Rounds) else contextlib.nullcontext()
+
     def made_by_backward(self) -> dict[str, Tensor]:
         return {name: whole for name, whole in self._gathered.items() if whole.requires_grad}
 

@@ -66,6 +66,8 @@ class DataParallelTrainer(Trainer):
         """Scatter, replicate, parallel apply, gather, reduce."""
         scattered = self._scatter(batch)
         first, *others = self.replicas
+        if not scattered[0].micro_batches:
+            self.write_along(batch)
         for replica in others:
             replica.copy_from(self.model)
         # A state that is compared on other layouts after this step.
@@ -84,7 +86,8 @@ class DataParallelTrainer(Trainer):
         losses_of_replicas = [future.result() for future in applied]
         self.clock.lap("forward_backward")
         if self.exact:
-            self._require_same_parameters(by_values)
+            used = [replica.written for replica in others if scattered[replica.number].micro_batches]
+            self._require_same_parameters(first.written, used, by_values)
         for losses in losses_of_replicas:
             for index, loss in losses:
                 # Here, not in the replicas' threads, for the same reason as in `_scatter`.
@@ -108,12 +111,13 @@ class DataParallelTrainer(Trainer):
         for replica in self.replicas:
             replica.thread.shutdown()
 
-    def _require_same_parameters(self, by_values: bool) -> None:
-        """Compare what the passes of each replica have left in its parameters; those of the first one alone are kept.
+    def _require_same_parameters(
+        self, first: WrittenParameters, others: Sequence[WrittenParameters], by_values: bool
+    ) -> None:
+        """Compare what the passes of other replicas have left in their parameters with the first one's, which are kept.
 
         Those that were written to, or all of them by their values. Raises DependsOnLayout, naming the first.
         """
-        first, *others = (replica.written for replica in self.replicas)
         written = first.written.union(*(other.written for other in others))
         for position in range(len(first.parameters)) if by_values and others else sorted(written):
             values = checksum(first.parameters[position])

@@ -59,6 +59,8 @@ class DistributedTrainer(Trainer):
 
     def compute_gradients(self, batch: StepBatch) -> None:
         """Forward and backward of this rank's micro-batches; the last backward also sends gradients and losses."""
+        if not batch.micro_batches:
+            self.write_along(batch)
         self.reduction.begin(self.cut.count(batch.samples))
         weight = self.passes.loss_weight(batch.samples, self.loss_copies)
         for part, (inputs, targets) in zip(batch.micro_batches, batch.tensors, strict=True):

@@ -3,13 +3,16 @@
 The batches are the same on every layout, and the ranks take them in turn. Each rank fills in its own entries of a table
 of zeros, so the sum over ranks is exact, and `math.fsum` rounds once. (DistributedSampler would pad the samples and
 count some of them twice.)
+
+A forward may write to weights, such as one that clamps them. What every batch writes alike does no harm where every
+rank has run one, so a rank without a batch then runs one, too; anything else is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from ddp_core.data.splits import Dataset
 from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
+from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
 
 
@@ -39,12 +43,15 @@ def evaluate(
     metrics: NamedMetrics | None = None,
     keep_pace: bool = False,
     seed: EvaluationSeed | None = None,
+    written: WrittenParameters | None = None,
 ) -> dict[str, Any]:
     """The mean loss, `test_loss`, and with `count_hits` the share of right answers, `test_accuracy`; on every rank.
 
     With `metrics` there are also its figures, `test_<name>`. `forward(inputs, targets)` gives outputs, targets on the
     outputs' device, and the loss summed over the batch. With `keep_pace` all ranks call `forward` equally often, so
     that it may be a collective. With `seed`, what is drawn for a batch follows from the epoch and the batch's number.
+    `written` looks after the model's parameters: what `forward` leaves in them does not depend on the number of ranks.
+    Raises DependsOnLayout where two batches leave other values in a parameter.
     """
     samples, size = len(dataset), settings.samples_per_batch
     batches = math.ceil(samples / size)
@@ -61,15 +68,24 @@ def evaluate(
     sums = NamedSums(metrics, batches) if metrics is not None else None
     training = model.training
     model.eval()
-    wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in run)
     loader = Loader(dataset, collate=collate, device=device)
-    keys = [() if seed is None else ([seed.key(batch)],) for batch in run]
-    asked = ((0, [ids], *key) for ids, key in zip(wanted, keys, strict=True))
-    with contextlib.closing(loader.stream(asked)) as stream:
-        for number, (batch, ((inputs, targets),)) in enumerate(zip(run, stream, strict=True)):
-            if seed is not None:
-                seed(batch)
-            outputs, targets, loss = forward(inputs, targets)
+
+    def passes(numbers: Sequence[int]) -> Generator[tuple[int, Tree, Tree, Tensor], None, None]:
+        """The number, outputs, targets and loss of each of these batches."""
+        wanted = (np.arange(batch * size, min((batch + 1) * size, samples), dtype=np.int64) for batch in numbers)
+        keys = [() if seed is None else ([seed.key(batch)],) for batch in numbers]
+        asked = ((0, [ids], *key) for ids, key in zip(wanted, keys, strict=True))
+        with contextlib.closing(loader.stream(asked)) as stream:
+            for batch, ((inputs, targets),) in zip(numbers, stream, strict=True):
+                if seed is not None:
+                    seed(batch)
+                outputs, targets, loss = forward(inputs, targets)
+                if written is not None:
+                    written.refuse_changes(is_last=False)
+                yield batch, outputs, targets, loss
+
+    with contextlib.closing(passes(run)) as found:
+        for number, (batch, outputs, targets, loss) in enumerate(found):
             if number >= len(mine):
                 continue
             table[batch, 0] = loss.double()
@@ -78,8 +94,13 @@ def evaluate(
                     table[batch, 1] = count_hits(outputs, targets)
             if sums is not None:
                 sums.add(batch, outputs, targets)
+    is_written = torch.full((1, 2), float(written is not None and bool(written.written)), dtype=table.dtype)
+    everyones = collectives.sum_(torch.cat([table.cpu(), is_written]))
+    if everyones[batches].any() and not run:
+        for _ in passes([batches - 1]):
+            pass
     model.train(training)
-    losses, hits = collectives.sum_(table.cpu()).T.tolist()
+    losses, hits = everyones[:batches].T.tolist()
     result: dict[str, Any] = {"test_loss": math.fsum(losses) / samples}
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples

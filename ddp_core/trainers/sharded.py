@@ -17,6 +17,7 @@ from ddp_core.base.memory import free_on
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
+from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.sharding import OwnsPart, Sharding
 from ddp_core.trainers.cross_check import Computed
 from ddp_core.trainers.distributed import DistributedTrainer
@@ -71,12 +72,16 @@ class ShardedTrainer(DistributedTrainer):
         return True
 
     def pass_before_the_cut(self) -> Computed | None:
-        """What the first micro-batch gives; None where that is not compared, or raises, on some rank."""
+        """What the first micro-batch gives; None where it raises or writes to weights, or is not compared."""
         if not self.can_compare:
             return None
         try:
             self.model.train()
+            written = WrittenParameters(self.model)
             found: Computed | None = self.computed(0, 0)
+            written.refuse_changes(is_last=True)
+            if written.written:
+                found = None  # the pass after the cut would begin with other weights; training refuses what does harm
         except Exception:  # training meets it, too, and says in which step
             found = None
         return found if None not in self.job.collectives.gather(found) else None

@@ -17,7 +17,7 @@ from ddp_core.base.seeds import EvaluationSeed, MicroBatchSeed, generators_kept
 from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
-from ddp_core.data.trees import Batch
+from ddp_core.data.trees import Batch, Tree
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
@@ -26,6 +26,7 @@ from ddp_core.observe.step import StepBatch, StepObservers, StepReport
 from ddp_core.reduction import clip_gradients_, gradient_norm
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
+from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.checks import Checks
 from ddp_core.trainers.clock import StepClock
@@ -151,6 +152,14 @@ class Trainer(ABC):
         run = partial(self.run_again, StepBatch(step, epoch, samples, [], [], []), part, data)
         with generators_kept(self.device):
             return compute_again(self.model, self.state.ownership.made_by_backward(), run)
+
+    def write_along(self, batch: StepBatch) -> None:
+        """Compute micro-batch 0 where a step has none for this model, for what the pass writes to weights, if anything.
+
+        A forward that clamps them would leave others here than elsewhere. Nothing else is left of the pass.
+        """
+        if self.exact and self.state.ownership.has_whole_weights and not self.options.cuda_graph:
+            self.computed(batch.step, 0)
 
     def send_losses(self, batch: StepBatch) -> None:
         """Send the step's losses, and whether this process was asked to stop.
@@ -346,19 +355,29 @@ class Trainer(ABC):
         job, splits = self.job, self.job.splits
         if splits.test is None:
             return {}
-        forward, settings = partial(self.passes.outputs_and_loss, model), self.experiment.evaluation
-        return evaluate(
-            model,
-            forward,
-            job.hits,
-            splits.test if batches is None else first_items(splits.test, batches * settings.samples_per_batch),
-            settings,
-            job.collectives,
-            splits.collate,
-            job.named_metrics,
-            keep_pace=not self.state.ownership.has_whole_weights,
-            seed=EvaluationSeed(self.seed_micro_batch, (self.state.step - 1) // self.steps_per_epoch),
-        )
+        settings = self.experiment.evaluation
+
+        def forward(inputs: Tree, targets: Tree) -> tuple[Tree, Tree, Tensor]:
+            with self.state.ownership.forward_alone():
+                return self.passes.outputs_and_loss(model, inputs, targets)
+
+        try:
+            return evaluate(
+                model,
+                forward,
+                job.hits,
+                splits.test if batches is None else first_items(splits.test, batches * settings.samples_per_batch),
+                settings,
+                job.collectives,
+                splits.collate,
+                job.named_metrics,
+                keep_pace=not self.state.ownership.has_whole_weights,
+                seed=EvaluationSeed(self.seed_micro_batch, (self.state.step - 1) // self.steps_per_epoch),
+                written=WrittenParameters(model, "evaluation batch") if self.exact else None,
+            )
+        except DependsOnLayout as error:
+            place = job.collectives.world.place
+            raise UserError(f"evaluation after step {self.state.step}, {place}: {error}") from None
 
     def _fresh_state(self) -> TrainState:
         """The state before the first step."""

@@ -21,6 +21,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.forward_state import ForwardState
 from ddp_core.model.losses import LOSSES
+from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.named_sums import NamedMetrics
 
@@ -50,12 +51,15 @@ def check_loss(trainer: Trainer) -> None:
     ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
     with unchanged(trainer.model, trainer.device), torch.no_grad():
         try:
-            once, twice = (
-                float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
-                for numbers in (ids, np.concatenate((ids, ids)))
-            )
+            with trainer.state.ownership.forward_alone():
+                once, twice = (
+                    float(trainer.passes.loss(trainer.model, *batches.loader.fetch(0, numbers)))
+                    for numbers in (ids, np.concatenate((ids, ids)))
+                )
         except UserError:
             raise
+        except DependsOnLayout as error:
+            raise UserError(f"{trainer.where}: {error}") from None
         except Exception:  # training meets it, too, and says on which rank
             return
     ratio = twice / once if once else math.nan

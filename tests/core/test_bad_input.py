@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.base.errors import ExitCode
 from ddp_core.cli import main
-from ddp_core.distributed.world import free_port
+from ddp_core.distributed.reports import report_end
+from ddp_core.distributed.world import World, free_port
 from ddp_core.run import run
 from tests.faults.matrix import REFUSAL, record_row
 from tests.support.commands import Ended, ddp, train, trained
@@ -296,6 +298,14 @@ def test_workers_of_a_launcher_outside_say_it_once(tmp_path: Path) -> None:
         ended = ddp("train", "toy_mpl", "--layout", "ddp", "--output", tmp_path, env=own)
         assert ended.code == 2
         assert ended.errors.count("\n") == (1 if rank == "0" else 0), ended.errors
+
+
+def test_a_worker_of_a_launcher_outside_says_what_it_alone_has_met(capsys: pytest.CaptureFixture[str]) -> None:
+    """Another rank would only tell that it has lost this one."""
+    assert report_end(World(rank=1, world_size=2), ExitCode.BAD_INPUT, "step 1, rank 1 (node 0): refused") == 2
+    assert capsys.readouterr().err == "ddp: error: step 1, rank 1 (node 0): refused\n"
+    assert report_end(World(rank=1, world_size=2), ExitCode.STOPPED, "stopped after step 1") == 75
+    assert capsys.readouterr().err == ""
 
 
 RAISING = """

@@ -132,8 +132,14 @@ def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
     assert "max_norm" in said or name == "rows unseen"
 
 
-@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "ddp"])
-@pytest.mark.parametrize("name", ["decay", "decay unseen"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *itertools.product(["decay", "decay unseen"], [(), DDP]),
+        pytest.param("decay", (*DDP, "--shard", "optimizer"), marks=pytest.mark.slow),
+    ],
+    ids=["decay-single", "decay-ddp", "decay unseen-single", "decay unseen-ddp", "decay-shards"],
+)
 def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
     tmp_path: Path, name: str, layout: tuple[str, ...]
 ) -> None:
@@ -142,8 +148,55 @@ def test_a_forward_that_changes_weights_again_in_each_micro_batch_is_refused(
     assert "forward changes the parameter last.weight in one micro-batch otherwise than in the one before it" in said
 
 
-@pytest.mark.parametrize("name", ["clamp", "max_norm"])
-def test_sharded_parameters_refuse_a_forward_that_writes(tmp_path: Path, name: str) -> None:
-    said = refusal(tmp_path, *writing(name), *DDP, "--shard", "parameters")
-    assert "step 1, rank" in said
+@pytest.mark.parametrize(
+    "name", ["clamp in evaluation", *(pytest.param(each, marks=pytest.mark.slow) for each in ("clamp",))]
+)
+def test_a_write_in_evaluation_is_the_same_on_ranks_without_a_batch(tmp_path: Path, name: str) -> None:
+    held_out = ("--set", "data.held_out=5", "--set", "evaluation.samples_per_batch=4", "--set", "ema_decay=0.9")
+    found = [
+        (*digests(record), record["ema_sha256"])
+        for record in (
+            train(tmp_path / "single", *writing(name), *held_out),
+            train(tmp_path / "dp", *writing(name), *held_out, *DP),
+            train(tmp_path / "ddp", *writing(name), *held_out, ranks=3),
+            train(tmp_path / "rank 0", *writing(name), *held_out, "--set", "evaluation.where=rank0", ranks=2),
+        )
+    ]
+    assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize("layout", [(), DDP], ids=["single", "ddp"])
+def test_a_write_in_evaluation_to_the_rows_of_its_samples_is_refused(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    held_out = ("--set", "data.held_out=5", "--set", "evaluation.samples_per_batch=4")
+    said = refusal(tmp_path, *writing("rows in evaluation"), *held_out, *layout)
+    assert "parameter words.weight" in said
+    assert "after step 4" in said
+
+
+def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(tmp_path: Path) -> None:
+    rest = ("--set", "global_batch_size=20", "--set", "last_batch=keep")
+    found = [
+        digests(train(tmp_path / "single", *writing("clamp"), *rest)),
+        digests(train(tmp_path / "dp", *writing("clamp"), *rest, *DP)),
+        digests(train(tmp_path / "ddp", *writing("clamp"), *rest, ranks=3)),
+        digests(train(tmp_path / "shards", *writing("clamp"), *rest, *DDP_3, "--shard", "optimizer", ranks=3)),
+    ]
+    assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "when"),
+    [
+        ("clamp", (), "step 1, rank"),
+        ("max_norm", (), "step 1, rank"),
+        ("clamp in evaluation", (), "step 1, rank"),
+        ("clamp in evaluation", ("--set", "loss=cross_entropy", "--set", "data.held_out=5"), "evaluation after step 4"),
+    ],
+    ids=["clamp", "max_norm", "trial of the loss", "evaluation"],
+)
+def test_sharded_parameters_refuse_a_forward_that_writes(
+    tmp_path: Path, name: str, settings: tuple[str, ...], when: str
+) -> None:
+    said = refusal(tmp_path, *writing(name), *settings, *DDP, "--shard", "parameters")
+    assert when in said
     assert "forward changes the parameter words.weight, which shard mode parameters frees after each pass" in said

@@ -1,6 +1,6 @@
 """Does a model whose forward writes to its weights end with the same bits on every layout, or is it refused by name?
 
-`--set model.kind=KIND` chooses what it writes.
+`--set model.kind=KIND` chooses what it writes, and `--set data.held_out=N` how many samples are held out.
 """
 
 from pathlib import Path
@@ -15,10 +15,11 @@ from ddp_core.data.splits import InMemory, Splits
 WORDS, LENGTH, CLASSES = 40, 6, 5
 
 
-def data(root: Path) -> Splits:
+def data(root: Path, held_out: int = 0) -> Splits:
     draw = torch.Generator().manual_seed(3)
     inputs = torch.randint(0, WORDS, (48, LENGTH), generator=draw)
-    return Splits(InMemory(inputs, torch.randint(0, CLASSES, (48,), generator=draw)), None)
+    targets = torch.randint(0, CLASSES, (48,), generator=draw)
+    return Splits(InMemory(inputs, targets), InMemory(inputs[:held_out], targets[:held_out]) if held_out else None)
 
 
 class Writing(nn.Module):
@@ -33,8 +34,11 @@ class Writing(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self.words.weight
         with torch.no_grad():
-            if self.kind == "clamp":
+            if self.kind == "clamp" or (self.kind == "clamp in evaluation" and not self.training):
                 weight.clamp_(-0.5, 0.5)
+                weight.clamp_(-0.5, 0.5)
+            elif self.kind == "rows in evaluation" and not self.training:
+                weight[ids.unique()] = weight[ids.unique()].clamp(-0.5, 0.5)
             elif self.kind == "decay":
                 self.last.weight.mul_(0.99)
             elif self.kind == "decay unseen":
