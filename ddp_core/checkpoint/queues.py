@@ -1,14 +1,16 @@
 """Queues (`collections.deque`) in a state, in the form of dicts, and optimizers that load them.
 
-`torch.load(weights_only=True)` reads no queue.
+`torch.load(weights_only=True)` reads no queue, and no number of NumPy's or of an IntEnum: these become plain numbers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 
 from .state import replaced
@@ -17,9 +19,13 @@ _ITEMS, _LONGEST = "items of a deque", "maxlen"
 
 
 def without_queues(state: Any) -> Any:
-    """The same state with a dict of its items in the place of each queue."""
+    """The same state with a dict of its items in the place of each queue, and with plain numbers."""
 
     def as_dict(leaf: Any, _: str) -> Any:
+        if isinstance(leaf, np.number):
+            return leaf.item()
+        if isinstance(leaf, IntEnum):
+            return int(leaf)
         if not isinstance(leaf, deque):
             return leaf
         return {_ITEMS: [without_queues(item) for item in leaf], _LONGEST: leaf.maxlen}

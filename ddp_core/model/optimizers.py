@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint.parts import shapes_of
+from ddp_core.checkpoint.queues import without_queues
 from ddp_core.config.experiment import Optimizer
 
 
@@ -84,7 +85,7 @@ def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
             f"{what} without {left_out[0]}{more}, which would never be trained: add it to a group, or freeze it with "
             "requires_grad_(False) in the model's function"
         )
-    require_saveable(optimizer.state_dict(), what)
+    require_saveable(without_queues(optimizer.state_dict()), what)
 
 
 def require_saveable(state: Any, what: str) -> None:
@@ -162,4 +163,4 @@ def require_schedules(schedule: Any, optimizer: torch.optim.Optimizer, name: str
         )
     if schedule.optimizer is not optimizer:
         raise UserError(f"{what} for another optimizer: build it from the optimizer that the function is given")
-    require_saveable(schedule.state_dict(), what)
+    require_saveable(without_queues(schedule.state_dict()), what)

@@ -26,6 +26,7 @@ def blocks_of(module: nn.Module, fewest_elements: int = FEWEST_ELEMENTS) -> list
     blocks. What belongs to no block stays with the model itself, which is gathered for the whole of a pass.
     """
     uses, found = _uses(module), list[nn.Module]()
+    places = Counter(part for _, part in module.named_modules(remove_duplicate=False))
 
     def descend(parent: nn.Module) -> None:
         for child in parent.children():
@@ -33,7 +34,7 @@ def blocks_of(module: nn.Module, fewest_elements: int = FEWEST_ELEMENTS) -> list
                 descend(child)
             elif child not in found and _elements(child) >= fewest_elements:
                 inside = _uses(child)
-                if all(inside[parameter] == uses[parameter] for parameter in inside):
+                if all(count * places[child] == uses[parameter] for parameter, count in inside.items()):
                     found.append(child)
 
     descend(module)
@@ -41,8 +42,9 @@ def blocks_of(module: nn.Module, fewest_elements: int = FEWEST_ELEMENTS) -> list
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How often each parameter is registered in the module and what it consists of."""
-    own = (part.named_parameters(recurse=False, remove_duplicate=False) for part in module.modules())
+    """How often each parameter is registered in the module and what it consists of; a part may stand in two places."""
+    parts = (part for _, part in module.named_modules(remove_duplicate=False))
+    own = (part.named_parameters(recurse=False, remove_duplicate=False) for part in parts)
     return Counter(parameter for parameters in own for _, parameter in parameters)
 
 

@@ -67,7 +67,8 @@ class TrainState:
         require_saveable(state, f"your optimizer, {type(self.optimizer).__name__}, keeps a state")
         if self.schedule is not None:
             require_saveable(
-                self.schedule.state_dict(), f"your schedule, {type(self.schedule).__name__}, keeps a state"
+                without_queues(self.schedule.state_dict()),
+                f"your schedule, {type(self.schedule).__name__}, keeps a state",
             )
 
     def end_epoch(self) -> None:
@@ -96,7 +97,7 @@ class TrainState:
             "model": owned.own_weights() if in_parts else owned.whole_weights(),
             "optimizer": owned.own_state() if in_parts else owned.whole_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "schedule": None if self.schedule is None else without_queues(self.schedule.state_dict()),
             "average": self._averages(in_parts),
             "callbacks": self._of_callbacks(),
             "requires_grad": {

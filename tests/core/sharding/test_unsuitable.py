@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.sharding.blocks import refuse_unsuitable
+from ddp_core.sharding.blocks import blocks_of, refuse_unsuitable
 
 
 def clamped(gradient: Tensor) -> Tensor:
@@ -37,3 +37,15 @@ def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -
         refuse_unsuitable(model)
     handle.remove()
     refuse_unsuitable(model)
+
+
+def test_a_layer_that_stands_in_two_blocks_stays_with_the_model() -> None:
+    shared, same = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(_Block(shared), _Block(shared), _Block(nn.Linear(8, 8)), same, same)
+    assert blocks_of(model, fewest_elements=1) == [model[2], same]
+
+
+class _Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.own, self.inner = nn.Linear(8, 8), inner

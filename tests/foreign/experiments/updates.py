@@ -27,7 +27,7 @@ RULES_OF_PYTORCH_OPTIMIZER = (
     *("adamw", "adamwsn", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix", "adopt"),
     *("aggmo", "aida", "alice", "alig", "amos", "ano", "apollo", "apollodqn", "asgd", "avagrad", "bcos", "bsam"),
     *("came", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dash", "demo"),
-    *("diffgrad", "distributedmuon", "dualadam", "emofact", "emolynx", "emonavi", "exadam", "fadam", "fira"),
+    *("diffgrad", "dualadam", "emofact", "emolynx", "emonavi", "exadam", "fadam", "fira"),
     *("flashadamw", "focus", "fromage", "ftrl", "galore", "grams", "gravity", "grokfastadamw", "kate", "kron"),
     *("lamb", "laprop", "lars", "lbfgs", "lion", "lomo", "lorarite", "madgrad", "magma", "mars", "msvag", "muon"),
     *("muonclip", "nadam", "nero", "normuon", "novograd", "padam", "pid", "pnm", "prodigy", "qhadam", "qhm", "racs"),
@@ -39,7 +39,7 @@ RULES_OF_PYTORCH_OPTIMIZER = (
 """Every optimizer of pytorch_optimizer, those of torch that it also lists among them."""
 # What these of pytorch_optimizer need beside parameters and a rate.
 _NEEDED: dict[str, dict[str, Any]] = {"bsam": {"num_data": SAMPLES}, "ranger21": {"num_iterations": 100}}
-_IN_TWO_GROUPS = ("adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon")
+_IN_TWO_GROUPS = ("adago", "adamuon", "muon", "muonclip", "normuon")
 _OF_A_MODEL = ("adalomo", "adammini", "lomo")
 
 
