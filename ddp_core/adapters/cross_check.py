@@ -33,11 +33,15 @@ def gradient_sums(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, s
 
 
 class CrossCheck:
-    """Keeps one micro-batch of a step that is due, and computes it again; a collective where there is a `group`."""
+    """Keeps one micro-batch of a step that is due, and computes it again; a collective where there are several ranks.
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._module, self._group, self._device = module, group, device
-        self._rank, self._world_size = (group.rank(), group.size()) if group is not None else (0, 1)
+    It holds no process group: whoever does keeps gloo's threads running when the group is destroyed.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        several = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._kept: bytes | None = None
         self._sums: dict[str, str] = {}
 
@@ -92,14 +96,14 @@ class CrossCheck:
     def _from(self, owner: int) -> tuple[bytes | None, dict[str, str]]:
         """What the rank that has computed the micro-batch keeps, and its sums."""
         box = [(self._kept, self._sums) if self._rank == owner else (None, {})]
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=owner, group=self._group)
+        if self._world_size > 1:
+            dist.broadcast_object_list(box, src=owner)
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self._world_size
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
+        if self._world_size > 1:
+            dist.all_gather_object(values, value)
         return values
 
     def _sums_with(self, loss: Tensor) -> dict[str, str]:

@@ -39,10 +39,10 @@ class MicroSteps:
         if group is not None:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, src=0, group=group)
-        self._module, self._group = module, group
+        self._module, self._ranks = module, 1 if group is None else group.size()
         self._exact = ExactReduction(module, micro_batches, process_group=group, shares="strided")
         self._seed = MicroBatchSeed(seed, device, at_once=True)
-        self._check = CrossCheck(module, group, device)
+        self._check = CrossCheck(module, device)
         self._again: Again | None = None
         self._begun = False
         self.step = 0
@@ -103,13 +103,12 @@ class MicroSteps:
 
     def require_same_weights(self) -> None:
         """Compare weights and buffers with those of the other ranks; a collective. Raises UserError on all of them."""
-        if self._group is None or self._group.size() == 1:
+        if self._ranks == 1:
             return
-        group = self._group
 
         def gather(value: Any) -> list[Any]:
-            values = [None] * group.size()
-            dist.all_gather_object(values, value, group=group)
+            values = [None] * self._ranks
+            dist.all_gather_object(values, value)
             return values
 
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
