@@ -53,6 +53,11 @@ class MicroSteps:
         """Whether no micro-batch is missing: the gradients of a step are complete, or none of the next has been run."""
         return len(self._exact.remaining) == len(self._exact.share)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether what is read now is trained on: not while the model is in evaluation mode, or makes no gradients."""
+        return self._module.training and torch.is_grad_enabled()
+
     def can_repeat(self, again: Again) -> None:
         """Say how a micro-batch is computed again, from what `begin` gets of each; it is not part of the step then."""
         self._again = again
