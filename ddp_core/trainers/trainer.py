@@ -30,7 +30,7 @@ from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.between_updates import BetweenUpdates, OwnPart
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import RANDOM, Computed, CrossCheck, Spot, compute_again
+from ddp_core.trainers.cross_check import RANDOM, CrossCheck, Spot
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
@@ -39,6 +39,7 @@ from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.rehearsal import ResumeRehearsal
+from ddp_core.trainers.repeats import Computed, compute_again
 from ddp_core.trainers.same_state import require_same_state
 from ddp_core.trainers.step_losses import (
     BufferCopies,
