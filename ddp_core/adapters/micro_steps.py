@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
 
-from .cross_check import Again, CrossCheck, is_due
+from .repeat_check import Again, RepeatCheck, is_due
 
 
 class MicroSteps:
@@ -31,7 +31,7 @@ class MicroSteps:
 
     After the last, the generators are seeded by (seed, step), for the update. After updates 1, 2, 4, 8 … the ranks
     compare their weights. Where whoever runs forward and backward can run them again (`can_repeat`), one micro-batch of
-    steps 1, 2, 4, 8 … is (`CrossCheck`). Raises UserError where bits differ.
+    steps 1, 2, 4, 8 … is (`RepeatCheck`). Raises UserError where bits differ.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, seed: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class MicroSteps:
         self._module, self._ranks = module, 1 if group is None else group.size()
         self._exact = ExactReduction(module, micro_batches, process_group=group, shares="strided")
         self._seed = MicroBatchSeed(seed, device, at_once=True)
-        self._check = CrossCheck(module, device)
+        self._check = RepeatCheck(module, device)
         self._again: Again | None = None
         self._begun = False
         self.step = 0
@@ -85,8 +85,9 @@ class MicroSteps:
             raise UserError(
                 "a second backward in one micro-batch, or one outside of it: add the losses up, and call backward once"
             )
-        with self._exact.micro_batch(self._exact.remaining[0]):
-            yield self._check.seen if self._is_checked else _ignored
+        watched = self._check.watch() if self._is_checked else nullcontext(_ignored)
+        with self._exact.micro_batch(self._exact.remaining[0]), watched as done:
+            yield done
         self._begun = False
         if not self._exact.remaining:
             if self._again is not None and is_due(self.step + 1):
