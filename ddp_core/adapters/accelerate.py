@@ -77,7 +77,14 @@ class ExactAccelerator(Accelerator):  # type: ignore[misc]
                 f"{type(sampler).__name__} deals samples to {replicas} ranks, and Accelerate would deal these "
                 "once more, so that most are never trained: give it num_replicas=1, rank=0"
             )
-        return super().prepare_data_loader(keyed_in_place(data_loader, self._seed), *arguments, **named)
+        # The model may be prepared later, and a loader that is read without one trains nothing.
+        return super().prepare_data_loader(
+            keyed_in_place(
+                data_loader, self._seed, lambda: self._exact_steps is not None and self._exact_steps.is_training
+            ),
+            *arguments,
+            **named,
+        )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler that takes one step per update; Accelerate's takes one for each rank."""

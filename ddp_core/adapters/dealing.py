@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
@@ -62,33 +62,40 @@ class WholeSteps(Sampler[int]):
             yield from self._order.ids(epoch, start, min(start + BLOCK, self._samples)).tolist()
 
 
-class DealtBatches(Sampler[list[int]]):
+class DealtBatches(KeyedBatches):
     """A batch sampler for one rank of W: every W-th of the sampler's micro-batches of `micro_batch` samples each.
 
     No sample comes twice. Where the micro-batches do not divide by W, the ranks' numbers of them differ by one.
     """
 
     def __init__(self, sampler: Sampler[int], micro_batch: int, rank: int, world_size: int) -> None:
-        self.sampler = sampler  # where Lightning and Accelerate look for set_epoch
-        self._micro_batches = KeyedBatches(sampler, micro_batch, drop_last=False)
+        super().__init__(sampler, micro_batch, drop_last=False)
         self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:
-        return len(range(self._rank, len(self._micro_batches), self._world_size))
+        return len(range(self._rank, super().__len__(), self._world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(iter(self._micro_batches), self._rank, None, self._world_size)
+        return itertools.islice(super().__iter__(), self._rank, None, self._world_size)
 
 
-def deal(loader: DataLoader[Any], micro_batches: int, seed: int, rank: int, world_size: int) -> DataLoader[Any]:
+def deal(
+    loader: DataLoader[Any],
+    micro_batches: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    is_training: Callable[[], bool] | None = None,
+) -> DataLoader[Any]:
     """The same loader for one rank: its batches are micro-batches, dealt in turn, in an order that no layout changes.
 
     A loader that shuffles goes through whole steps of `micro_batches` only (WholeSteps). One that does not shuffle goes
-    through all samples once. What is drawn for a micro-batch follows from it (`keyed`). Raises UserError for a sampler
+    through all samples once. What is drawn for a micro-batch follows from it (`keyed`, which explains `is_training`).
+    Raises UserError for a sampler
     or batch sampler that is not torch's own or DealtBatches, and for a data set without a length.
     """
     if isinstance(loader.batch_sampler, DealtBatches):
-        return keyed(loader, loader.batch_sampler, seed)
+        return keyed(loader, loader.batch_sampler, seed, is_training)
     sampler = loader.sampler
     if type(sampler) not in (RandomSampler, SequentialSampler, DistributedSampler) or loader.batch_size is None:
         raise UserError(
@@ -100,4 +107,4 @@ def deal(loader: DataLoader[Any], micro_batches: int, seed: int, rank: int, worl
         sampler = WholeSteps(loader.dataset, micro_batches * loader.batch_size, seed)  # type: ignore[arg-type]
     else:
         sampler = InSequence(loader.dataset)  # type: ignore[arg-type]
-    return keyed(loader, DealtBatches(sampler, loader.batch_size, rank, world_size), seed)
+    return keyed(loader, DealtBatches(sampler, loader.batch_size, rank, world_size), seed, is_training)

@@ -65,7 +65,15 @@ class ExactFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """Deal the loader's samples."""
-        return deal(dataloader, self._micro_batches, self._seed, self.global_rank, self.world_size)
+        return deal(
+            dataloader,
+            self._micro_batches,
+            self._seed,
+            self.global_rank,
+            self.world_size,
+            # The module may be set up later, and a loader that is read without one trains nothing.
+            lambda: self._exact_steps is not None and self._exact_steps.is_training,
+        )
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *arguments: Any, **named: Any) -> None:
         """Run backward; after the last micro-batch of a step the gradients are complete."""

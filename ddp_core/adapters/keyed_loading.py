@@ -8,6 +8,7 @@ is the same on every layout. What does not follow from these generators is found
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,16 +36,21 @@ class MicroBatchIds(list[int]):
 
     epoch = 0
     number = 0
+    is_trained = True
+    """Whether weights will depend on it: not in an evaluation."""
 
 
 class KeyedBatches(BatchSampler):
     """Torch's BatchSampler, whose batches know which they are. A sampler without `epoch` is always in epoch 0."""
 
+    is_training: Callable[[], bool] = staticmethod(lambda: True)
+    """Asked when an iteration begins: whether it is for training, and not for an evaluation."""
+
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = getattr(self.sampler, "epoch", 0)
+        epoch, is_trained = getattr(self.sampler, "epoch", 0), self.is_training()
         for number, ids in enumerate(super().__iter__()):
             known = MicroBatchIds(ids)
-            known.epoch, known.number = epoch, number
+            known.epoch, known.number, known.is_trained = epoch, number, is_trained
             yield known
 
 
@@ -58,35 +64,41 @@ class InSequence(SequentialSampler):
         self.epoch = epoch
 
 
-def keyed(loader: DataLoader[Any], batches: Any, seed: int) -> DataLoader[Any]:
+def keyed(
+    loader: DataLoader[Any], batches: KeyedBatches, seed: int, is_training: Callable[[], bool] | None = None
+) -> DataLoader[Any]:
     """The same loader, with `batches` as its batch sampler, whose random numbers follow from the micro-batch.
 
-    `batches` yields MicroBatchIds. A loader that this has returned is left as it is.
+    `is_training` is theirs (None: always). A loader that this has returned is left as it is.
     """
     if isinstance(loader.dataset, _KeyedReading):
         return loader
+    if is_training is not None:
+        batches.is_training = is_training
     dataset = _KeyedReading(loader.dataset, loader.collate_fn, seed)
     kept = {name: getattr(loader, name) for name in _KEPT}
     return DataLoader(dataset, batch_sampler=batches, collate_fn=_as_it_is, **kept)
 
 
-def keyed_in_place(loader: Any, seed: int) -> Any:
+def keyed_in_place(loader: Any, seed: int, is_training: Callable[[], bool] | None = None) -> Any:
     """`keyed` with the loader's own sampler; the loader itself where it is not torch's own with torch's own batches."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return loader
     own = loader.batch_sampler
     sampler = InSequence(loader.dataset) if type(own.sampler) is SequentialSampler else own.sampler  # type: ignore[arg-type]
-    return keyed(loader, KeyedBatches(sampler, own.batch_size, own.drop_last), seed)
+    return keyed(loader, KeyedBatches(sampler, own.batch_size, own.drop_last), seed, is_training)
 
 
 class _KeyedReading(Dataset[Any]):
     """The user's data set, which makes whole micro-batches, collated, from MicroBatchIds.
 
-    Micro-batches 0, 1, 3, 7 … of an epoch are made twice. Raises UserError where the second is not the first.
+    Micro-batches 0, 1, 3, 7 … of an epoch are made twice. Raises UserError where the second is not the first; of an
+    evaluation, on which no weight depends, it warns once.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -101,18 +113,30 @@ class _KeyedReading(Dataset[Any]):
 
     def __getitems__(self, ids: MicroBatchIds) -> Any:
         batch = self._made(ids)
-        if ids.number & ids.number + 1 == 0:
+        if ids.number & ids.number + 1 == 0 and (ids.is_trained or not self._has_warned):
             digest = tree_digest(batch)
             if tree_digest(self._made(ids)) != digest:
-                more = ", …" if len(ids) > _NAMED else ""
-                raise UserError(
-                    f"micro-batch {ids.number} of epoch {ids.epoch} (samples {', '.join(map(str, ids[:_NAMED]))}{more})"
-                    " is another one when it is read a second time, so another number of ranks would train on other "
-                    f"data: {type(self._dataset).__name__} or its collate function has a random generator of its own, "
-                    "draws true random numbers, or counts its calls; let it draw from torch, numpy.random or random "
-                    "as they are, which are seeded before each micro-batch"
-                )
+                self._say_another(ids)
         return batch
+
+    def _say_another(self, ids: MicroBatchIds) -> None:
+        """Raise UserError or warn, because a micro-batch is another one when it is read a second time."""
+        named = ", ".join(map(str, ids[:_NAMED])) + (", …" if len(ids) > _NAMED else "")
+        which = f"micro-batch {ids.number} of epoch {ids.epoch} (samples {named})"
+        what = f"{which} is another one when it is read a second time"
+        why = (
+            f"{type(self._dataset).__name__} or its collate function has a random generator of its own, draws true "
+            "random numbers, or counts its calls; let it draw from torch, numpy.random or random as they are, which "
+            "are seeded before each micro-batch"
+        )
+        if ids.is_trained:
+            raise UserError(f"{what}, so another number of ranks would train on other data: {why}")
+        self._has_warned = True
+        warnings.warn(
+            f"in an evaluation, {what}. The model is in evaluation mode or makes no gradients, so no weights depend on "
+            f"it, but the figures of the evaluation are others each time: {why}",
+            stacklevel=2,
+        )
 
     def _made(self, ids: MicroBatchIds) -> Any:
         words = dealt_words(self._seed, ids.epoch, ids.number)

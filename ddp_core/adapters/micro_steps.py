@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.base.seeds import MicroBatchSeed
 from ddp_core.reduction import ExactReduction
 
-from .cross_check import Again, CrossCheck, is_due
+from .repeat_check import Again, RepeatCheck, is_due
 
 
 class MicroSteps:
@@ -31,7 +31,7 @@ class MicroSteps:
 
     After the last, the generators are seeded by (seed, step), for the update. After updates 1, 2, 4, 8 … the ranks
     compare their weights. Where whoever runs forward and backward can run them again (`can_repeat`), one micro-batch of
-    steps 1, 2, 4, 8 … is (`CrossCheck`). Raises UserError where bits differ.
+    steps 1, 2, 4, 8 … is (`RepeatCheck`). Raises UserError where bits differ.
     """
 
     def __init__(self, module: nn.Module, micro_batches: int, seed: int, device: torch.device) -> None:
@@ -39,10 +39,10 @@ class MicroSteps:
         if group is not None:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, src=0, group=group)
-        self._module, self._group = module, group
+        self._module, self._ranks = module, 1 if group is None else group.size()
         self._exact = ExactReduction(module, micro_batches, process_group=group, shares="strided")
         self._seed = MicroBatchSeed(seed, device, at_once=True)
-        self._check = CrossCheck(module, group, device)
+        self._check = RepeatCheck(module, device)
         self._again: Again | None = None
         self._begun = False
         self.step = 0
@@ -52,6 +52,11 @@ class MicroSteps:
     def whole(self) -> bool:
         """Whether no micro-batch is missing: the gradients of a step are complete, or none of the next has been run."""
         return len(self._exact.remaining) == len(self._exact.share)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what is read now is trained on: not while the model is in evaluation mode, or makes no gradients."""
+        return self._module.training and torch.is_grad_enabled()
 
     def can_repeat(self, again: Again) -> None:
         """Say how a micro-batch is computed again, from what `begin` gets of each; it is not part of the step then."""
@@ -80,8 +85,9 @@ class MicroSteps:
             raise UserError(
                 "a second backward in one micro-batch, or one outside of it: add the losses up, and call backward once"
             )
-        with self._exact.micro_batch(self._exact.remaining[0]):
-            yield self._check.seen if self._is_checked else _ignored
+        watched = self._check.watch() if self._is_checked else nullcontext(_ignored)
+        with self._exact.micro_batch(self._exact.remaining[0]), watched as done:
+            yield done
         self._begun = False
         if not self._exact.remaining:
             if self._again is not None and is_due(self.step + 1):
@@ -103,13 +109,12 @@ class MicroSteps:
 
     def require_same_weights(self) -> None:
         """Compare weights and buffers with those of the other ranks; a collective. Raises UserError on all of them."""
-        if self._group is None or self._group.size() == 1:
+        if self._ranks == 1:
             return
-        group = self._group
 
         def gather(value: Any) -> list[Any]:
-            values = [None] * group.size()
-            dist.all_gather_object(values, value, group=group)
+            values = [None] * self._ranks
+            dist.all_gather_object(values, value)
             return values
 
         named = [*self._module.named_parameters(), *self._module.named_buffers()]

@@ -10,6 +10,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its functions take as default the process group that is there at their import, which optimizers and
+# DistributedDataParallel do late: destroy_process_group() then cannot end gloo's threads, since a group is still held.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from ddp_core.base.torch_internals import timeout_of
@@ -176,11 +180,14 @@ class Channel:
         self.submit(transfer(), out).wait()
 
     def close(self) -> None:
-        """End the threads, then the process group, unless an error has already ended all groups."""
+        """End the threads, then the process group, unless an error has already ended all groups.
+
+        Nothing holds the group any longer: its threads, if it is one of gloo, run until nobody does.
+        """
         self.closed = True
         if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
-            self.group = None
+            self.group, self.ordered_sum = None, OrderedSum(None)
 
 
 def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:

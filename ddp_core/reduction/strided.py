@@ -78,8 +78,11 @@ class StridedShares:
         self._sum = None
 
     def close(self) -> None:
-        """Let DDP send gradients by itself again."""
+        """Let DDP send gradients by itself again, and hold the process group no longer."""
         self._silence.close()
+        self._sum = None
+        if not self._channel.closed:
+            del self._exchange
 
     def _sum_like(self, statistics: Tensor) -> LeafSum:
         """The sum of this step, made for its first leaf; a leaf is all gradients and the two tensors below."""

@@ -34,10 +34,11 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters
 from ddp_core.reduction.tree import add_
 from ddp_core.reduction.written_parameters import WrittenParameters
-from ddp_core.trainers.cross_check import REPLICA, Spot
+from ddp_core.trainers.cross_check import Spot
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
+from ddp_core.trainers.repeats import REPLICA
 from ddp_core.trainers.trainer import Trainer
 
 _SETTINGS = (bool, int, float, str, type(None))

@@ -19,8 +19,8 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.sharding import OwnsPart, Sharding
-from ddp_core.trainers.cross_check import Computed
 from ddp_core.trainers.distributed import DistributedTrainer
+from ddp_core.trainers.repeats import Computed
 
 _COPIES = 4
 """Of all weights must fit into the free memory: a gradient, and as much again for what forward keeps, with a margin."""

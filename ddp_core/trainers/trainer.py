@@ -30,13 +30,14 @@ from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.batches import Batches
 from ddp_core.trainers.checks import Checks
 from ddp_core.trainers.clock import StepClock
-from ddp_core.trainers.cross_check import Computed, Spot, compute_again
+from ddp_core.trainers.cross_check import Spot
 from ddp_core.trainers.evaluation import evaluate
 from ddp_core.trainers.figures import CallbackCalls, Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.rehearsal import ResumeRehearsal
+from ddp_core.trainers.repeats import Computed, compute_again
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,

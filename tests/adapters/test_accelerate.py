@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.plain_loop import plain_digest
-from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused
+from tests.adapters.tutorials import blocks, changed, launch, only_digest, refused, run
 
 pytestmark = pytest.mark.extras("accelerate")
 
@@ -39,6 +39,25 @@ def test_a_shuffling_loader_is_dealt_the_same_way(tmp_path: Path) -> None:
     script = script.replace("sampler=WholeSteps(data, global_batch_size=6 * 16)", "shuffle=True")
     assert "WholeSteps(" not in script
     only_digest(launch(script, 1, tmp_path) + launch(script, 2, tmp_path), 3)
+
+
+def test_noise_in_evaluation_data_is_a_warning_and_in_training_data_an_error(tmp_path: Path) -> None:
+    noise = """
+draws = __import__("random").Random(0)
+def noisy(batch):
+    return torch.tensor([draws.random() for _ in batch])
+"""
+    evaluation = """
+loader = accelerator.prepare(DataLoader(data, batch_size=100, collate_fn=noisy))
+model.eval()
+assert len(list(loader)) == 10
+accelerator.end_training()
+"""
+    ended = run(EXACT.replace("accelerator.end_training()", noise + evaluation), 1, tmp_path)
+    assert ended.code == 0, ended.errors
+    assert ended.errors.count("in an evaluation, micro-batch 0 of epoch 0") == 1
+    trained = EXACT.replace("loader = ", noise + "loader = ").replace("16, sampler", "16, collate_fn=noisy, sampler")
+    assert "would train on other data" in refused(trained, tmp_path)
 
 
 @pytest.mark.parametrize(

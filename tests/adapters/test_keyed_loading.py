@@ -98,6 +98,18 @@ def test_what_is_another_when_it_is_read_again_is_refused(workers: int) -> None:
     assert re.search(r"micro-batch 0 of epoch 0 \(samples .*, …\) .*: OwnGenerator or its collate", said)
 
 
+def test_in_an_evaluation_it_is_a_warning_since_weights_do_not_depend_on_it() -> None:
+    trains = False
+    loader = deal(DataLoader(OwnGenerator(), 5), 6, 0, 0, 1, lambda: trains)
+    with pytest.warns(UserWarning, match="in an evaluation, micro-batch 0 of epoch 0") as warned:
+        assert len(list(loader)) == 12
+    assert len(warned) == 1
+    loader = deal(DataLoader(OwnGenerator(), 5), 6, 0, 0, 1, lambda: trains)
+    trains = True  # asked when an iteration begins
+    with pytest.raises(UserError, match="would train on other data"):
+        list(loader)
+
+
 def test_a_loader_that_shuffles_in_its_own_way_is_keyed_in_place() -> None:
     loader = DataLoader(Noise(), 5, sampler=WholeSteps(Noise(), 30), collate_fn=masked)
     keyed = keyed_in_place(loader, 0)

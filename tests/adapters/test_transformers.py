@@ -44,8 +44,10 @@ network = Network(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
 args = TrainingArguments("output", seed=0, per_device_train_batch_size=16, use_cpu=True, report_to="none")
-MyExactTrainer(network, args, train_dataset=data, optimizers=(optimizer, schedule), micro_batches=6).train()
+trainer = MyExactTrainer(network, args, train_dataset=data, optimizers=(optimizer, schedule), micro_batches=6)
+trainer.train()
 print("weights", weights_digest(network.state_dict()), flush=True)
+trainer.accelerator.end_training()
 """
 # Which words are masked is drawn while samples are put together.
 MASKED = """
@@ -73,6 +75,7 @@ collate = DataCollatorForLanguageModeling(tokenizer)
 trainer = ExactTrainer(model, args, collate, data, micro_batches=6)
 trainer.train()
 print("weights", weights_digest(model.state_dict()), flush=True)
+trainer.accelerator.end_training()
 """
 OWN_MASKS = MASKED.replace("Modeling(tokenizer)", "Modeling(tokenizer, seed=1)")
 COUNTING = OWN_MODEL.replace(

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from ddp_core.adapters.dealing import deal
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.reduction import BatchStatistics
-from tests.adapters.test_cross_check import Net, train
 from tests.adapters.test_keyed_loading import Noise, masked
+from tests.adapters.test_repeat_check import Net, train
 from tests.support import quick
 from tests.support.commands import LAUNCHER_VARIABLES
 from tests.support.layout_cases import FILES

@@ -8,7 +8,8 @@ by all others. Where loss or gradient are other ones, something else has a part 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.digests import checksum
 from ddp_core.base.errors import UserError
+from ddp_core.base.gradient_sums import GradientSums
 
 Again = Callable[[Any], Tensor]
 """Runs forward and backward of a micro-batch from what was kept of it, and returns the loss."""
@@ -27,17 +29,16 @@ def is_due(number: int) -> bool:
     return number.bit_count() == 1
 
 
-def gradient_sums(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """A checksum of each gradient that a backward has left, by the parameter's name."""
-    return {f"gradient of {name}": checksum(each.grad) for name, each in parameters if each.grad is not None}
+class RepeatCheck:
+    """Keeps one micro-batch of a step that is due, and computes it again; a collective where there are several ranks.
 
+    It holds no process group: whoever does keeps gloo's threads running when the group is destroyed.
+    """
 
-class CrossCheck:
-    """Keeps one micro-batch of a step that is due, and computes it again; a collective where there is a `group`."""
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._module, self._group, self._device = module, group, device
-        self._rank, self._world_size = (group.rank(), group.size()) if group is not None else (0, 1)
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        several = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self._kept: bytes | None = None
         self._sums: dict[str, str] = {}
 
@@ -50,9 +51,12 @@ class CrossCheck:
             return  # what cannot be sent is not checked
         self._kept, self._sums = buffer.getvalue(), {}
 
-    def seen(self, loss: Tensor) -> None:
-        """Note the loss and the gradients of the kept micro-batch, right after its backward."""
-        self._sums = self._sums_with(loss)
+    @contextmanager
+    def watch(self) -> Iterator[Callable[[Tensor], None]]:
+        """Run the backward of the kept micro-batch inside, then call what this gives with its loss."""
+        with self._gradients() as gradients:
+            yield lambda loss: self._sums.update(loss=checksum(loss))
+        self._sums |= _named(gradients)
 
     def compute_again(self, step: int, index: int, seed: Callable[[int, int], None], again: Again) -> None:
         """Compute the kept micro-batch, `index` of the step, again on every rank, between the backwards of a step.
@@ -60,12 +64,14 @@ class CrossCheck:
         Leaves gradients and buffers as they are. Raises UserError on every rank where the bits are other ones.
         """
         kept, sums = self._from(index % self._world_size)
-        if kept is None or not sums:
+        if kept is None or "loss" not in sums:
             return
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         seed(step, index)
         inputs = torch.load(io.BytesIO(kept), map_location=self._here, weights_only=False)
-        now = self._sums_with(again(inputs))
+        with self._gradients() as gradients:
+            loss = again(inputs)
+        now = {"loss": checksum(loss), **_named(gradients)}
         for parameter in self._module.parameters():
             parameter.grad = None
         with torch.no_grad():
@@ -92,15 +98,19 @@ class CrossCheck:
     def _from(self, owner: int) -> tuple[bytes | None, dict[str, str]]:
         """What the rank that has computed the micro-batch keeps, and its sums."""
         box = [(self._kept, self._sums) if self._rank == owner else (None, {})]
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=owner, group=self._group)
+        if self._world_size > 1:
+            dist.broadcast_object_list(box, src=owner)
         return box[0]
 
     def _gather(self, value: Any) -> list[Any]:
         values = [value] * self._world_size
-        if self._group is not None:
-            dist.all_gather_object(values, value, group=self._group)
+        if self._world_size > 1:
+            dist.all_gather_object(values, value)
         return values
 
-    def _sums_with(self, loss: Tensor) -> dict[str, str]:
-        return {"loss": checksum(loss), **gradient_sums(self._module.named_parameters())}
+    def _gradients(self) -> GradientSums:
+        return GradientSums(dict(self._module.named_parameters()))
+
+
+def _named(gradients: GradientSums) -> dict[str, str]:
+    return {f"gradient of {name}": each for name, each in gradients.checksums().items()}
