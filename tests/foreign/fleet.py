@@ -33,7 +33,7 @@ LARGE = {
         *("swin_b", "swin_s", "swin_v2_b", "swin_v2_s", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
         *("vgg19", "vgg19_bn", "vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "wide_resnet101_2", "wide_resnet50_2"),
     ),
-    "timm": ("beit_base_patch16_224",),
+    "timm": ("beit_base_patch16_224", "gemma4_vit_167m"),
 }
 """Models of 40 million parameters or more, or with large images: each is trained alone, after all others."""
 

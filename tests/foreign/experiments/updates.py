@@ -26,7 +26,7 @@ RULES_OF_PYTORCH_OPTIMIZER = (
     *("adalite", "adalomo", "adam", "adamax", "adamc", "adamg", "adammini", "adamod", "adamp", "adams", "adamuon"),
     *("adamw", "adamwsn", "adan", "adanorm", "adapnm", "adashift", "adasmooth", "adatam", "ademamix", "adopt"),
     *("aggmo", "aida", "alice", "alig", "amos", "ano", "apollo", "apollodqn", "asgd", "avagrad", "bcos", "bsam"),
-    *("came", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dash", "demo"),
+    *("came", "conda", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dash"),
     *("diffgrad", "dualadam", "emofact", "emolynx", "emonavi", "exadam", "fadam", "fira"),
     *("flashadamw", "focus", "fromage", "ftrl", "galore", "grams", "gravity", "grokfastadamw", "kate", "kron"),
     *("lamb", "laprop", "lars", "lbfgs", "lion", "lomo", "lorarite", "madgrad", "magma", "mars", "msvag", "muon"),
