@@ -10,10 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-# Its functions take as default the process group that is there at their import, which optimizers and
-# DistributedDataParallel do late: destroy_process_group() then cannot end gloo's threads, since a group is still held.
-import torch.distributed.nn.functional
 from torch import Tensor
 
 from ddp_core.base.torch_internals import timeout_of

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a process group, so that the last line can end it
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
