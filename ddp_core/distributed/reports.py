@@ -51,15 +51,16 @@ class Report:
         tell_user(in_words(self.exit_code, self.message))
 
 
-def report_end(world: World, exit_code: int, message: str, trace: str | None = None, says: bool = True) -> int:
+def report_end(world: World, exit_code: int, message: str, trace: str | None = None, says: bool = False) -> int:
     """Report how this worker ended to our launcher, or print it where there is none; returns the exit code.
 
-    Every rank that `says` it prints an error, since it may be the only one to have met it. Of a stop, which all ranks
-    agree on, rank 0 alone tells.
+    Rank 0 tells of a stop and of bad input, which all ranks meet alike; another rank only where the message names it,
+    since it may be the only one to have met that, or where it `says` so.
     """
     report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.time())
     if world.report_dir is None:
-        if says and (world.is_first or exit_code != ExitCode.STOPPED):
+        met_by_all = exit_code in (ExitCode.STOPPED, ExitCode.BAD_INPUT) and not trace and world.place not in message
+        if says or world.is_first or not met_by_all:
             report.tell()
     else:
         replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
@@ -80,9 +81,7 @@ def report_error(error: UserError) -> int:
         world = World.from_environment()
     except UserError:
         world = World()  # the launcher's variables are wrong themselves: print the error here
-    return report_end(
-        world, error.exit_code, str(error), says=world.local_rank == 0 or error.exit_code != ExitCode.BAD_INPUT
-    )
+    return report_end(world, error.exit_code, str(error), says=world.local_rank == 0)
 
 
 def read_reports(directory: Path) -> list[Report]:

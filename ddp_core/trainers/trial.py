@@ -49,6 +49,7 @@ def check_loss(trainer: Trainer) -> None:
     if job.loss in LOSSES.values() or trainer.cut.micro_batch == 1:
         return
     ids = batches.order.ids(0, 0, min(_SAMPLES, batches.samples))
+    job.collectives.barrier()  # so that no rank ends while others still connect to it
     with unchanged(trainer.model, trainer.device), torch.no_grad():
         try:
             with trainer.state.ownership.forward_alone():
