@@ -91,8 +91,8 @@ def deal(
 
     A loader that shuffles goes through whole steps of `micro_batches` only (WholeSteps). One that does not shuffle goes
     through all samples once. What is drawn for a micro-batch follows from it (`keyed`, which explains `is_training`).
-    Raises UserError for a sampler
-    or batch sampler that is not torch's own or DealtBatches, and for a data set without a length.
+    Raises UserError for a sampler or batch sampler that is not torch's own or DealtBatches, and for a data set without
+    a length.
     """
     if isinstance(loader.batch_sampler, DealtBatches):
         return keyed(loader, loader.batch_sampler, seed, is_training)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _COLUMNS = 1021
-"""A prime number, so that two rows of a weight that have changed places do not meet in the same columns."""
+"""A prime number: the rows of a weight are hardly ever as long, so two that change places change the columns' sums."""
 _DEPTH = 16
 _NUMBERS = (bool, int, float, complex)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
@@ -40,11 +40,6 @@ _SHARE = 0.0025
 """Of the time of training, for checks between saves; as much again is for those before a save."""
 RANDOM = "samples come out differently at each read"
 """Why nothing can be computed again."""
-
-_BeginWith = Literal["buffers of before the step", "all of before the step", "all of now"]
-_BUFFERS: _BeginWith = "buffers of before the step"
-_BEFORE: _BeginWith = "all of before the step"
-_NOW: _BeginWith = "all of now"
 
 
 @dataclass(frozen=True)
@@ -200,9 +195,9 @@ class CrossCheck:
         check: _Check,
         index: int,
         everywhere: bool,
-        begin_with: _BeginWith = _BUFFERS,
+        put_back: Callable[[ForwardState], None] | None = ForwardState.put_back_buffers,
     ) -> list[Answer]:
-        """What this process's spots compute: from which buffers and attributes, `begin_with` says.
+        """What this process's spots compute, after `put_back` was called with each model's state of before the step.
 
         Not `everywhere`, but on the spot after the one that has computed it: where parameters are cut, all ranks do.
         The pass that counted began with the buffers of before the step.
@@ -217,9 +212,9 @@ class CrossCheck:
                 continue
             data = batches.loader.fetch(batch.epoch, batches.ids(batch.step, part), batches.key(batch.step, part))
             read = _of_data(data)  # now, because a forward may change its inputs in place
-            changes = {_BUFFERS: state.put_back_buffers, _BEFORE: state.put_back, _NOW: None}
+            before = None if put_back is None else partial(put_back, state)
             run = partial(spot.run, batch, part, data)
-            computed = spot.within(partial(compute_again, spot.model, spot.tensors(), run, changes[begin_with]))
+            computed = spot.within(partial(compute_again, spot.model, spot.tensors(), run, before))
             answers.append(Answer(spot.name, self._kind, read, computed))
         return answers
 
@@ -230,7 +225,7 @@ class CrossCheck:
         """
         index = min(check.watched)
         before = [{name: checksum(each) for name, each in spot.model.named_buffers()} for spot in check.spots]
-        after = self._compute(batch, check, index, everywhere=True, begin_with=_NOW)
+        after = self._compute(batch, check, index, everywhere=True, put_back=None)
         changed = (
             name
             for sums, answer in zip(before, after, strict=True)
@@ -254,12 +249,12 @@ class CrossCheck:
         # Ranks that begin with other weights or buffers rightly have other gradients.
         self._trainer.checks.compare_states(f"in step {batch.step + 1}")
 
-        def everywhere(begin_with: _BeginWith = _BUFFERS) -> dict[str, Computed]:
-            ours = self._compute(batch, check, index, True, begin_with)
+        def everywhere(put_back: Callable[[ForwardState], None] = ForwardState.put_back_buffers) -> dict[str, Computed]:
+            ours = self._compute(batch, check, index, True, put_back)
             theirs = [each for theirs in self._trainer.job.collectives.gather(ours) for each in theirs]
             return {each.place: each.computed for each in theirs if each.kind == original.kind}
 
-        repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(_BEFORE))
+        repeats = Repeats(original.computed, everywhere(), everywhere(), everywhere(ForwardState.put_back))
         what = f"step {batch.step + 1}, micro-batch {index}"
         buffers = self._trainer.job.collectives.gather(_changed_buffer(check.states))
         buffer = next(filter(None, buffers), None)

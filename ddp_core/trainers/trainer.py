@@ -155,9 +155,9 @@ class Trainer(ABC):
             return compute_again(self.model, self.state.ownership.made_by_backward(), run)
 
     def write_along(self, batch: StepBatch) -> None:
-        """Compute micro-batch 0 where a step has none for this model, for what the pass writes to weights, if anything.
+        """Run micro-batch 0 of a step that has no micro-batch for this model, since a forward may write to weights.
 
-        A forward that clamps them would leave others here than elsewhere. Nothing else is left of the pass.
+        One that clamps them would else leave other weights here than elsewhere. Nothing else is left of the pass.
         """
         if self.exact and self.state.ownership.has_whole_weights and not self.options.cuda_graph:
             self.computed(batch.step, 0)
