@@ -170,7 +170,9 @@ def optimizer_of(loaded: LoadedExperiment, model: nn.Module) -> torch.optim.Opti
             return build_optimizer(settings, model, loaded.experiment.global_batch_size)
     function = resolve(loaded, "optimizer", settings.name)
     optimizer = build(function, settings.options, {"model": model})
-    require_trains(optimizer, model, _called("optimizer", settings.name))
+    schedule = loaded.experiment.schedule
+    is_rate_set = not isinstance(schedule, Schedule) or schedule.changes_rate
+    require_trains(optimizer, model, _called("optimizer", settings.name), is_rate_set)
     return optimizer  # type: ignore[no-any-return]
 
 

@@ -46,11 +46,12 @@ def build_optimizer(
     return optimizer
 
 
-def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
+def require_trains(optimizer: Any, model: nn.Module, name: str, is_rate_set: bool) -> None:
     """Check what the experiment's own function returned for `model`; `name` is how a message calls that function.
 
     Raises UserError unless it is a torch optimizer that needs no closure, has each trainable parameter of the model in
-    exactly one group and no other tensor, has a learning rate in each group, and a state that can be saved.
+    exactly one group and no other tensor, has a learning rate in each group where a schedule sets rates (`is_rate_set`;
+    elsewhere a group without a rate gets the rate 1, which its optimizer does not read), and a state that can be saved.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -73,8 +74,9 @@ def require_trains(optimizer: Any, model: nn.Module, name: str) -> None:
                 f"{what} with a tensor of shape {list(strangers[0].shape)} in group {number} that is no parameter of "
                 "the model: build it from the model that the function is given"
             )
-        if "lr" not in group:
+        if "lr" not in group and is_rate_set:
             raise UserError(f"{what}, whose group {number} has no `lr` for the schedule to set")
+        group.setdefault("lr", 1.0)
     twice = [names[key] for key, count in found.items() if count > 1]
     if twice:
         raise UserError(f"{what} that has {twice[0]} more than once: put each parameter in one group")

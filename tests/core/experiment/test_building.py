@@ -87,6 +87,17 @@ def test_an_optimizer_of_the_files_own_is_used_and_its_options_can_be_set(tmp_pa
         loaded(tmp_path, text, "optimizer.learning_rate=1")
 
 
+def test_an_optimizer_without_a_rate_needs_a_schedule_that_changes_none(tmp_path: Path) -> None:
+    text = (
+        "class Own(torch.optim.Optimizer):\n    def step(self, closure=None):\n        pass\n\n\n"
+        "def optimizer(model):\n    return Own(model.parameters(), {})\n"
+    )
+    parts = build_parts(loaded(tmp_path, text), Path("data"))
+    assert [group["lr"] for group in parts.optimizer.param_groups] == [1.0]
+    for schedule in ('Schedule(name="cosine")', "Schedule(warmup_steps=2)"):
+        assert "has no `lr` for the schedule to set" in refusal(tmp_path, text, fields=f", schedule={schedule}")
+
+
 def test_any_function_of_the_file_can_be_named(tmp_path: Path) -> None:
     text = (
         "def lamb(model, lr):\n    return torch.optim.RAdam(model.parameters(), lr=lr)\n\n\n"
