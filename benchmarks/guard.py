@@ -28,7 +28,7 @@ LAYOUTS = {"single": ("--layout", "single"), "ddp x 2": ("--layout", "ddp", "--n
 DIGITS = ("digits", "--set", "epochs=25")
 RESNET = (
     *("resnet18_synthetic", "--reduction", "exact", "--numerics", "native", "--set", "max_steps=240"),
-    *("--set", "data.image_size=64", "--set", "data.pool=32", "--set", "data.samples=640"),
+    *("--set", "epochs=12", "--set", "data.image_size=64", "--set", "data.pool=32", "--set", "data.samples=640"),
     *("--set", "global_batch_size=32", "--set", "micro_batch=8"),
 )
 TRAININGS = {"digits": DIGITS, "ResNet-18": RESNET}
