@@ -154,6 +154,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "2.2",
         "https://github.com/pytorch/pytorch/pull/117867",
     ),
+    "_is_fsdp_managed_module": PrivateName(
+        "torch.nn.Module",
+        "let a model that asks whether it is cut compute what it computes uncut",
+        "fully_shard sets it on every part of a model, and nothing public takes it away",
+        "2.4",
+    ),
     # Of tensors, modules and data.
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
@@ -294,6 +300,15 @@ def gathered_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Paramet
     group = cast(Any, fully_shard).state(module)._fsdp_param_group
     members = [] if group is None else group.fsdp_params
     return [(each.sharded_param, each.unsharded_param) for each in members]
+
+
+def forget_that_it_is_cut(module: nn.Module) -> None:
+    """Remove the mark of `fully_shard` from the module and its parts: some models compute something else where it is.
+
+    Of transformers, those that leave out layers at random do not leave them out there (`is_fsdp_managed_module`).
+    """
+    for part in module.modules():
+        vars(part).pop("_is_fsdp_managed_module", None)
 
 
 def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import gathered_together
+from ddp_core.base.torch_internals import forget_that_it_is_cut, gathered_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
@@ -32,6 +32,7 @@ from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.messages import PointToPoint
 
+from .block_calls import BlockCalls
 from .block_parcel import BlockParcel, UnreadMemory
 from .blocks import FEWEST_ELEMENTS, blocks_of, exact_pass, refusal, refuse_unsuitable
 from .owned import Rows
@@ -213,4 +214,7 @@ def _wrapped(
             part.reshard()
     except (ValueError, NotImplementedError, AssertionError) as error:
         raise refusal(str(error).partition("\n")[0]) from error
+    forget_that_it_is_cut(module)
+    if blocks and group.size() > 1:
+        BlockCalls(module, blocks, group, device)
     return wrapped

@@ -439,3 +439,34 @@ def refusals(rank: int, world_size: int) -> list[str]:
                 except RuntimeError as error:
                     messages.append(str(error))
     return messages
+
+
+class LeavesOut(nn.Module):
+    """Leaves out its first layers."""
+
+    first = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers[self.first :]:
+            rows = layer(rows)
+        return rows
+
+
+def left_out(rank: int, world_size: int) -> list[str]:
+    """What is said where ranks leave out unlike layers: in the first forward, and in a later one."""
+    said = []
+    with process_group():
+        for before in range(2):
+            with training(Case(net=LeavesOut, fewest_elements=1), world_size) as made:
+                for _ in range(before):
+                    made.net(torch.ones(2, 6))
+                made.net.first = 1 if rank == 0 or before else 0
+                try:
+                    made.net(torch.ones(2, 6))
+                except UserError as error:
+                    said.append(str(error))
+    return said

@@ -79,3 +79,9 @@ def test_what_does_not_fit_is_refused_in_a_line() -> None:
     assert "micro-batch 0 of range(0, 1, 2) has not been run" in messages[0][-2]
     assert "this rank has not run the step's idle pass" in messages[1][-2]
     assert all("backward outside of ExactReduction.micro_batch" in found[-1] for found in messages)
+
+
+def test_ranks_that_call_unlike_blocks_are_refused_before_they_mix_them_up() -> None:
+    for messages in run_processes(cases.left_out, 2):
+        assert len(messages) == 2
+        assert all("comes to layers.0 and layers.1 in another sequence" in message for message in messages), messages

@@ -212,6 +212,9 @@ def sent_together(_: int, __: int, ___: str) -> None:
     whole_bias.register_post_accumulate_grad_hook(handed_over.append)
     net(torch.ones(1, 2)).sum().backward()
     assert handed_over == [whole_bias]
+    assert net._is_fsdp_managed_module
+    torch_internals.forget_that_it_is_cut(net)
+    assert not hasattr(net, "_is_fsdp_managed_module")
 
 
 def foreach(_: int, __: int, ___: str) -> None:
@@ -328,7 +331,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_timeout": timeout,
     "_abort_process_group": abort,
     "_world": groups,
-    "_fsdp_param_group": sent_together,
+    **dict.fromkeys(("_fsdp_param_group", "_is_fsdp_managed_module"), sent_together),
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
     "_int_mm": int_mm,
     "torch.Tensor._version": counter_of_writes,
