@@ -103,8 +103,8 @@ record-tests: setup ## Record for which-tests what the fast tests execute, in te
 test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
-test-cluster: setup ## Train on a real SLURM and a real Docker Swarm, started on this machine (root; installs Debian's SLURM)
-	DDP_INSTALL_SLURM=1 $(BIN)/python -m pytest -m "cluster and not slow" --durations=10 tests/cluster
+test-cluster: setup ## A real SLURM, a real Docker Swarm, power cuts on real file systems (root; installs Debian's packages)
+	DDP_INSTALL=1 $(BIN)/python -m pytest -m "cluster and not slow" --durations=10 tests/cluster
 
 test-gpu: setup ## The tests that need a GPU; without one, says what it skips. Records what ran in benchmarks/results
 	DDP_GPU_RECORD=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu

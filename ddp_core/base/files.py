@@ -1,4 +1,4 @@
-"""Files that a reader finds whole or not at all, and locks that are released when their process ends.
+"""Files that a reader finds whole or not at all, also after a power cut, and locks that end with their process.
 
 Most writers need `replace_file`. `NewFile` does the same for content that is written piece by piece. `take_lock` is the
 only way in which a lock is taken.
@@ -32,7 +32,15 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -
             new.sync()
         new.rename()
     if durable:
-        sync_directory(target.parent)
+        sync(target.parent)
+
+
+def make_directory(directory: Path) -> None:
+    """Make the folder, and the folders above it that are missing, so that they survive a power cut. Raises OSError."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync(directory.parent)
 
 
 class NewFile:
@@ -89,9 +97,9 @@ def target_of(name: str) -> str | None:
     return found[1] if found else None
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the renames and removals in `directory` durable. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the new, changed and removed names in a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

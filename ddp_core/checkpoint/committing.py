@@ -13,7 +13,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import NewFile, sync_directory
+from ddp_core.base.files import NewFile, sync
 from ddp_core.checkpoint import manifest as manifests
 from ddp_core.checkpoint.data_file import At, DataFile, disk_full, free_bytes, write_error
 from ddp_core.checkpoint.fence import Fence, Superseded
@@ -33,9 +33,11 @@ class CheckpointFiles:
         keep_every: int | None,
         fence: Fence | Callable[[], object] | None,
         ranks: Ranks | None,
+        synced_before: Sequence[Path],
         at: At,
     ) -> None:
         self.directory = directory
+        self._synced_before = synced_before
         self._keep_last, self._keep_every = keep_last, keep_every
         self._fence, self._ranks, self._at = fence, ranks, at
 
@@ -138,7 +140,7 @@ class CheckpointFiles:
             with self.only_writer():
                 data.rename()
             # A power cut could otherwise keep the manifest's name alone: a checkpoint without data.
-            sync_directory(self.directory)
+            sync(self.directory)
             self._at("data renamed")
             yield DataPart(target.name, data.written, data.sha256)
 
@@ -163,6 +165,8 @@ class CheckpointFiles:
         replaced: tuple[DataPart, ...] = ()
         with contextlib.suppress(OSError, Damaged):
             replaced = manifests.read_manifest(checkpoint.manifest).data
+        for path in self._synced_before:
+            sync(path)
         with NewFile(checkpoint.manifest) as manifest:
             self._at("manifest opened")
             manifest.write(manifests.encode(checkpoint))
@@ -172,7 +176,7 @@ class CheckpointFiles:
             with self.only_writer():
                 manifest.rename()
         self._at("manifest renamed")
-        sync_directory(self.directory)
+        sync(self.directory)
         self._at("directory synced")
         self._point("latest", checkpoint)
         if best:
@@ -206,7 +210,7 @@ class CheckpointFiles:
             with self.only_writer():
                 pointer.rename()
             self._at(f"{name} renamed")
-        sync_directory(self.directory)
+        sync(self.directory)
 
     def _prune(self, newest: Checkpoint, replaced: set[str]) -> None:
         """Remove the data files that `newest` has replaced, by name, and the checkpoints that are to be kept no longer.

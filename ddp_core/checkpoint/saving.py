@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_core.base.files import NewFile
+from ddp_core.base.files import NewFile, make_directory
 from ddp_core.checkpoint.committing import CheckpointFiles
 from ddp_core.checkpoint.data_file import At, human_bytes, write_error
 from ddp_core.checkpoint.fence import Fence, Superseded
@@ -39,6 +39,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     ranks: given where every rank has a Checkpointer of the same directory, and saves the same steps. Each writes a data
     file with its pieces of the CutTensors in the state; the first one writes the rest of the state, and commits all
     files or none. An error of one rank is raised on all.
+    synced_before: files and folders that are to be on the disk, as they are then, before a checkpoint is committed.
     on_event: receives one line per event, from the writing thread where there is one.
     at: for tests; called with each of `data_file.POINTS` right after it is reached, with `ranks` also with each of
     `data_file.POINTS_OF_PARTS`.
@@ -56,6 +57,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         asynchronous: bool = False,
         fence: Fence | Callable[[], object] | None = None,
         ranks: Ranks | None = None,
+        synced_before: Sequence[Path] = (),
         on_event: Callable[[str], None] = lambda line: None,
         at: At = lambda point: None,
     ) -> None:
@@ -65,14 +67,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.asynchronous = asynchronous
         self.last: Checkpoint | None = None
         """The newest checkpoint that this object has committed."""
-        self._files = CheckpointFiles(self.directory, keep_last, keep_every, fence, ranks, at)
+        self._files = CheckpointFiles(self.directory, keep_last, keep_every, fence, ranks, synced_before, at)
         self._ranks, self._on_event = ranks, on_event
         self._snapshots = Snapshots()
         self._writer: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._stall = 0.0
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self.directory)
             with NewFile(self.directory / "latest.json"):
                 pass
         except OSError as error:

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import make_directory, replace_file
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
 
@@ -65,11 +66,11 @@ class Source:
         }
 
     def write(self, folder: Path) -> None:
-        """Copy the files into a folder. Raises UserError (4)."""
+        """Copy the files into a folder; they are on the disk when this returns. Raises UserError (4)."""
         try:
             for place, text in self.texts.items():
-                (folder / place).parent.mkdir(parents=True, exist_ok=True)
-                (folder / place).write_bytes(text)
+                make_directory((folder / place).parent)
+                replace_file(folder / place, text, durable=True)
         except OSError as error:
             raise UserError(f"cannot write {error.filename}: {error.strerror}", ExitCode.RESOURCES) from None
 

@@ -105,13 +105,18 @@ class Console:
         self.draws = self._is_first and sys.stderr.isatty()
         """Whether there is a terminal to draw a bar on."""
         self._log: IO[str] | None = None
+        self._may_write: Callable[[], None] = lambda: None
         self._bar: Any = None
         self._printed_at = time.monotonic()
         self._first_step: tuple[int, float] | None = None
         """The number of the first step that this process made, and the time of its end in seconds (monotonic clock)."""
 
-    def log_to(self, path: Path) -> None:
-        """Also write the printed lines to this file."""
+    def log_to(self, path: Path, may_write: Callable[[], None] = lambda: None) -> None:
+        """Also write the printed lines to this file.
+
+        `may_write` is called before each line, and raises where another process has taken the run over.
+        """
+        self._may_write = may_write
         # A file's name may hold bytes that are no UTF-8.
         self._log = path.open("a", buffering=1, encoding="utf-8", errors="surrogateescape")
 
@@ -167,6 +172,7 @@ class Console:
     def _print(self, text: str, stream: IO[str] | None) -> None:
         """Write a line to the log and, with a `stream`, there."""
         if self._log is not None:
+            self._may_write()
             self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
         if stream is None:
             return

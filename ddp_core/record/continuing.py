@@ -44,8 +44,10 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
 
     `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
-    unfinished run that could be meant has other settings: to start anew would lose its work in silence.
+    unfinished run that could be meant has other settings, and where a run has checkpoints but no record that says what
+    it is: to start anew would lose its work in silence.
     """
+    _refuse_unrecorded(request)
     if (found := find_unfinished(request)) is not None:
         return found
     for directory, record in _runs_of(request):
@@ -60,6 +62,23 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
                 ExitCode.NO_CHECKPOINT,
             )
     return None
+
+
+def _refuse_unrecorded(request: Request) -> None:
+    for folder in sorted((Path(request.options.output) / request.loaded.experiment.name).glob("*/checkpoints")):
+        directory, found = RunDirectory(folder.parent), find_checkpoints(folder)
+        try:
+            directory.read()
+        except UserError as error:
+            if not found:
+                continue
+            raise UserError(
+                f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
+                f"whether it is the run to continue ({error}). Bring its run.json back from a copy; or move the folder "
+                f"away and begin with its weights: --init-from {found[0].path}; or leave it there and start anew: "
+                f"{_command(request, resume='never')}",
+                ExitCode.NO_CHECKPOINT,
+            ) from None
 
 
 def find_unfinished(request: Request) -> RunDirectory | None:

@@ -97,7 +97,7 @@ def write_parts(directory: Path, digest: DataDigest) -> None:
     if not digest.parts:
         return
     try:
-        replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n")
+        replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n", durable=True)
     except OSError as error:
         raise UserError(f"cannot write {directory / FILE}: {error.strerror}", ExitCode.RESOURCES) from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import replace_file
+from ddp_core.base.files import make_directory, replace_file
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.record.lock import is_held
@@ -42,7 +42,7 @@ class RunDirectory:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         path = output / experiment.name / f"{layout.label}-{stamp}-{secrets.token_hex(3)}"
         try:
-            (path / "checkpoints").mkdir(parents=True)
+            make_directory(path / "checkpoints")
         except OSError as error:
             raise UserError(
                 f"cannot write to {error.filename or output}: {error.strerror}; "
@@ -62,9 +62,12 @@ class RunDirectory:
         return record
 
     def write(self, record: dict[str, Any]) -> None:
-        """Replace run.json in one move: a reader sees the old file or the new one. Raises UserError (4)."""
+        """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut.
+
+        Raises UserError (4).
+        """
         try:
-            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n")
+            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n", durable=True)
         except OSError as error:
             raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
 

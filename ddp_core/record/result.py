@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ddp_core.base.digests import first_difference, optimizer_digest, weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import NewFile, sync
+from ddp_core.checkpoint import Fence
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import RankTotals, Totals, of_all
@@ -102,16 +104,22 @@ def summary(result: dict[str, Any]) -> str:
     return ", ".join(figures)
 
 
-def save_weights(state: Mapping[str, Any], path: Path) -> None:
+def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
     """Write a model's state dict as safetensors; tensors that share memory are written once.
 
-    Raises UserError (4) where the file cannot be written.
+    The file is on the disk when this returns. Raises UserError (4) where it cannot be written, and Superseded, with the
+    file that is there left as it was, where another process has taken the run over.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_model
 
     try:
-        # save_model asks nothing of a model but its state dict.
-        save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(path))  # type: ignore[arg-type]
+        with NewFile(path) as new:
+            # save_model asks nothing of a model but its state dict.
+            save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(new.temporary))  # type: ignore[arg-type]
+            sync(new.temporary)  # safetensors has put another file under this name
+            with fence.holding():
+                new.rename()
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None

@@ -220,12 +220,11 @@ class RunRecord:
         if not self.world.is_first:
             return None
         assert self.fence is not None
-        # The weights of a former rank 0 must not take the place of its successor's.
-        self.fence.check()
         result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
-        save_weights(end.state, self.directory.path / "model.safetensors")
-        if trainer.state.average is not None:
-            save_weights(trainer.state.average.module.state_dict(), self.directory.path / "model_ema.safetensors")
+        # Before run.json: a record that says "completed" has its weights, whenever the power goes.
+        save_weights(end.state, self.directory.path / "model.safetensors", self.fence)
+        if (average := trainer.state.average) is not None:
+            save_weights(average.module.state_dict(), self.directory.path / "model_ema.safetensors", self.fence)
         digests = {"weights_sha256": end.weights, "optimizer_sha256": end.optimizer, "ema_sha256": end.average}
         self._end("completed", 0, None, **digests, result=result)
         job.metrics.finish(result, end.weights)

@@ -133,7 +133,8 @@ def open_record(
         by_rank_0(collectives, record.start)
         if world.is_first:
             clear_heartbeats(directory.path)
-            console.log_to(directory.log)
+            assert record.fence is not None
+            console.log_to(directory.log, record.fence.check)
         record.attempt = collectives.broadcast(record.attempt)
         yield record
 

@@ -253,6 +253,7 @@ def _checkpointer(record: RunRecord, collectives: Collectives, console: Console)
                 asynchronous=options.asynchronous_save,
                 fence=fence,
                 ranks=ranks,
+                synced_before=(directory.path, directory.metrics, directory.log),
                 on_event=lambda line: (
                     console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None
                 ),

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(3 * SECONDS),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces"),
     pytest.mark.skipif(
-        not shutil.which("slurmctld") and "DDP_INSTALL_SLURM" not in os.environ,
+        not shutil.which("slurmctld") and "DDP_INSTALL" not in os.environ,
         reason="SLURM is not installed; `make test-cluster` installs Debian's",
     ),
 ]

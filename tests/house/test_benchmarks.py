@@ -63,6 +63,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("sampler", "ElasticSampler"),
         ("gpu", "the article's loop"),
         ("checkpoint", "recorded in"),
+        ("durable", "recorded in"),
         ("loader", "host part ahead"),
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),

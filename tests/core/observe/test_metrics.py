@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.observe.metrics import Console, MetricsWriter, read_metrics
 from tests.support.processes import ask
 
@@ -92,6 +93,17 @@ def test_rank_zero_speaks_and_keeps_a_log(tmp_path: Path, capsys: pytest.Capture
     assert captured.err == "warning: careful\n"
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.partition(" ")[2] for line in lines] == ["hello", "warning: careful"]
+
+
+def test_the_log_is_left_alone_once_another_process_has_taken_the_run_over(tmp_path: Path) -> None:
+    console, former = Console(), Fence.take(tmp_path)
+    console.log_to(tmp_path / "log.txt", former.check)
+    console.say("mine")
+    Fence.take(tmp_path)
+    with pytest.raises(Superseded):
+        console.say("of one that woke up")
+    console.close()
+    assert "woke" not in (tmp_path / "log.txt").read_text()
 
 
 def test_other_ranks_only_warn_and_say_who_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
@@ -35,11 +36,22 @@ def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
 
 def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 3)
-    save_weights(model.state_dict(), tmp_path / "model.safetensors")
+    fence = Fence.take(tmp_path)
+    save_weights(model.state_dict(), tmp_path / "model.safetensors", fence)
     assert weights_digest(load_file(tmp_path / "model.safetensors")) == weights_digest(model.state_dict())
     with pytest.raises(UserError, match=f"cannot write {tmp_path}/no/folder") as caught:
-        save_weights(model.state_dict(), tmp_path / "no" / "folder")
+        save_weights(model.state_dict(), tmp_path / "no" / "folder", fence)
     assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+def test_a_former_rank_0_leaves_the_weights_of_its_successor(tmp_path: Path) -> None:
+    file, model, other = tmp_path / "model.safetensors", nn.Linear(2, 3), nn.Linear(2, 3)
+    former = Fence.take(tmp_path)
+    save_weights(model.state_dict(), file, Fence.take(tmp_path))
+    with pytest.raises(Superseded):
+        save_weights(other.state_dict(), file, former)
+    assert weights_digest(load_file(file)) == weights_digest(model.state_dict())
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 class Three(Collectives):

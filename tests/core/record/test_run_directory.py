@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Checkpointer
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
@@ -129,6 +130,18 @@ def test_the_newest_unfinished_run_is_resumed(tmp_path: Path, status: str) -> No
     found = find_resumable(request(tmp_path), 64)
     assert found is not None
     assert found.path == newest.path
+
+
+def test_checkpoints_without_a_record_are_not_passed_over(tmp_path: Path) -> None:
+    lost = make(tmp_path, "2026-01-02T00:00:00Z")
+    make(tmp_path, "2026-01-01T00:00:00Z")
+    (lost.path / "run.json").write_bytes(b"")
+    assert find_resumable(request(tmp_path), 64) is not None
+    with Checkpointer(lost.checkpoints) as checkpointer:
+        checkpointer.save({}, step=30, epoch=0)
+    with pytest.raises(UserError, match=rf"{lost.path} has a checkpoint of step 30, but no record") as raised:
+        find_resumable(request(tmp_path), 64)
+    assert raised.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
 def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
