@@ -7,11 +7,13 @@ records of later steps before this line were rolled back) and `checkpoint` (step
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -78,18 +80,32 @@ class MetricsWriter:
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The records, or those of one `kind`, without rolled-back steps and half-written lines."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(record, dict):
-            continue
+    return list(each_record(path, kind))
+
+
+def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """What `read_metrics` returns, one record at a time: the file is read twice, and never in memory as a whole."""
+    resumed_at = [record["step"] for record in _lines(path, '"resume"') if record.get("kind") == "resume"]
+    # A record counts if no later line goes back to a step before its own.
+    limits = [*reversed(list(accumulate(reversed(resumed_at), min))), math.inf]
+    resumes = 0
+    for record in _lines(path):
         if record.get("kind") == "resume":
-            records = [old for old in records if old.get("step", 0) <= record["step"]]
-        records.append(record)
-    return [record for record in records if kind is None or record.get("kind") == kind]
+            resumes = min(resumes + 1, len(resumed_at))
+        if record["step"] <= limits[resumes] and kind in (None, record.get("kind")):
+            yield record
+
+
+def _lines(path: Path, containing: str = "") -> Iterator[dict[str, Any]]:
+    """The records as they are written, but for lines that are no record of a step."""
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line) if containing in line else None
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield record
 
 
 SILENT_SECONDS = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
 from ddp_core.checkpoint import Fence
 from ddp_core.observe.heartbeat import slowest
-from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.metrics import each_record
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.figures import readable
@@ -72,7 +73,7 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
     """
     state, parameters = trainer.state, dict(trainer.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
-    waits = [record["data_wait"] for record in read_metrics(metrics, "step")]
+    waits = array("d", (record["data_wait"] for record in each_record(metrics, "step")))
     result = {
         "train_loss": state.last_epoch_loss,
         **state.evaluation,

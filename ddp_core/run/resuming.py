@@ -14,7 +14,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import Source, changed_files, diff, read_source, shortened
 from ddp_core.observe.heartbeat import clear_heartbeats
-from ddp_core.observe.metrics import Console, read_metrics
+from ddp_core.observe.metrics import Console, each_record
 from ddp_core.record.continuing import (
     accepting_command,
     find_resumable,
@@ -145,7 +145,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     for line in notes:
         job.console.say(line)
     if start is None:
-        if job.collectives.world.is_first and read_metrics(directory.metrics):
+        if job.collectives.world.is_first and next(each_record(directory.metrics), None):
             job.metrics.write("resume", step=0)
         return
     # A run that was extended has checkpoints of the shorter experiment.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ddp_core.base.errors import UserError
 from ddp_core.config.layout import Layout
 from ddp_core.config.records import explain
-from ddp_core.observe.metrics import read_metrics
+from ddp_core.observe.metrics import each_record
 from ddp_core.observe.usage import disturbance
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.guarded import broken_promise, guard_figures, what_broke_it
@@ -23,6 +24,8 @@ STEP_PARTS = (
     *("forward_backward", "other"),
 )
 """The parts of a step's time that a run can measure."""
+MOST_RECORDS = 5_000
+"""More points than a chart can show; a run of millions of steps has so many records of each kind in memory, or half."""
 
 
 class _Loose(BaseModel):
@@ -88,6 +91,7 @@ class Run:
     """completed, failed, stopped, running, or interrupted: its record says running, but no process works in it."""
     curves: Mapping[str, Curve]
     metrics: list[dict[str, Any]]
+    """Its records, `thinned`."""
     problem: str | None = None
 
     @property
@@ -253,9 +257,32 @@ def _status(path: Path, record: Record) -> str:
 
 def _metrics(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     try:
-        return read_metrics(path), None
+        return thinned(each_record(path)), None
     except (OSError, KeyError, TypeError, ValueError) as error:
         return [], f"metrics.jsonl cannot be read ({type(error).__name__}: {error})"
+
+
+def thinned(records: Iterable[dict[str, Any]], most: int = MOST_RECORDS) -> list[dict[str, Any]]:
+    """At most `most` records of each kind, evenly spread, and the last one of each, in their order; in constant memory.
+
+    All records that say where the run was resumed are kept: clocks need them.
+    """
+    kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    last: dict[str, tuple[int, dict[str, Any]]] = {}
+    every: dict[str, int] = {}
+    seen = Counter[str]()
+    for number, record in enumerate(records):
+        kind = str(record.get("kind"))
+        chosen, step = kept.setdefault(kind, []), every.setdefault(kind, 1)
+        last[kind] = (number, record)
+        if seen[kind] % step == 0:
+            chosen.append(last[kind])
+        seen[kind] += 1
+        if len(chosen) > most and kind != "resume":
+            del chosen[1::2]
+            every[kind] = 2 * step
+    numbered = dict(pair for chosen in (*kept.values(), list(last.values())) for pair in chosen)
+    return [numbered[number] for number in sorted(numbered)]
 
 
 def curves(records: list[dict[str, Any]], samples_per_step: float | None) -> dict[str, Curve]:

@@ -66,7 +66,19 @@ def test_a_resume_rolls_back_what_came_after_its_step(tmp_path: Path) -> None:
     assert read_metrics(path, "step") == []
 
 
-@pytest.mark.parametrize("rest", ['{"kind": "step", "st', "\x00\x00\x00", '"a string"', "[1, 2]"])
+def test_two_resumes_roll_back_as_one_after_the_other_does(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    written = [("step", 1), ("step", 2), ("resume", 2), ("step", 3), ("resume", 1), ("step", 2), ("resume", 2)]
+    with MetricsWriter(path) as metrics:
+        for kind, step in written:
+            metrics.write(kind, step=step)
+    found = [(record["kind"], record["step"]) for record in read_metrics(path)]
+    assert found == [("step", 1), ("resume", 1), ("step", 2), ("resume", 2)]
+
+
+@pytest.mark.parametrize(
+    "rest", ['{"kind": "step", "st', "\x00\x00\x00", '"a string"', "[1, 2]", '{"kind": "resume", "step": "x"}']
+)
 def test_a_half_written_or_foreign_line_is_left_out(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "m"
     with MetricsWriter(path) as metrics:

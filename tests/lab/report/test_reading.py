@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ddp_lab.report import values
 from ddp_lab.report.page import write_report
 from ddp_lab.report.reading.claims import read_findings
 from ddp_lab.report.reading.families import find_families
-from ddp_lab.report.reading.runs import curves, read_runs
+from ddp_lab.report.reading.runs import curves, read_runs, thinned
 from ddp_lab.report.sections.experiments import comparison_table
 from tests.lab.report.files import ddp, single, write_claim, write_drill, write_everything, write_run
 
@@ -70,6 +71,20 @@ def test_runs_made_by_claims_are_left_to_the_claims(tmp_path: Path) -> None:
     write_run(tmp_path / "claims" / "runs", single())
     found = read_runs(tmp_path)
     assert (len(found.runs), found.left_out) == (1, 1)
+
+
+@pytest.mark.parametrize("count", [3, 16, 17, 1000])
+def test_of_many_records_some_of_each_kind_are_kept(count: int) -> None:
+    records = [{"kind": "resume", "step": 0}]
+    for step in range(count):
+        records += [{"kind": "step", "step": step}, {"kind": "evaluation", "step": step}]
+    kept = thinned(iter(records), most=16)
+    assert kept == [record for record in records if record in kept], "in their order"
+    for kind in ("step", "evaluation"):
+        steps = [record["step"] for record in kept if record["kind"] == kind]
+        assert (steps[0], steps[-1]) == (0, count - 1)
+        assert min(count, 8) <= len(steps) <= 17
+        assert len({after - before for before, after in itertools.pairwise(steps[:-1])}) <= 1, "evenly spread"
 
 
 def test_the_clock_begins_before_the_first_record_and_skips_pauses() -> None:
