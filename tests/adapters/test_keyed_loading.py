@@ -91,7 +91,7 @@ def refusal(workers: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_is_another_when_it_is_read_again_is_refused(workers: int) -> None:
     said = refusal(workers)
     gc.collect()  # ends the worker

@@ -173,6 +173,7 @@ def test_a_write_in_evaluation_to_the_rows_of_its_samples_is_refused(tmp_path: P
     assert "after step 4" in said
 
 
+@pytest.mark.slow
 def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(tmp_path: Path) -> None:
     rest = ("--set", "global_batch_size=20", "--set", "last_batch=keep")
     found = [

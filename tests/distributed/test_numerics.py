@@ -45,6 +45,7 @@ def test_ranks_of_a_launcher_outside_find_the_limits_by_themselves(alone: dict[s
     check(trained(tmp_path)[1], alone)
 
 
+@pytest.mark.slow
 def test_a_native_and_a_portable_rank_refuse_to_meet(tmp_path: Path) -> None:
     ended = _ranks(tmp_path, ["native", "portable"])
     assert [code for code, _ in ended] == [2, 2], ended

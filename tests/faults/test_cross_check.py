@@ -72,7 +72,8 @@ def test_what_ends_with_the_same_bits_is_accepted_in_every_step(tmp_path: Path, 
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("layout", [DDP, pytest.param(PARAMETERS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DDP, PARAMETERS])
 def test_an_attribute_that_a_callback_sets_alike_everywhere_is_lost_by_a_resume(
     tmp_path: Path, layout: tuple[str, ...]
 ) -> None:

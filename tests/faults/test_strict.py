@@ -68,6 +68,7 @@ def test_the_plain_reduction_has_nothing_to_be_strict_about(tmp_path: Path) -> N
     assert "--guard strict: the plain reduction promises nothing that could be checked" in ended.errors
 
 
+@pytest.mark.slow
 def test_without_a_guard_it_is_said_and_recorded_and_the_bits_are_the_same(tmp_path: Path) -> None:
     digests = {}
     for mode in ("off", "strict"):

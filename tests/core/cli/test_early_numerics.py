@@ -127,7 +127,7 @@ def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedPro
     [
         pytest.param(PORTABLE, "portable", 1, marks=pytest.mark.slow),
         pytest.param(NATIVE, "native", 1, marks=pytest.mark.slow),
-        (COMPUTED, "portable", 2),
+        pytest.param(COMPUTED, "portable", 2, marks=pytest.mark.slow),
         pytest.param(OVERRULED, "native", 2, marks=pytest.mark.slow),
     ],
     ids=["written", "native", "computed", "overruled"],

@@ -71,7 +71,7 @@ experiment = Experiment(name="leaves", global_batch_size=8, micro_batch=2, epoch
         ("callback", "single", 0, "interrupt"),
         ("model", "dp", 0, "exit"),
         pytest.param("callback", "torchrun", 1, "exit", marks=pytest.mark.slow),
-        ("callback", "spawn", 1, "exit"),
+        pytest.param("callback", "spawn", 1, "exit", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_its_own_code_leaves_is_unfinished(
