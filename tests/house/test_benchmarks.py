@@ -64,6 +64,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("gpu", "the article's loop"),
         ("checkpoint", "recorded in"),
         ("durable", "recorded in"),
+        ("long_run", "bytes per step"),
         ("loader", "host part ahead"),
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
