@@ -47,6 +47,8 @@ LEFT_OUT = {
 
 OF_MATRICES_ALONE = (("torch", "Muon"), ("pytorch_optimizer", "spectralsphere"))
 """Optimizers that take no other parameters: libraries and rules."""
+WITHOUT_A_RATE = (("pytorch_optimizer", "a2grad"),)
+"""Optimizers that find their own steps."""
 
 ARCHITECTURES: dict[str, Sequence[str]] = {
     "causal": (
@@ -146,7 +148,8 @@ def _optimizers() -> Iterator[Case]:
         for rule in rules:
             alone = ("model.matrices_alone=true",) if (library, rule) in OF_MATRICES_ALONE else ()
             settings = (f"optimizer.library={library}", f"optimizer.rule={rule}", *alone)
-            yield Case(group, rule, "updates.py", settings)
+            file = "updates_without_a_rate.py" if (library, rule) in WITHOUT_A_RATE else "updates.py"
+            yield Case(group, rule, file, settings)
 
 
 def _schedules() -> Iterator[Case]:
