@@ -37,8 +37,7 @@ def train(ranks: int, mode: str, settings: list[str]) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"ddp {' '.join(words)} ended with {done.returncode}: {done.stderr}")
         ((_, found),) = find_runs(Path(output))
-        result: dict[str, Any] = found["result"]
-        return result
+        return dict(found["result"])
 
 
 def measure(worlds: list[int], settings: list[str]) -> list[dict[str, Any]]:

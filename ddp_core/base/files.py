@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +90,25 @@ class NewFile:
         """Give the file its real name; it stays locked until the context ends."""
         self.temporary.rename(self.target)
         self._renamed = True
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file or folder is there and can be reached; False for a name that none can have."""
+    return _mode(path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there and can be reached, and is no folder, pipe or device."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _mode(path: Path) -> int | None:
+    # What Path.exists and Path.is_file raise differs from one Python to the next, for a folder without permission, say.
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return None
 
 
 def target_of(name: str) -> str | None:

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock
 from ddp_core.checkpoint.data_file import write_error
@@ -61,14 +64,19 @@ def _is_still(path: Path, descriptor: int) -> bool:
         return False
 
 
+class _Token(TypedDict):
+    token: Count
+    holder: str
+
+
 def _read(path: Path) -> tuple[int, str]:
     """The newest token, and which process holds it; raises UserError where the file is damaged."""
     try:
-        content = json.loads(path.read_bytes())
-        return int(content["token"]), str(content["holder"])
+        content = read_document(path, _Token)
+        return content["token"], content["holder"]
     except FileNotFoundError:
         return 0, "nobody"
-    except (ValueError, TypeError, KeyError) as error:
+    except BadDocument as error:
         raise UserError(f"{path} is damaged ({error}); remove it when no run uses this directory") from None
 
 

@@ -8,8 +8,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, Count, read_document, require_kind
 from ddp_core.checkpoint.state import Shapes
 
 MANIFEST_FORMAT = "ddp-checkpoint/1"
@@ -100,6 +104,28 @@ class Checkpoint:
         return self.directory / f"{stem(self.step)}.json"
 
 
+class _Part(TypedDict):
+    file: str
+    bytes: Count
+    sha256: str
+
+
+class _Manifest(_Part):
+    """The fields of a manifest, beside its format and its seal."""
+
+    step: Count
+    epoch: Count
+    shapes: dict[str, Annotated[list[str | list[Count]], Field(min_length=2, max_length=2)]]
+    metadata: dict[str, Any]
+    metric: float | None
+    written_at: str
+    parts: NotRequired[list[_Part]]
+
+
+class _Pointer(TypedDict):
+    step: Count
+
+
 def taken_together(parts: Sequence[DataPart]) -> DataPart:
     """All data files as the manifest names them together: the first one's name, their size, a digest of digests."""
     digest = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
@@ -127,23 +153,15 @@ def encode(checkpoint: Checkpoint) -> bytes:
 def read_manifest(path: Path) -> Checkpoint:
     """The checkpoint that the manifest at `path` commits; raises Damaged, or OSError where it cannot be read."""
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise Damaged(f"{path.name} is not JSON ({error})") from None
-    if not isinstance(content, dict) or content.get("format") != MANIFEST_FORMAT:
-        found = content.get("format") if isinstance(content, dict) else None
-        raise Damaged(f"{path.name} has format {found!r}, not {MANIFEST_FORMAT!r}")
-    seal = content.pop("seal", None)
-    try:
-        sealed = hashlib.sha256(_canonical(content)).hexdigest()
-    except ValueError:
-        sealed = None
-    if seal != sealed or sealed is None:
-        raise Damaged(f"{path.name} was changed after it was written (its seal does not fit)")
-    del content["format"]
-    try:
+        content: dict[str, Any] = read_document(path, dict[str, Any], MANIFEST_FORMAT)
+        if content.pop("seal", None) != hashlib.sha256(_canonical(content)).hexdigest():
+            raise Damaged(f"{path.name} was changed after it was written (its seal does not fit)")
+        del content["format"]
+        require_kind(content, _Manifest)
         parts = tuple(DataPart(**part) for part in content.pop("parts", ()))
         checkpoint = Checkpoint(directory=path.parent, parts=parts, **content)
+    except BadDocument as error:
+        raise Damaged(f"{path.name} cannot be read: {error}") from None
     except TypeError as error:
         raise Damaged(f"{path.name} has other fields than {MANIFEST_FORMAT} ({error})") from None
     names = [part.file for part in checkpoint.data]
@@ -172,8 +190,8 @@ def require_size(part: DataPart, size: int) -> None:
 def pointed_step(path: Path) -> int | None:
     """The step that `latest.json` or `best.json` points to; None if there is no such file, or an unreadable one."""
     try:
-        return int(json.loads(path.read_bytes())["step"])
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_document(path, _Pointer)["step"]
+    except (OSError, BadDocument):
         return None
 
 

@@ -10,9 +10,9 @@ A bundle may come from a stranger. So nothing of it is unpacked before all of it
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -20,8 +20,9 @@ from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
+from ddp_core.base.documents import parse_document
 from ddp_core.base.errors import ExitCode, UserError, is_full, no_room
-from ddp_core.base.files import NewFile
+from ddp_core.base.files import NewFile, is_file, is_there
 from ddp_core.cli.verify import DIFFERENT, verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
@@ -29,7 +30,8 @@ from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.initial_weights import read_weights
+from ddp_core.record.run_json import RecordedRun
+from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
 BUNDLE_FORMAT = "ddp-bundle/1"
 _MANIFEST = "MANIFEST"
@@ -38,7 +40,7 @@ _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
 _BROKEN = "PROMISE_BROKEN.txt"
 """The member that says what the run's guard found, where it found something and the run went on."""
-_ALWAYS = ("run.json", "metrics.jsonl", "log.txt", "model.safetensors")
+_ALWAYS = ("run.json", "metrics.jsonl", "log.txt", WEIGHTS)
 _WHERE_PRESENT = ("model_ema.safetensors", "data.json")
 _BEGINNING_OF_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
@@ -53,14 +55,17 @@ Content = Path | bytes
 def make_bundle(path: Path, target: Path | None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
 
-    Raises UserError for a run that is not finished or whose files have changed, for a target that exists or lies in the
+    Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
+    its record, for a target that exists or lies in the
     run's own directory, and (4) where it cannot be written.
     """
     record = RunDirectory(path).read()
     if record["status"] != "completed":
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
+    if "source" not in record:
+        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
     target = target or Path(f"{record['experiment']['name']}-{path.resolve().name}.zip")
-    if target.exists():
+    if is_there(target):
         raise UserError(f"{target} exists; name another file with -o FILE")
     if target.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{target} lies in the run's own directory; name a file elsewhere with -o FILE")
@@ -81,16 +86,17 @@ def make_bundle(path: Path, target: Path | None) -> int:
     return ExitCode.DONE
 
 
-def _members(path: Path, record: dict[str, Any]) -> dict[str, Content]:
+def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
     """What goes into the bundle beside MANIFEST, by name."""
-    files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or (path / name).exists()}
+    files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or is_there(path / name)}
     folder, source = record["source"]["folder"], read_source(path, record["source"])
     files |= {f"{folder}/{place}": path / folder / place for place in source.texts}
     if (weights := recorded_weights(record)) is not None:
         files[_checked_name(Path(weights.file), weights.sha256)] = Path(weights.file)
-    missing = [str(file) for file in files.values() if not file.is_file()]
+    missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
+    require_recorded_weights(path, record)
     texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
@@ -99,7 +105,7 @@ def _members(path: Path, record: dict[str, Any]) -> dict[str, Content]:
 
 def _checked_name(file: Path, sha256: str) -> str:
     """The name in the bundle of the weights that the run began with. Raises UserError where they have changed."""
-    if not file.is_file() or weights_digest(read_weights(file)) != sha256:
+    if not is_file(file) or weights_digest(read_weights(file)) != sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
     return _INITIAL_WEIGHTS + file.suffix
 
@@ -141,7 +147,7 @@ _DESCRIBED = {
 }
 
 
-def _readme(record: dict[str, Any], run: str, files: Iterable[str]) -> str:
+def _readme(record: Mapping[str, Any], run: str, files: Iterable[str]) -> str:
     end = ""
     here = {_PINS, _MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
     here |= {_INITIAL_WEIGHTS} if any(name.startswith(_INITIAL_WEIGHTS) for name in files) else set()
@@ -192,11 +198,11 @@ def _unpack_checked(file: Path, folder: Path) -> bool:
             if changed:
                 print(f"different bundle: {changed}. Nothing was trained.")
                 return False
-            record = json.loads(_text(archive, "run.json"))
+            record = parse_document(_text(archive, "run.json"), RecordedRun)
             print(f"bundle: {len(members)} files, each as MANIFEST says")
             print(f"packages: {package_differences(_text(archive, _PINS), record['environment'])}")
             _unpack(archive, members, folder)
-    except (BadZipFile, NotImplementedError, EOFError, KeyError, ValueError) as error:
+    except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
     except OSError as error:
         if is_full(error):

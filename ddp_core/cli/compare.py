@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.record.data import how_compared
-from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
 
-RunAndRecord = tuple[RunDirectory, dict[str, Any]]
+RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
 
 def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
-    """Print one table per experiment, or all of them as JSON. Raises UserError where there is no run."""
-    runs = [run for place in places for run in find_runs(place)]
+    """Print one table per experiment, or all of them as JSON.
+
+    Raises UserError where there is no run, or where one of `places` is a run directory without a readable record.
+    """
+
+    def on_bad(directory: RunDirectory, problem: str) -> None:
+        if directory.path in places:
+            raise UserError(problem)
+        pass_over(directory, problem)
+
+    runs = [run for place in places for run in find_runs(place, on_bad)]
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
     digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
@@ -64,7 +73,7 @@ def table(runs: Sequence[RunAndRecord]) -> str:
     return "\n".join([name, header, rule, *rows, *broken, verdict([record for _, record in runs]), ""])
 
 
-def verdict(records: Iterable[dict[str, Any]]) -> str:
+def verdict(records: Iterable[Mapping[str, Any]]) -> str:
     """Whether the completed exact runs ended with the same weights; if not, the likely cause.
 
     A run whose promise is broken is not among them, and is named after the verdict.
@@ -75,7 +84,7 @@ def verdict(records: Iterable[dict[str, Any]]) -> str:
     return f"digests: {_verdict(_comparable(records))}{left_out}"
 
 
-def _verdict(exact: Sequence[dict[str, Any]]) -> str:
+def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     if len(exact) < 2:
         return "fewer than two completed exact runs to compare"
     digests = {record["weights_sha256"] for record in exact}
@@ -94,7 +103,7 @@ def _verdict(exact: Sequence[dict[str, Any]]) -> str:
     return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
 
 
-def _origin(record: dict[str, Any]) -> dict[str, Any]:
+def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
     """The digests of what decides the weights, beside the settings."""
     return {
         "code": (record.get("source") or {}).get("files"),
@@ -103,13 +112,13 @@ def _origin(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _on_unlike_cpus(records: Iterable[dict[str, Any]]) -> str:
+def _on_unlike_cpus(records: Iterable[Mapping[str, Any]]) -> str:
     """The end of a verdict that names the CPUs of runs with portable numerics, if these are of several kinds."""
     kinds = {cpu for record in records if (cpu := portable_cpu(record))}
     return f", portable on {len(kinds)} kinds of CPU: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
 
 
-def _comparable(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _comparable(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The completed runs with the exact reduction and a whole promise: all must have ended with the same weights."""
     done = [record for record in records if record["status"] == "completed"]
     return [record for record in done if record["options"]["reduction"] == "exact" and not broken_promise(record)]
@@ -121,7 +130,7 @@ def _reference(runs: Sequence[RunAndRecord]) -> float | None:
     return next((speed for record in reversed(single) if (speed := _speed(record))), None)
 
 
-def _facts_of(directory: RunDirectory, record: dict[str, Any], reference: float | None) -> dict[str, Any]:
+def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: float | None) -> dict[str, Any]:
     result, speed, layout = record.get("result") or {}, _speed(record), record["layout"]
     return {
         "run": str(directory.path),
@@ -169,7 +178,7 @@ def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
     }
 
 
-def _speed(record: dict[str, Any]) -> float | None:
+def _speed(record: Mapping[str, Any]) -> float | None:
     if record["status"] != "completed":
         return None
     speed = (record.get("result") or {}).get("samples_per_second")

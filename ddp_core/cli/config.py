@@ -109,7 +109,7 @@ def _parse(path: Path) -> dict[str, Any]:
                 raise UserError(
                     f"--config {path}: its name must end in .toml, .yaml or .json, which says how to read it"
                 )
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise UserError(f"{path} holds no names with values; write, for example, `optimizer.lr = 0.05`")

@@ -8,12 +8,15 @@ the value perhaps, the process starts itself anew once the request is known.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.config.options import Asked
 from ddp_core.config.records import Numerics
@@ -22,6 +25,10 @@ from ddp_core.numerics.limits import LIMITS, limits_hold, portable_refused_by
 
 _SECOND_START = "DDP_SECOND_START"
 _GPU_DRIVER = Path("/dev/nvidiactl")
+
+
+class _Record(TypedDict):
+    experiment: dict[str, Any]
 
 
 class EarlyNumerics:
@@ -83,8 +90,8 @@ def expected_numerics(asked: Asked) -> Numerics:
 def _recorded(record: Path) -> object:
     """The numerics of the experiment in a run.json."""
     try:
-        return json.loads(record.read_bytes())["experiment"].get("numerics")
-    except (OSError, ValueError, LookupError, AttributeError):
+        return read_document(record, _Record)["experiment"].get("numerics")
+    except (OSError, BadDocument):
         return None  # the run itself says what is wrong with the file
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.training import train_silently
@@ -23,14 +24,14 @@ from ddp_core.record.data import digest_data, how_compared, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
-from ddp_core.record.initial_weights import read_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 
 DIFFERENT = 1
 """Exit code of `ddp verify` where code, data or weights are not those of the record."""
 
 
 class _Different(Exception):
-    """Code, data or initial weights are not as recorded, so training again would prove nothing."""
+    """Code, data, initial or final weights are not as recorded, so training again would prove nothing."""
 
 
 def verify_run(
@@ -71,6 +72,8 @@ def verify_run(
     try:
         for line in _check_code(directory, record):
             print(f"note: {line}")
+        if (exchanged := exchanged_weights(path, record)) is not None:
+            raise _Different(f"different file: {exchanged} holds other weights than the record says")
         _check_data(directory, record, asked)
         weights = _initial_weights(directory, record)
         asked = asked.model_copy(update={"init_from": None if weights is None else str(weights)})
@@ -113,7 +116,7 @@ def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]
         raise _Different(f"different code: {error}") from None
     notes = []
     beside = Path(record["experiment_file"]).parent
-    today = {place: (beside / place).read_bytes() for place in kept.texts if (beside / place).is_file()}
+    today = {place: (beside / place).read_bytes() for place in kept.texts if is_file(beside / place)}
     edited = changed_files({place: kept.texts[place] for place in today}, today)
     if edited:
         notes.append(
@@ -155,7 +158,7 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     if weights is None:
         return None
     places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
-    file = next((place for place in places if place.exists()), None)
+    file = next((place for place in places if is_file(place)), None)
     if file is None:
         raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:
@@ -163,7 +166,7 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     return file
 
 
-def _count_for(kind: LayoutKind, recorded: dict[str, Any]) -> int:
+def _count_for(kind: LayoutKind, recorded: Mapping[str, Any]) -> int:
     """The number of processes or replicas: 1 for single, else the recorded number, and at least 2 on another layout."""
     if kind == "single":
         return 1
@@ -184,7 +187,7 @@ def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirecto
     return again
 
 
-def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory) -> int:
+def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirectory) -> int:
     """Print the verdict on the run in `directory` and its repetition `again`; returns the exit code."""
     repeated = again.read()
     print(f"recorded  {record['weights_sha256']}  {record['layout']['label']}")
@@ -194,9 +197,6 @@ def _judge(directory: RunDirectory, record: dict[str, Any], again: RunDirectory)
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
-        if (exchanged := _exchanged_file(directory, again)) is not None:
-            print(f"different file: the record is right, but {exchanged} holds other weights than the record says")
-            return DIFFERENT
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
@@ -220,23 +220,13 @@ def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> s
     return f", on another kind of CPU: here {here}, there {there}" if here != there else ""
 
 
-def _exchanged_file(ours: RunDirectory, theirs: RunDirectory) -> str | None:
-    """The name of a file of weights that differs between the runs, though their records agree; None if none does."""
-    for name in ("model.safetensors", "model_ema.safetensors"):
-        if name == "model.safetensors" or (ours.path / name).exists():
-            here, there = (weights_digest(read_weights(run.path / name)) for run in (ours, theirs))
-            if here != there:
-                return name
-    return None
-
-
 def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
     """In words: the first step at which the recorded digests differ, the losses there, the gap of the final weights."""
     here, there = ({entry["step"]: entry for entry in read_metrics(run.metrics, "digest")} for run in (ours, theirs))
     for step in sorted(here.keys() & there.keys()):
-        if here[step]["weights_sha256"] != there[step]["weights_sha256"]:
+        if here[step].get("weights_sha256") != there[step].get("weights_sha256"):
             losses = [
-                {entry["step"]: entry["loss"] for entry in read_metrics(run.metrics, "step")}.get(step)
+                {entry["step"]: entry.get("loss") for entry in read_metrics(run.metrics, "step")}.get(step)
                 for run in (ours, theirs)
             ]
             gap = f", loss {losses[0]:.9g} against {losses[1]:.9g}" if None not in losses else ""
@@ -246,9 +236,12 @@ def _first_difference(ours: RunDirectory, theirs: RunDirectory) -> str:
 
 def _weight_gap(ours: RunDirectory, theirs: RunDirectory) -> str:
     """In words: the parameter or buffer whose final values differ the most, and by how much."""
-    here, there = (read_weights(run.path / "model.safetensors") for run in (ours, theirs))
-    gaps = {
-        name: (here[name].double() - there[name].double()).abs().max().item() for name in here.keys() & there.keys()
-    }
+    here, there = (read_weights(run.path / WEIGHTS) for run in (ours, theirs))
+    alike = [
+        name for name in here.keys() & there.keys() if here[name].shape == there[name].shape and here[name].numel()
+    ]
+    gaps = {name: (here[name].double() - there[name].double()).abs().max().item() for name in alike}
+    if not gaps:
+        return ""
     worst = max(gaps, key=lambda name: gaps[name])
     return f"; at the end {worst} differs by up to {gaps[worst]:.3g}"

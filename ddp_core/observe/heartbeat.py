@@ -16,8 +16,11 @@ import time
 from collections import deque
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired
 
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_core.distributed.processes import state_of
@@ -32,6 +35,21 @@ _STEPS_KEPT = 200
 _SLOW_FACTOR = 1.5
 _SILENT_SECONDS = 5.0
 _DYING_SECONDS = 0.5
+
+
+class Beat(TypedDict):
+    """The content of a heartbeat's file."""
+
+    rank: Count
+    node_rank: Count
+    host: str
+    address: str
+    pid: Count
+    step: Count
+    time: float
+    """Seconds since 1970."""
+    noticed: NotRequired[bool]
+    """Whether the rank has noticed the loss of a peer."""
 
 
 class Heartbeat(StepObserver):
@@ -98,12 +116,12 @@ class Heartbeat(StepObserver):
         }
 
 
-def read_heartbeats(directory: Path) -> list[dict[str, Any]]:
-    """Every rank's last heartbeat, by rank."""
-    found = []
+def read_heartbeats(directory: Path) -> list[Beat]:
+    """Every rank's last heartbeat that can be read, by rank."""
+    found: list[Beat] = []
     for path in (directory / "heartbeats").glob("rank-*.json"):
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found.append(json.loads(path.read_text()))
+        with contextlib.suppress(OSError, BadDocument):
+            found.append(read_document(path, Beat))
     return sorted(found, key=lambda beat: beat["rank"])
 
 
@@ -119,8 +137,8 @@ def renew_heartbeat(directory: Path, world: World) -> None:
     With that note no other rank takes this rank for the lost one, even if this rank ends now.
     """
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
-    with contextlib.suppress(OSError, json.JSONDecodeError):
-        beat = json.loads(path.read_text())
+    with contextlib.suppress(OSError, BadDocument):
+        beat = read_document(path, Beat)
         replace_file(path, json.dumps(beat | {"time": time.time(), "noticed": True}))
 
 
@@ -151,7 +169,7 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
     return f"a rank of node {nodes.pop()} (rank {ranks})" if len(there) > 1 else f"rank {ranks} (node {nodes.pop()})"
 
 
-def _lost_here(directory: Path, beats: list[dict[str, Any]]) -> str | None:
+def _lost_here(directory: Path, beats: list[Beat]) -> str | None:
     """The ranks among `beats` whose process is stopped or dead, in words; not those that noticed the loss and left.
 
     Looks again for half a second, because a dying process closes its connections before it is dead.

@@ -14,9 +14,21 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
+from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.observe.step import StepBatch, StepObserver
+
+
+class _Line(TypedDict, total=False):
+    """A line: `from_step` is the first of a file; a step before it is trained has `epoch` and `ids`; or it is done."""
+
+    from_step: Count
+    step: Count
+    epoch: Count
+    ids: list[Count]
+    done: Count
 
 
 class Ledger(StepObserver):
@@ -48,7 +60,7 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
 
     Raises UserError where there is no ledger.
     """
-    attempts: dict[int, list[list[dict[str, Any]]]] = {}
+    attempts: dict[int, list[list[_Line]]] = {}
     for path in sorted((directory / "ledger").glob("attempt-*-rank-*.jsonl")):
         attempts.setdefault(int(path.name.split("-")[1]), []).append(_lines(path))
     if not attempts:
@@ -56,13 +68,14 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
     steps: dict[int, tuple[int, list[int]]] = {}
     for number in sorted(attempts):
         ranks = attempts[number]
-        first = min((lines[0]["from_step"] for lines in ranks if lines), default=max(steps, default=0))
+        begun = [lines[0]["from_step"] for lines in ranks if lines and "from_step" in lines[0]]
+        first = min(begun, default=max(steps, default=0))
         steps = {step: entry for step, entry in steps.items() if step <= first}
         done = max((line["done"] for lines in ranks for line in lines if "done" in line), default=0)
         for lines in ranks:
             for line in (line for line in lines if line.get("step", done + 1) <= done):
-                epoch, ids = steps.get(line["step"], (line["epoch"], []))
-                steps[line["step"]] = (epoch, ids + line["ids"])
+                epoch, ids = steps.get(line["step"], (line.get("epoch", 0), []))
+                steps[line["step"]] = (epoch, ids + line.get("ids", []))
     return steps
 
 
@@ -74,9 +87,9 @@ def audit(directory: Path) -> str:
     steps = committed_steps(directory)
     if not steps:
         raise UserError(f"{directory}: no rank has finished a step yet, so its ledger shows nothing")
-    missing = sorted(set(range(1, max(steps) + 1)) - steps.keys())
-    if missing:
-        raise UserError(f"{directory}: no rank trained step {missing[0]}")
+    missing = next((step for step in range(1, max(steps) + 1) if step not in steps), None)
+    if missing is not None:
+        raise UserError(f"{directory}: no rank trained step {missing}")
     epochs: dict[int, Counter[int]] = {}
     for epoch, ids in steps.values():
         epochs.setdefault(epoch, Counter()).update(ids)
@@ -94,11 +107,11 @@ def audit(directory: Path) -> str:
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for line in path.read_text().splitlines():
+def _lines(path: Path) -> list[_Line]:
+    records: list[_Line] = []
+    for line in path.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            records.append(parse_document(line, _Line))
+        except BadDocument:
             break
     return records

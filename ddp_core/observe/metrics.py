@@ -16,10 +16,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NotRequired, Self
 
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
+
+
+class MetricsRecord(TypedDict):
+    """One record, as far as it is read by name; an evaluation has further figures of the experiment's own."""
+
+    kind: str
+    step: Count
+    time: NotRequired[float]
+    epoch: NotRequired[Count]
+    loss: NotRequired[float | None]
+    samples_per_second: NotRequired[float | None]
+    data_wait: NotRequired[float | None]
+    weights_sha256: NotRequired[str]
 
 
 class MetricsWriter:
@@ -79,33 +95,32 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The records, or those of one `kind`, without rolled-back steps and half-written lines."""
+    """The records, or those of one `kind`, without rolled-back steps and lines that are no records."""
     return list(each_record(path, kind))
 
 
 def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """What `read_metrics` returns, one record at a time: the file is read twice, and never in memory as a whole."""
-    resumed_at = [record["step"] for record in _lines(path, '"resume"') if record.get("kind") == "resume"]
+    resumed_at = [record["step"] for record in _lines(path, b'"resume"') if record["kind"] == "resume"]
     # A record counts if no later line goes back to a step before its own.
     limits = [*reversed(list(accumulate(reversed(resumed_at), min))), math.inf]
     resumes = 0
     for record in _lines(path):
-        if record.get("kind") == "resume":
+        if record["kind"] == "resume":
             resumes = min(resumes + 1, len(resumed_at))
-        if record["step"] <= limits[resumes] and kind in (None, record.get("kind")):
-            yield record
+        if record["step"] <= limits[resumes] and kind in (None, record["kind"]):
+            yield dict(record)
 
 
-def _lines(path: Path, containing: str = "") -> Iterator[dict[str, Any]]:
-    """The records as they are written, but for lines that are no record of a step."""
+def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:
+    """The records as they are written, but for lines that are no records."""
     if not path.exists():
         return
-    with path.open(errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line) if containing in line else None
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    yield record
+            if containing in line:
+                with contextlib.suppress(BadDocument):
+                    yield parse_document(line, MetricsRecord)
 
 
 SILENT_SECONDS = 60.0

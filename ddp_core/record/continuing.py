@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_there
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
-from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.initial_weights import InitialWeights, find_weights
+from ddp_core.record.run_json import RecordedRun
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
@@ -48,9 +50,10 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     it is: to start anew would lose its work in silence.
     """
     _refuse_unrecorded(request)
-    if (found := find_unfinished(request)) is not None:
+    runs = _runs_of(request)
+    if (found := _unfinished(runs, request)) is not None:
         return found
-    for directory, record in _runs_of(request):
+    for directory, record in runs:
         if extends(record, request, samples) and not directory.is_live:
             require_continuable(directory, request, samples)
             return directory
@@ -83,8 +86,12 @@ def _refuse_unrecorded(request: Request) -> None:
 
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
+    return _unfinished(_runs_of(request), request)
+
+
+def _unfinished(runs: Iterable[tuple[RunDirectory, RecordedRun]], request: Request) -> RunDirectory | None:
     experiment = request.loaded.experiment
-    for directory, record in _runs_of(request):
+    for directory, record in runs:
         unfinished = record.get("status") != "completed"
         same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
         if unfinished and same and not directory.is_live:
@@ -92,9 +99,9 @@ def find_unfinished(request: Request) -> RunDirectory | None:
     return None
 
 
-def _runs_of(request: Request) -> list[tuple[RunDirectory, dict[str, Any]]]:
-    """The runs of all experiments of the same name, newest first."""
-    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name))[::-1]
+def _runs_of(request: Request) -> list[tuple[RunDirectory, RecordedRun]]:
+    """The runs of all experiments of the same name, newest first; those without a readable record are passed over."""
+    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name, pass_over))[::-1]
 
 
 def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> bool:
@@ -153,7 +160,7 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
         return False
     if recorded["given"] == given:
         # The weights may be of a run that is still trained, and so has newer ones by now.
-        return not Path(recorded["file"]).exists() or find_weights(recorded["file"]).sha256 == recorded["sha256"]
+        return not is_there(Path(recorded["file"])) or find_weights(recorded["file"]).sha256 == recorded["sha256"]
     return bool(find_weights(given).sha256 == recorded["sha256"])
 
 
@@ -213,4 +220,4 @@ def kept_length(record: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_weights(record: Mapping[str, Any]) -> InitialWeights | None:
     """The initial weights that a record names (`--init-from`); None for random ones."""
     found = record.get("init_from")
-    return None if found is None else InitialWeights(**found)
+    return None if found is None else InitialWeights(found["given"], found["file"], found["sha256"])

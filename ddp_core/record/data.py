@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_core.config.options import Options
@@ -22,6 +23,8 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.record.guarded import not_promised
 
 FILE = "data.json"
+_MOST_BYTES = 2**29
+"""Of data.json: some four million files."""
 _ROUND_SECONDS = 1.0
 
 
@@ -105,10 +108,10 @@ def write_parts(directory: Path, digest: DataDigest) -> None:
 def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:
     """The digest in a run's record, with its parts where data.json can still be read."""
     parts: dict[str, str] = {}
-    if record["data"]["parts"]:
-        with contextlib.suppress(OSError, ValueError):
-            parts = json.loads((directory / FILE).read_text())
-    data = record["data"]
+    data = record.get("data") or {"digest_of": "what is not known", "parts": 0}
+    if data["parts"]:
+        with contextlib.suppress(OSError, BadDocument):
+            parts = read_document(directory / FILE, dict[str, str], most_bytes=_MOST_BYTES)
     return DataDigest(record["data_sha256"], data["digest_of"], parts, data.get("sampled", False))
 
 

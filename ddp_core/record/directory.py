@@ -10,18 +10,24 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import make_directory, replace_file
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
+from ddp_core.distributed.reports import tell_user
 from ddp_core.record.lock import is_held
+from ddp_core.record.run_json import RecordedRun
 
 RECORD_FORMAT = "ddp-run/1"
+
+
+def _ignore(directory: RunDirectory, problem: str) -> None:
+    pass
 
 
 class RunDirectory:
@@ -51,15 +57,20 @@ class RunDirectory:
             ) from None
         return cls(path)
 
-    def read(self) -> dict[str, Any]:
-        """The content of run.json. Raises UserError (2) where it is missing, unreadable, or of another format."""
+    def read(self) -> RecordedRun:
+        """The content of run.json. Raises UserError (2) where it is missing or unreadable, or holds something else."""
         try:
-            record = json.loads((self.path / "run.json").read_text())
-        except (OSError, json.JSONDecodeError):
-            raise UserError(f"{self.path} is not a run directory: it has no readable run.json") from None
-        if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
-            raise UserError(f"{self.path}/run.json is not of format {RECORD_FORMAT}")
-        return record
+            record = read_document(self.path / "run.json", RecordedRun, RECORD_FORMAT)
+            told = record["weights_sha256"] is not None and "steps" in record["result"]
+            if record["status"] == "completed" and not told:
+                raise BadDocument("the run is completed, but its weights or its steps are not told")
+        except OSError as error:
+            reason = error.strerror
+        except BadDocument as error:
+            reason = str(error)
+        else:
+            return record
+        raise UserError(f"{self.path} is not a run directory: it has no readable run.json ({reason})")
 
     def write(self, record: dict[str, Any]) -> None:
         """Replace run.json in one move: a reader sees the old file or the new one, also after a power cut.
@@ -81,17 +92,37 @@ class RunDirectory:
         return is_held(self.path)
 
 
-def find_runs(place: Path) -> Iterator[tuple[RunDirectory, dict[str, Any]]]:
-    """Every readable run at or below `place`, with its record, oldest first."""
+def find_runs(
+    place: Path, on_bad: Callable[[RunDirectory, str], None] = _ignore
+) -> Iterator[tuple[RunDirectory, RecordedRun]]:
+    """Every readable run at or below `place`, with its record, oldest first.
+
+    `on_bad` is called for each other directory with a run.json, with the line that says what is wrong with that.
+    """
     files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
-    found: list[tuple[RunDirectory, dict[str, Any]]] = []
+    found: list[tuple[RunDirectory, RecordedRun]] = []
     for directory in [RunDirectory(file.parent) for file in files]:
-        with suppress(UserError):
+        try:
             found.append((directory, directory.read()))
-    yield from sorted(found, key=lambda pair: str(pair[1].get("started_at", "")))
+        except UserError as error:
+            on_bad(directory, str(error))
+    yield from sorted(found, key=lambda pair: pair[1]["started_at"])
 
 
-def find_launch(output: Path, experiment: Experiment, launch_id: str) -> RunDirectory | None:
-    """The run that an earlier round of the same launch has begun or finished; None if there is none."""
-    runs = list(find_runs(output / experiment.name))
-    return next((directory for directory, record in reversed(runs) if record.get("launch_id") == launch_id), None)
+def pass_over(directory: RunDirectory, problem: str) -> None:
+    """Print the line of a run directory without a readable record; for `on_bad` of `find_runs`."""
+    tell_user(f"warning: passed over: {problem}")
+
+
+def find_launch(
+    output: Path,
+    experiment: Experiment,
+    launch_id: str,
+    on_bad: Callable[[RunDirectory, str], None] = _ignore,
+) -> RunDirectory | None:
+    """The run that an earlier round of the same launch has begun or finished; None if there is none.
+
+    `on_bad`: as for `find_runs`.
+    """
+    runs = list(find_runs(output / experiment.name, on_bad))
+    return next((directory for directory, record in reversed(runs) if record["launch_id"] == launch_id), None)

@@ -1,4 +1,4 @@
-"""`--init-from`: the weights that a run starts from, found, read, checked and put into the model."""
+"""`--init-from`: the weights that a run starts from, found, checked and put into the model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.checkpoint import difference, is_part, load, newest_valid, read_checkpoint
+from ddp_core.base.files import is_there
+from ddp_core.checkpoint import difference, newest_valid
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
 
-_NESTED = ("model", "state_dict")
-"""The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
-in Lightning."""
 _WRAPPED = "module."
 """How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
 
@@ -40,50 +38,24 @@ class InitialWeights:
 def find_weights(given: str) -> InitialWeights:
     """The weights of a file, or of a run: its final ones, or its newest checkpoint's.
 
-    Raises UserError where there are no weights, or the file holds more than tensors.
+    Raises UserError where there are no weights, or the file holds more than tensors; and (3) where those of a finished
+    run are not the ones that it ended with.
     """
     path = Path(given)
     if path.is_dir():
-        run, final = RunDirectory(path), path / "model.safetensors"
-        if run.read()["status"] == "completed" and final.exists():
+        run, final = RunDirectory(path), path / WEIGHTS
+        record = run.read()
+        is_finished = record["status"] == "completed"
+        if is_finished and is_there(final):
+            require_recorded_weights(path, record)
             path = final
-        elif (newest := newest_valid(run.checkpoints)) is not None:
-            path = newest.path
-        else:
+        elif (newest := newest_valid(run.checkpoints)) is None:
             raise UserError(f"--init-from {path}: the run has no checkpoint yet", ExitCode.NO_CHECKPOINT)
-    return InitialWeights(given, str(path.resolve()), weights_digest(read_weights(path)))
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, of a state dict that torch.save wrote, or of a checkpoint in parts, by name.
-
-    Raises UserError where the file cannot be read, or holds something else.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        if is_part(path):
-            state = load(read_checkpoint(path))
+        elif is_finished and newest.step != record["result"]["steps"]:
+            raise UserError(f"--init-from {path}: {WEIGHTS} is gone, whose weights it means", ExitCode.NO_CHECKPOINT)
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"weights file {path} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # a damaged file can raise anything
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
-        raise UserError(
-            f"{path} holds no weights ({type(error).__name__}: {reason}); "
-            "a .safetensors file or a state dict saved with torch.save is needed"
-        ) from None
-    for key in _NESTED:
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"{path} is no state dict: a mapping of names to tensors was expected")
-    return dict(state)
+            path = newest.path
+    return InitialWeights(given, str(path.resolve()), weights_digest(read_weights(path)))
 
 
 def put_weights(model: nn.Module, weights: InitialWeights) -> None:

@@ -10,6 +10,9 @@ import weakref
 from pathlib import Path
 from typing import Self
 
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock
 from ddp_core.distributed.processes import state_of
@@ -115,12 +118,18 @@ def _in_use(path: Path) -> UserError:
     )
 
 
+class _Holder(TypedDict):
+    host: str
+    pid: Count
+    since: str
+
+
 def _holder(path: Path) -> tuple[str, int, str] | None:
     """The holder's host, its process number, and since when; None where it has not written them yet."""
     try:
-        content = json.loads(path.read_text())
-        return content["host"], int(content["pid"]), content["since"]
-    except (OSError, ValueError, KeyError, TypeError):
+        content = read_document(path, _Holder)
+        return content["host"], content["pid"], content["since"]
+    except (OSError, BadDocument):
         return None
 
 

@@ -40,7 +40,7 @@ class Run:
     @property
     def record(self) -> dict[str, Any]:
         """The whole content of run.json, as docs/reference/run-directory.md describes it."""
-        return self._directory.read()
+        return dict[str, Any](self._directory.read())
 
     @property
     def status(self) -> str:
@@ -113,7 +113,8 @@ class Run:
         from ddp_core.experiment.fresh_model import lazy_parts
         from ddp_core.experiment.request import build_model
         from ddp_core.experiment.source import kept_modules, read_source
-        from ddp_core.record.initial_weights import fill, read_weights
+        from ddp_core.record.initial_weights import fill
+        from ddp_core.record.weights import WEIGHTS, read_weights
 
         read_source(self.path, record["source"])
         folder = self.path / record["source"]["folder"]
@@ -121,7 +122,7 @@ class Run:
         with generators_kept(torch.device(device)), kept_modules(served):
             loaded = load_experiment(str(folder / record["source"]["experiment"]))
             model = build_model(replace(loaded, experiment=Experiment.from_json(record["experiment"])), device)
-        file = self.path / "model.safetensors"
+        file = self.path / WEIGHTS
         if lazy_parts(model):
             # Lazy layers take their shapes from what they load.
             model.load_state_dict(read_weights(file), strict=False)

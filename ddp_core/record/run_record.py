@@ -74,7 +74,7 @@ class RunRecord:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
         request, loaded, data = self.request, self.request.loaded, self.origin.data
-        before = self.directory.read() if (self.directory.path / "run.json").exists() else {}
+        before: Mapping[str, Any] = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
         if before and before["data_sha256"] is None:

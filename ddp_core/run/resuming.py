@@ -22,7 +22,7 @@ from ddp_core.record.continuing import (
     recorded_weights,
     require_continuable,
 )
-from ddp_core.record.directory import RunDirectory, find_launch
+from ddp_core.record.directory import RunDirectory, find_launch, pass_over
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import Origin, RunRecord
@@ -57,7 +57,7 @@ def choose_directory(request: Request, source: Source, samples: int, world: Worl
     if request.resume not in ("auto", "never"):
         found = RunDirectory(Path(request.resume))
     elif world.launch_id is not None:
-        found = find_launch(output, experiment, world.launch_id)
+        found = find_launch(output, experiment, world.launch_id, pass_over)
     if found is not None:
         require_continuable(found, request, samples)
     elif request.resume == "auto":

@@ -65,14 +65,19 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
     The exit code is 0 only where the weights are the same, the ledger is whole, the run recovered from every fault, and
     nothing is left behind.
     """
-    report.undisturbed_digest = _digest(undisturbed)
+    report.undisturbed_digest = None if undisturbed is None else RunDirectory(undisturbed).read()["weights_sha256"]
     if run is None:
         report.remarks.append("the run never began")
         return
     report.run = str(run)
-    report.digest = _digest(run)
+    try:
+        record = RunDirectory(run).read()
+    except UserError as error:
+        report.remarks.append(str(error))
+        return
+    report.digest = record["weights_sha256"]
     report.identical = report.digest is not None and report.digest == report.undisturbed_digest
-    report.ledger, report.ledger_whole = read_ledger(run)
+    report.ledger, report.ledger_whole = read_ledger(run, record["result"].get("steps"))
     twice = two_writers(run)
     if twice is not None:
         report.remarks.append(f"two writers: the metrics of one attempt go back from step {twice[0]} to {twice[1]}")
@@ -82,14 +87,13 @@ def judge(report: DrillReport, run: Path | None, undisturbed: Path | None) -> No
     report.exit_code = ExitCode.DONE if good else ExitCode.PEERS_LOST
 
 
-def read_ledger(run: Path) -> tuple[str, bool]:
-    """What the ledger shows, and whether it holds every step of the run and equally many samples in each epoch."""
+def read_ledger(run: Path, total: int | None) -> tuple[str, bool]:
+    """What the ledger shows, and whether it holds all `total` steps and equally many samples in each epoch."""
     try:
         line = audit(run)
         steps = committed_steps(run)
     except UserError as error:
         return str(error), False
-    total = RunDirectory(run).read().get("result", {}).get("steps")
     if total != len(steps):
         return f"ledger: {len(steps)} steps, but the run made {total}", False
     counts: dict[int, int] = {}
@@ -163,7 +167,3 @@ def _number(value: int | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f} s"
-
-
-def _digest(run: Path | None) -> str | None:
-    return None if run is None else RunDirectory(run).read().get("weights_sha256")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.documents import BadDocument, parse_document
 from ddp_core.base.errors import UserError
 from ddp_core.observe.heartbeat import read_heartbeats
+from ddp_core.observe.metrics import MetricsRecord
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.runs import find_launched
 
@@ -62,7 +64,7 @@ class Progress:
         self._offset = 0
         self.records: list[dict[str, Any]] = []
         """Every line of metrics.jsonl in the order written, also the lines of steps that were rolled back."""
-        self.record: dict[str, Any] = {}
+        self.record: Mapping[str, Any] = {}
 
     def look(self) -> None:
         """Read what the run has written since the last look."""
@@ -123,11 +125,11 @@ class Progress:
 
 
 def parse_lines(text: bytes) -> list[dict[str, Any]]:
-    """The records in lines of metrics.jsonl, in the order written; a half-written line is left out."""
+    """The records in lines of metrics.jsonl, in the order written; lines that are no records are left out."""
     records = []
     for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+        with contextlib.suppress(BadDocument):
+            records.append(dict[str, Any](parse_document(line, MetricsRecord)))
     return records
 
 

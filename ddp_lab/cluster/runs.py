@@ -25,7 +25,7 @@ def find_baseline(output: Path, planned: Planned) -> Path | None:
         if record.get("status") == "completed"
         and record.get("experiment_sha256") == planned.digest
         and (record["layout"]["kind"], record["layout"]["device"]) == ("single", "cpu")
-        and (record.get("options") or {}).get("numerics", "native") == planned.numerics
+        and record["options"].get("numerics", "native") == planned.numerics
     ]
     return found[-1] if found else None
 

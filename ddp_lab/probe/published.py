@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.documents import read_document
 from ddp_core.base.errors import UserError
 
 FORMAT = 1
@@ -69,7 +69,7 @@ def published(path: Path | None = None) -> Published:
     """The table at `path`, or the one that comes with this package. Raises UserError where it cannot be read."""
     place = path or next((place for place in _PLACES if place.exists()), _PLACES[0])
     try:
-        table = json.loads(place.read_text(encoding="utf-8"))
+        table = read_document(place, dict[str, Any])
         if table.pop("format") != FORMAT:
             raise UserError(f"{place} has another format than {FORMAT}; read it with the version that it came with")
         steps = {name: Steps(**each) for name, each in table.pop("training_steps").items()}

@@ -11,7 +11,6 @@ Beside that, the constants fitted to 2 to 4 processes of one machine predict its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from ddp_core.base.documents import read_document
 from ddp_core.base.errors import UserError
 from ddp_lab.projection.costs import Way, traffic
 from ddp_lab.projection.fit import TARGET, Fitted
@@ -61,7 +61,7 @@ class Constants:
 def read(path: Path) -> tuple[list[Point], int]:
     """The fastest round of each row and way, and the cores of the machine. Raises UserError (2) for other files."""
     try:
-        content = json.loads(path.read_text())
+        content = read_document(path, dict[str, Any])
         points = [
             Point(
                 way,
@@ -145,7 +145,7 @@ def carried_over(path: Path, here: Fitted, cpu: str) -> dict[str, Any] | None:
     node, whichever is longer. None where the file is of another machine, by its cores and CPU. Raises UserError (2).
     """
     points, cores = read(path)
-    if (cores, json.loads(path.read_text())["machine"].get("cpu")) != (here.cores, cpu):
+    if (cores, read_document(path, dict[str, Any])["machine"].get("cpu")) != (here.cores, cpu):
         return None
     rows: list[dict[str, Any]] = []
     for point in points:

@@ -44,7 +44,7 @@ class Report:
     @property
     def period(self) -> str:
         """When the first and the last run were started."""
-        moments = sorted(run.record.started_at for run in self.inventory.runs if run.record.started_at)
+        moments = sorted(run.record["started_at"] for run in self.inventory.runs if run.record["started_at"])
         if not moments:
             return ""
         first, last = moments[0], moments[-1]

@@ -146,8 +146,8 @@ def running(
 
 def trained(output: Path) -> tuple[RunDirectory, dict[str, Any]]:
     """The directory and the record of the one run below `output`."""
-    (run,) = find_runs(output)
-    return run
+    ((directory, record),) = find_runs(output)
+    return directory, dict[str, Any](record)
 
 
 def train(output: Path, *words: str | Path, ranks: int = 0) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
@@ -137,10 +138,9 @@ def plain(content: Any) -> Any:
 def read(path: Path) -> dict[str, Any] | None:
     """A claim's file, None where there is none that can be read."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        return read_document(path, dict[str, Any], CLAIM_FORMAT)
+    except (OSError, BadDocument):
         return None
-    return content if isinstance(content, dict) and content.get("format") == CLAIM_FORMAT else None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def train(
     if (code and must_succeed) or not made:
         raise UserError(f"`ddp {' '.join(words[3:])}` ended with {code}: {said or 'it said nothing'}")
     directory, record = made[-1]
-    return TrainedRun(directory.path, code, record)
+    return TrainedRun(directory.path, code, dict(record))
 
 
 def run_command(words: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> tuple[int, str]:

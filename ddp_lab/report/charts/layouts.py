@@ -111,12 +111,12 @@ def _line_of(run: Run) -> str:
     if layout.kind == "single":
         return "single"
     sharded = "" if layout.shard == "none" else f", shard {layout.shard}"
-    return f"{layout.kind}, {run.record.options.reduction}{sharded}"
+    return f"{layout.kind}, {run.record['options']['reduction']}{sharded}"
 
 
 def _core_count(groups: Sequence[Group]) -> int | None:
     """Cores of the machine; None unless all runs used the CPU, on machines with the same number of cores."""
-    found = {group.runs[0].record.environment.get("cores") for group in groups}
+    found = {group.runs[0].record["environment"].get("cores") for group in groups}
     on_cpu = all(group.runs[0].layout.device == "cpu" for group in groups)
     cores = found.pop() if on_cpu and len(found) == 1 else None
     return cores if isinstance(cores, int) else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.config.records import explain
 from ddp_lab.records import CLAIM_FORMAT, DRILL_FORMAT, Figure, Part, Series
 
@@ -114,14 +114,14 @@ def read_findings(output: Path) -> Findings:
 def _read(file: Path, form: str, model: type[Model], output: Path, unreadable: list[tuple[str, str]]) -> Model | None:
     name = file.relative_to(output).as_posix()
     try:
-        content = json.loads(file.read_text())
-        if not isinstance(content, dict) or content.get("format") != form:
-            unreadable.append((name, f"not of format {form}"))
-            return None
-        return model.model_validate(content)
-    except (OSError, ValueError) as error:
-        unreadable.append((name, explain(error) if isinstance(error, ValidationError) else f"cannot be read: {error}"))
-        return None
+        return model.model_validate(read_document(file, dict[str, Any], form))
+    except ValidationError as error:
+        unreadable.append((name, explain(error)))
+    except BadDocument as error:
+        unreadable.append((name, str(error)))
+    except OSError as error:
+        unreadable.append((name, f"cannot be read: {error.strerror}"))
+    return None
 
 
 def _pictures(file: Path) -> list[Picture]:

@@ -114,8 +114,8 @@ class Family:
         judged = [item for item in self.verdicts if item.tone != "quiet"]
         if not judged:
             return SeedVerdict(None, "nothing to compare yet", "quiet")
-        if any(run.broken for run in self.runs):
-            return SeedVerdict(None, "promise broken", "bad")
+        if (broken := next((run.broken for run in self.runs if run.broken), None)) is not None:
+            return SeedVerdict(None, broken.partition(" in step ")[0], "bad")
         for tone, words in (("bad", "digests differ"), ("warn", "differ, on unlike machines")):
             if any(item.tone == tone for item in judged):
                 return SeedVerdict(None, words, tone)
@@ -125,7 +125,7 @@ class Family:
 
     def reference_for(self, group: Group) -> Group | None:
         """Return the single runs that `group` is compared with: same device type, if possible same reduction."""
-        layout, options = group.runs[0].layout, group.runs[0].record.options
+        layout, options = group.runs[0].layout, group.runs[0].record["options"]
         found = [
             other
             for other in self.groups
@@ -133,7 +133,7 @@ class Family:
             and other.runs[0].layout.device == layout.device
             and other.spread("samples_per_second")
         ]
-        same = [other for other in found if other.runs[0].record.options.reduction == options.reduction]
+        same = [other for other in found if other.runs[0].record["options"]["reduction"] == options["reduction"]]
         return next(iter([*same, *found]), None)
 
     def speed_up(self, group: Group) -> Spread | None:
@@ -166,15 +166,17 @@ def find_families(runs: Sequence[Run]) -> list[Family]:
     families: list[Family] = []
     for name in sorted(by_name):
         alike = sorted(by_name[name], key=lambda members: -len(members))
-        main = dotted(alike[0][0].record.experiment)
+        main = dotted(alike[0][0].record["experiment"])
         for members in alike:
-            difference = _difference(dotted(members[0].record.experiment), main)
+            difference = _difference(dotted(members[0].record["experiment"]), main)
             families.append(_family(name, members, difference, {family.anchor for family in families}))
     return families
 
 
 def _key(run: Run) -> str:
-    return json.dumps({name: value for name, value in run.record.experiment.items() if name != "seed"}, sort_keys=True)
+    return json.dumps(
+        {name: value for name, value in run.record["experiment"].items() if name != "seed"}, sort_keys=True
+    )
 
 
 def _difference(own: Mapping[str, Any], main: Mapping[str, Any]) -> str:
@@ -194,17 +196,17 @@ def _family(name: str, members: Sequence[Run], difference: str, taken: set[str])
         by_way.setdefault(way_of(run), []).append(run)
     groups = [Group(way, runs) for way, runs in by_way.items()]
     groups.sort(key=lambda group: group.layout_order)
-    question = next((run.record.question for run in reversed(members) if run.record.question), None)
+    question = next((run.record["question"] for run in reversed(members) if run.record["question"]), None)
     anchor = _anchor(f"{name} {difference}", taken)
     return Family(name, question, difference, anchor, groups, judge(members))
 
 
 def way_of(run: Run) -> str:
     """Return how a run was carried out: its layout, and the options that differ from the usual ones."""
-    options = run.record.options
-    extra = [options.reduction] if options.reduction != "exact" else []
-    extra += [plural(options.workers, "loader worker")] if options.workers else []
-    extra += [options.backend] if options.backend != "auto" else []
+    options = run.record["options"]
+    extra: list[str] = [options["reduction"]] if options["reduction"] != "exact" else []
+    extra += [plural(options["workers"], "loader worker")] if options["workers"] else []
+    extra += [options["backend"]] if options["backend"] != "auto" else []
     return " · ".join([run.layout.label, *extra])
 
 
@@ -212,29 +214,30 @@ def judge(runs: Iterable[Run]) -> list[SeedVerdict]:
     """Return what `ddp compare` says of the runs with one experiment digest; in a family each seed has one digest."""
     by_digest: dict[str, list[Run]] = {}
     for run in runs:
-        by_digest.setdefault(run.record.experiment_sha256, []).append(run)
+        by_digest.setdefault(run.record["experiment_sha256"], []).append(run)
     found = [_judge_one(same) for same in by_digest.values()]
     return sorted(found, key=lambda item: (item.seed is None, item.seed))
 
 
 def _judge_one(runs: Sequence[Run]) -> SeedVerdict:
     exact = [run.record for run in runs if run.is_reference]
-    text = verdict([dict(run.raw) for run in runs]).removeprefix("digests: ")
+    text = verdict([run.record for run in runs if run.weights_problem is None]).removeprefix("digests: ")
+    text += "".join(f"; left out: {run.broken}" for run in runs if run.weights_problem is not None)
     if any(run.broken for run in runs):
         tone = "bad"
     elif len(exact) < 2:
         tone = "quiet"
-    elif len({record.weights_sha256 for record in exact}) == 1:
+    elif len({record["weights_sha256"] for record in exact}) == 1:
         tone = "good"
     else:
-        other = next(record for record in exact if record.weights_sha256 != exact[0].weights_sha256)
-        tone = "warn" if fingerprint_differences(exact[0].fingerprint, other.fingerprint) else "bad"
+        other = next(record for record in exact if record["weights_sha256"] != exact[0]["weights_sha256"])
+        tone = "warn" if fingerprint_differences(exact[0]["fingerprint"], other["fingerprint"]) else "bad"
     return SeedVerdict(runs[0].seed, text, tone)
 
 
 def digest_letters(runs: Iterable[Run]) -> dict[str, str]:
     """Return a letter for each digest that several runs ended with, because letters are easier to compare."""
-    counts = Counter(run.record.weights_sha256 for run in runs if run.record.weights_sha256)
+    counts = Counter(run.record["weights_sha256"] for run in runs if run.record["weights_sha256"])
     shared = [digest for digest, count in counts.items() if count > 1]
     return {digest: _letter(index) for index, digest in enumerate(shared)}
 

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.files import is_there
 from ddp_core.config.layout import Layout
-from ddp_core.config.records import explain
 from ddp_core.observe.metrics import each_record
 from ddp_core.observe.usage import disturbance
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.guarded import broken_promise, guard_figures, what_broke_it
+from ddp_core.record.run_json import RecordedRun
+from ddp_core.record.weights import WEIGHTS, exchanged_weights
 from ddp_lab.report.values import finite
 
 STEP_PARTS = (
@@ -26,46 +26,6 @@ STEP_PARTS = (
 """The parts of a step's time that a run can measure."""
 MOST_RECORDS = 5_000
 """More points than a chart can show; a run of millions of steps has so many records of each kind in memory, or half."""
-
-
-class _Loose(BaseModel):
-    """A record of which the report reads only the fields that it needs."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
-
-
-class RunOptions(_Loose):
-    """The options in which runs of one experiment on one layout may differ."""
-
-    reduction: str
-    launcher: str = "?"
-    backend: str = "auto"
-    workers: int = 0
-
-
-class Record(_Loose):
-    """run.json, as far as the report reads it; a record without the required fields is no run."""
-
-    experiment: dict[str, Any]
-    experiment_sha256: str
-    layout: dict[str, Any]
-    options: RunOptions
-    status: Literal["running", "completed", "failed", "stopped"]
-    question: str | None = None
-    command: str | None = None
-    exit_code: int | None = None
-    message: str | None = None
-    started_at: str | None = None
-    finished_at: str | None = None
-    attempts: list[dict[str, Any]] = []
-    data_sha256: str | None = None
-    weights_sha256: str | None = None
-    optimizer_sha256: str | None = None
-    promise_broken: dict[str, Any] | None = None
-    result: dict[str, Any] | None = Field(default_factory=dict)
-    fingerprint: dict[str, Any] = {}
-    fingerprint_changed: bool = False
-    environment: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -84,26 +44,26 @@ class Run:
     path: Path
     name: str
     """The path below the output folder."""
-    record: Record
-    raw: Mapping[str, Any]
+    record: RecordedRun
     layout: Layout
     status: str
     """completed, failed, stopped, running, or interrupted: its record says running, but no process works in it."""
     curves: Mapping[str, Curve]
     metrics: list[dict[str, Any]]
     """Its records, `thinned`."""
+    weights_problem: str | None
+    """What is wrong with the files of its weights, in words."""
     problem: str | None = None
 
     @property
     def experiment(self) -> str:
         """The experiment's name."""
-        return str(self.record.experiment["name"])
+        return self.record["experiment"]["name"]
 
     @property
     def seed(self) -> int | None:
         """The experiment's seed."""
-        value = finite(self.record.experiment.get("seed"))
-        return None if value is None else int(value)
+        return self.record["experiment"].get("seed")
 
     @property
     def completed(self) -> bool:
@@ -112,32 +72,32 @@ class Run:
 
     def result(self, name: str) -> float | None:
         """A number of the run's result."""
-        return finite((self.record.result or {}).get(name))
+        return finite(self.record["result"].get(name))
 
     @property
     def disturbance(self) -> str | None:
         """How much other programs disturbed the run while it was timed, in words; None where that was little."""
-        return disturbance(self.raw)
+        return disturbance(self.record)
 
     @property
     def broken(self) -> str | None:
-        """`promise broken in step N`, where the guard found other bits and the run went on; else None."""
-        return broken_promise(self.raw)
+        """Why its weights are no reference, in a few words: `promise broken in step N`, or its file has others."""
+        return broken_promise(self.record) or (self.weights_problem and "other weights than recorded")
 
     @property
     def what_broke_it(self) -> str | None:
-        """What the guard found, in words; None where it found nothing, or ended the run."""
-        return what_broke_it(self.raw)
+        """What the guard found, or what is wrong with the weights, in words; None where they are a reference."""
+        return what_broke_it(self.record) or self.weights_problem
 
     @property
     def guard(self) -> str | None:
         """The guard's mode, checks and time, in words; None where the record does not tell."""
-        return guard_figures(self.raw)
+        return guard_figures(self.record)
 
     @property
     def is_reference(self) -> bool:
         """Whether its weights must be those of every other such run of the experiment."""
-        return self.completed and self.record.options.reduction == "exact" and self.broken is None
+        return self.completed and self.record["options"]["reduction"] == "exact" and self.broken is None
 
     @property
     def last_step(self) -> int | None:
@@ -149,7 +109,7 @@ class Run:
     @property
     def step_seconds(self) -> float | None:
         """Seconds per step, from the throughput."""
-        speed, samples = self.result("samples_per_second"), finite(self.record.experiment.get("global_batch_size"))
+        speed, samples = self.result("samples_per_second"), self.record["experiment"]["global_batch_size"]
         return samples / speed if speed and samples else None
 
     def time_split(self) -> dict[str, float] | None:
@@ -158,7 +118,7 @@ class Run:
         These are the parts that the run has measured (`result.time_split`, or `timing` records); if there are none,
         only the wait for data and the rest.
         """
-        recorded = (self.record.result or {}).get("time_split")
+        recorded = self.record["result"].get("time_split")
         sources = [recorded] if isinstance(recorded, dict) else []
         sources += [record for record in self.metrics if record.get("kind") == "timing"]
         parts: dict[str, float] = {}
@@ -196,17 +156,21 @@ class Inventory:
 def read_runs(output: Path) -> Inventory:
     """Return every run below `output`, the oldest first, and every directory that cannot be read as one."""
     runs, broken, left_out = [], [], 0
-    readable = {directory.path: record for directory, record in find_runs(output)}
+    problems: dict[Path, str] = {}
+
+    def on_bad(directory: RunDirectory, problem: str) -> None:
+        problems[directory.path] = problem.replace(str(directory.path), "this")
+
+    readable = {directory.path: record for directory, record in find_runs(output, on_bad)}
     for path in [*readable, *sorted(_other_places(output) - set(readable))]:
         name = path.relative_to(output).as_posix() if path != output else path.name
         if "claims" in Path(name).parts:
             left_out += 1
-            continue
-        found = _read(path, name, readable.get(path))
-        if isinstance(found, Run):
-            runs.append(found)
+        elif (record := readable.get(path)) is not None:
+            runs.append(_read(path, name, record))
         else:
-            broken.append(found)
+            problem = problems.get(path, "no run.json: it ended before its record was written")
+            broken.append(BrokenRun(path, name, problem))
     return Inventory(runs, broken, left_out)
 
 
@@ -217,38 +181,31 @@ def _other_places(output: Path) -> set[Path]:
     return places | {file.parent for file in output.glob("*/*-*Z-*/checkpoints")}
 
 
-def _read(path: Path, name: str, raw: Mapping[str, Any] | None) -> Run | BrokenRun:
-    if raw is None:
-        return BrokenRun(path, name, _why_unreadable(path))
-    try:
-        record = Record.model_validate(raw)
-        # A record that is older than the shard mode has none.
-        found = {"shard": "none"} | record.layout
-        layout = Layout.model_validate({field: found.get(field) for field in Layout.model_fields})
-    except ValidationError as error:
-        return BrokenRun(path, name, f"run.json does not fit its format: {explain(error)}")
-    if not isinstance(record.experiment.get("name"), str):
-        return BrokenRun(path, name, "run.json names no experiment")
+def _read(path: Path, name: str, record: RecordedRun) -> Run:
+    # A record that is older than the shard mode has none.
+    found: dict[str, Any] = {"shard": "none"} | dict(record["layout"])
+    layout = Layout.model_validate({field: found[field] for field in Layout.model_fields})
     metrics, problem = _metrics(path / "metrics.jsonl")
-    samples = finite(record.experiment.get("global_batch_size"))
-    return Run(path, name, record, raw, layout, _status(path, record), curves(metrics, samples), metrics, problem)
+    drawn = curves(metrics, record["experiment"]["global_batch_size"])
+    return Run(
+        path, name, record, layout, _status(path, record), drawn, metrics, _weights_problem(path, record), problem
+    )
 
 
-def _why_unreadable(path: Path) -> str:
+def _weights_problem(path: Path, record: RecordedRun) -> str | None:
+    """What is wrong with the files of a completed run's weights, where they are there; None where nothing is."""
+    if record["status"] != "completed" or not is_there(path / WEIGHTS):
+        return None
     try:
-        RunDirectory(path).read()
+        exchanged = exchanged_weights(path, record)
     except UserError as error:
-        if not (path / "run.json").exists():
-            return "no run.json: it ended before its record was written"
-        return str(error).replace(f"{path}/", "").replace(str(path), "this")
-    except (OSError, ValueError) as error:
-        return f"run.json cannot be read: {error}"
-    return "run.json cannot be read"
+        return str(error).replace(f"{path}/", "")
+    return None if exchanged is None else f"{exchanged} holds other weights than run.json says"
 
 
-def _status(path: Path, record: Record) -> str:
-    if record.status != "running":
-        return record.status
+def _status(path: Path, record: RecordedRun) -> str:
+    if record["status"] != "running":
+        return record["status"]
     try:
         return "running" if RunDirectory(path).is_live else "interrupted"
     except OSError:
@@ -258,8 +215,8 @@ def _status(path: Path, record: Record) -> str:
 def _metrics(path: Path) -> tuple[list[dict[str, Any]], str | None]:
     try:
         return thinned(each_record(path)), None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        return [], f"metrics.jsonl cannot be read ({type(error).__name__}: {error})"
+    except OSError as error:
+        return [], f"metrics.jsonl cannot be read: {error.strerror}"
 
 
 def thinned(records: Iterable[dict[str, Any]], most: int = MOST_RECORDS) -> list[dict[str, Any]]:

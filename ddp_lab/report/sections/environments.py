@@ -41,8 +41,8 @@ def environments_table(environments: Mapping[str, Sequence[Run]]) -> tuple[Table
     columns = [Column("env"), Column("runs", True), Column("hosts"), Column("memory", True)]
     rows = []
     for index, (letter, runs) in enumerate(environments.items()):
-        hosts = sorted({str(run.record.environment.get("host") or values.ABSENT) for run in runs})
-        memory = values.finite(runs[0].record.environment.get("memory_bytes"))
+        hosts = sorted({str(run.record["environment"].get("host") or values.ABSENT) for run in runs})
+        memory = values.finite(runs[0].record["environment"].get("memory_bytes"))
         told = [figure(len(runs), str(len(runs))), text(_few(hosts)), figure(memory, values.size(memory))]
         rows.append([text(letter), *told, *(text(shown[index]) for _, shown in differing)])
     return Table([*columns, *(Column(name) for name, _ in differing)], rows), shared
@@ -50,12 +50,12 @@ def environments_table(environments: Mapping[str, Sequence[Run]]) -> tuple[Table
 
 def _facts_that_count(run: Run) -> dict[str, Any]:
     facts = {
-        name: value for name, value in dotted(run.record.environment).items() if name not in ("host", "memory_bytes")
+        name: value for name, value in dotted(run.record["environment"]).items() if name not in ("host", "memory_bytes")
     }
     commit = facts.get("code.commit")
     facts |= {"code.commit": commit[:12]} if isinstance(commit, str) else {}
     return facts | {
-        f"fingerprint.{name}": run.record.fingerprint.get(name)
+        f"fingerprint.{name}": run.record["fingerprint"].get(name)
         for name in ("cpu_capability", "threads", "deterministic")
     }
 

@@ -62,7 +62,7 @@ def busy_note(family: Family) -> str:
 def _other_layout(run: Run) -> str:
     """The command that trains the same on another layout."""
     try:
-        words = shlex.split(run.record.command or "")
+        words = shlex.split(run.record["command"] or "")
     except ValueError:  # a quotation that does not end: not written by `ddp train`
         words = []
     experiment = words[2] if len(words) > 2 and words[:2] == ["ddp", "train"] else run.experiment

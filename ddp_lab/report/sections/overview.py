@@ -80,7 +80,7 @@ def runs_table(inventory: Inventory, environments: Mapping[str, Sequence[Run]]) 
 def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cell]:
     loss = run.result("test_loss")
     loss = run.result("train_loss") if loss is None else loss
-    accuracy, digest = run.result("test_accuracy"), run.record.weights_sha256 or ""
+    accuracy, digest = run.result("test_accuracy"), run.record["weights_sha256"] or ""
     letter = letters.get(digest)
     shown = f"{letter} · {digest[:8]}" if letter else digest[:8] or values.ABSENT
     return [
@@ -94,6 +94,6 @@ def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cel
         replace(figure(run.result("samples_per_second")), note="busy machine" if run.disturbance else ""),
         figure(run.last_step, f"{run.last_step:,}" if run.last_step is not None else None),
         figure(run.result("seconds")),
-        Cell(moment(run.record.started_at)[5:], run.record.started_at),
+        Cell(moment(run.record["started_at"])[5:], run.record["started_at"]),
         text(environment, link=environment_anchor(environment)),
     ]

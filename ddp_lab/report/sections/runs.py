@@ -40,27 +40,27 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
     letter = next((letter for letter, runs in environments.items() if run in runs), values.ABSENT)
     facts = [
         ("layout", run.layout.description),
-        ("reduction", record.options.reduction),
-        ("launcher", record.options.launcher),
-        ("started", moment(record.started_at)),
-        ("finished", moment(record.finished_at)),
-        ("exit code", plain(record.exit_code)),
+        ("reduction", record["options"]["reduction"]),
+        ("launcher", record["options"]["launcher"]),
+        ("started", moment(record["started_at"])),
+        ("finished", moment(record["finished_at"])),
+        ("exit code", plain(record["exit_code"])),
         ("environment", letter),
         ("while it ran", run.disturbance or "little else ran on the machine"),
         *([("guard", run.guard)] if run.guard else []),
         ("other options than the defaults", _changed_options(run)),
     ]
     digests = [
-        ("weights", record.weights_sha256),
-        ("optimizer", record.optimizer_sha256),
-        ("data", record.data_sha256),
-        ("experiment", record.experiment_sha256),
+        ("weights", record["weights_sha256"]),
+        ("optimizer", record["optimizer_sha256"]),
+        ("data", record["data_sha256"]),
+        ("experiment", record["experiment_sha256"]),
     ]
     return RunSection(
         run,
         run_anchor(run),
         facts,
-        [(name, plain(value)) for name, value in dotted(record.experiment).items()],
+        [(name, plain(value)) for name, value in dotted(record["experiment"]).items()],
         _attempts(run),
         [(name, plain(digest)) for name, digest in digests],
         _log_tail(run.path),
@@ -69,9 +69,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
 
 def _changed_options(run: Run) -> str:
     defaults = Options().model_dump(mode="json")
-    own = run.raw.get("options")
-    if not isinstance(own, dict):
-        return values.ABSENT
+    own = dict[str, Any](run.record["options"])
     told = ("reduction", "launcher", "output", "data_dir")
     changed = [f"{name}={plain(own[name])}" for name in own if name not in told and defaults.get(name) != own[name]]
     return ", ".join(changed) or "none"
@@ -80,7 +78,7 @@ def _changed_options(run: Run) -> str:
 def _attempts(run: Run) -> Table:
     columns = [Column("attempt", True), Column("started"), Column("layout"), Column("restart", True)]
     rows = []
-    for number, attempt in enumerate(run.record.attempts, 1):
+    for number, attempt in enumerate(run.record["attempts"], 1):
         layout, restarts = attempt.get("layout"), attempt.get("restart_count")
         shown = _layout_label(layout) if isinstance(layout, dict) else values.ABSENT
         restart = figure(values.finite(restarts), plain(restarts))

@@ -37,7 +37,7 @@ from ddp_core.checkpoint import (
 from ddp_core.checkpoint.data_file import POINTS, POINTS_OF_PARTS
 from ddp_core.checkpoint.manifest import Damaged, encode, taken_together
 from ddp_core.checkpoint.parts import part_of, put_together
-from ddp_core.record.initial_weights import read_weights
+from ddp_core.record.weights import read_weights
 from tests.core.checkpoint.parts_cases import (
     ThreadRanks,
     cut_state,

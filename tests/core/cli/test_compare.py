@@ -12,8 +12,13 @@ import pytest
 from ddp_core.base.errors import UserError
 from ddp_core.cli.compare import compare_runs, table, verdict
 from ddp_core.config.layout import Layout
-from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
+from ddp_core.config.options import Options
+from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ROOT
+from tests.support.records import EXPERIMENT, a_record
+
+OTHER = EXPERIMENT.model_copy(update={"name": "other"})
+PLAIN = Options(reduction="plain").model_dump(mode="json")
 
 SINGLE, DP, DDP = Layout(), Layout(kind="dp", nproc_per_node=2), Layout(kind="ddp", nnodes=2, nproc_per_node=2)
 
@@ -27,19 +32,10 @@ def record(layout: Layout = SINGLE, speed: float = 1000.0, weights: str = "a" * 
         "step_memory_bytes": 250_000_000,
         "predicted_memory_bytes": 240_000_000,
         "data_wait": 0.031,
+        "steps": 8,
     }
-    return {
-        "format": RECORD_FORMAT,
-        "experiment": {"name": "mine"},
-        "experiment_sha256": "e",
-        "layout": layout.model_dump() | {"label": layout.label},
-        "options": {"reduction": "exact"},
-        "status": "completed",
-        "weights_sha256": weights,
-        "fingerprint": {"threads": 1},
-        "started_at": "2026-01-01T00:00:00Z",
-        "result": result,
-    } | fields
+    completed = {"status": "completed", "weights_sha256": weights, "result": result}
+    return a_record(**{"layout": layout, "experiment_sha256": "e"} | completed | fields)
 
 
 def write(output: Path, number: int, content: dict[str, Any]) -> RunDirectory:
@@ -121,7 +117,7 @@ def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None
 def test_equal_digests_are_identical() -> None:
     assert "identical" in verdict([record(), record(DDP)])
     assert "identical" not in verdict([record()])
-    assert "identical" not in verdict([record(), record(DDP, options={"reduction": "plain"})])
+    assert "identical" not in verdict([record(), record(DDP, options=PLAIN)])
     assert "identical" not in verdict([record(), record(DDP, status="failed")])
 
 
@@ -167,7 +163,7 @@ def test_data_that_were_not_digested_as_a_whole_say_so(tmp_path: Path) -> None:
 
 def test_each_experiment_has_a_table_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 0, record())
-    write(tmp_path, 1, record(experiment={"name": "other"}, experiment_sha256="f"))
+    write(tmp_path, 1, record(experiment=OTHER, experiment_sha256="f"))
     assert compare_runs([tmp_path]) == 0
     output = capsys.readouterr().out
     assert output.count("samples/s") == 2
@@ -183,7 +179,7 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
     write(tmp_path, 0, record())
     write(tmp_path, 1, record(DP, speed=1500.0))
     write(tmp_path, 2, record(DDP, status="failed", weights_sha256=None, result={}))
-    write(tmp_path, 3, record(experiment_sha256="f", experiment={"name": "other"}, options={"reduction": "plain"}))
+    write(tmp_path, 3, record(experiment_sha256="f", experiment=OTHER, options=PLAIN))
     assert compare_runs([tmp_path], as_json=True) == 0
     first, second = json.loads(capsys.readouterr().out)
     assert (first["experiment"], first["identical"], first["verdict"][:8]) == ("mine", True, "digests:")

@@ -11,7 +11,8 @@ from torch import nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
-from ddp_core.record.initial_weights import InitialWeights, find_weights, put_weights, read_weights
+from ddp_core.record.initial_weights import InitialWeights, find_weights, put_weights
+from ddp_core.record.weights import read_weights
 
 
 def model(width: int = 3) -> nn.Module:

@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
+from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import guard_figures
 from ddp_core.record.reading import Run
 from tests.support.commands import train, trained
 from tests.support.own_project import edit, write_project
+from tests.support.records import a_record
 
 
 def written(folder: Path, **fields: Any) -> Path:
-    record = {"format": RECORD_FORMAT, "status": "running", "weights_sha256": None, "result": {}}
-    (folder / "run.json").write_text(json.dumps(record | fields))
+    (folder / "run.json").write_text(json.dumps(a_record(**fields)))
     return folder
 
 

@@ -12,27 +12,19 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer
-from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.record.continuing import find_resumable
-from ddp_core.record.directory import RECORD_FORMAT, RunDirectory, find_launch, find_runs
+from ddp_core.record.directory import RunDirectory, find_launch, find_runs
 from ddp_core.record.lock import RunLock
-
-EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=8)
+from tests.support.records import EXPERIMENT, a_record
 
 
 def make(output: Path, started_at: str = "2026-01-01T00:00:00Z", **fields: Any) -> RunDirectory:
     directory = RunDirectory.create(output, EXPERIMENT, Layout())
-    record = {
-        "format": RECORD_FORMAT,
-        "status": "running",
-        "experiment_sha256": EXPERIMENT.digest(),
-        "started_at": started_at,
-    }
-    directory.write(record | fields)
+    directory.write(a_record(started_at=started_at, **fields))
     return directory
 
 
@@ -70,15 +62,8 @@ def test_what_is_no_run_is_said(tmp_path: Path, content: str | None) -> None:
 
 def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
     directory = make(tmp_path, launch_id="a")
-    directory.update(status="completed", exit_code=0)
-    assert directory.read() | {"started_at": None} == {
-        "format": RECORD_FORMAT,
-        "status": "completed",
-        "exit_code": 0,
-        "launch_id": "a",
-        "experiment_sha256": EXPERIMENT.digest(),
-        "started_at": None,
-    }
+    directory.update(status="failed", exit_code=2)
+    assert directory.read() == a_record(launch_id="a", status="failed", exit_code=2)
     assert [path.name for path in directory.path.glob(".run*")] == []
     (directory.path / "plain").touch()
     assert (directory.path / "run.json").stat().st_mode == (directory.path / "plain").stat().st_mode

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
+from ddp_core.config.layout import Layout
 from ddp_lab.chaos import drill as drills
 from ddp_lab.chaos import mirror, shape
 from ddp_lab.chaos.__main__ import main
@@ -23,6 +24,7 @@ from ddp_lab.chaos.watch import Progress, Words, recovery
 from ddp_lab.cluster.cluster import Spec
 from ddp_lab.cluster.verdict import NodeResult
 from tests.support.commands import command
+from tests.support.records import a_record, an_attempt
 
 KILL: dict[str, object] = {"faults": [{"fault": "kill", "at_step": [10, 50]}, {"fault": "kill", "at_step": 90}]}
 
@@ -129,18 +131,17 @@ def test_the_victims_own_word_is_no_notice() -> None:
     assert words.first_notice(time.time() + 1) is None
 
 
+def on_nodes(count: int) -> dict[str, Any]:
+    """An attempt on so many nodes."""
+    return an_attempt(Layout(kind="ddp", nnodes=count))
+
+
 def make_run(place: Path, steps: int = 4, digest: str = "a" * 64, **fields: Any) -> Path:
     """A completed run of two epochs on two ranks, whose second attempt repeated the last two steps of the first."""
     place.mkdir(parents=True)
-    record = {
-        "format": "ddp-run/1",
-        "status": "completed",
-        "launch_id": "launch",
-        "weights_sha256": digest,
-        "result": {"steps": steps},
-        "attempts": [{"layout": {"nnodes": 3}}, {"layout": {"nnodes": 2}}],
-    }
-    (place / "run.json").write_text(json.dumps(record | fields))
+    done = {"status": "completed", "launch_id": "launch", "weights_sha256": digest, "result": {"steps": steps}}
+    record = a_record(attempts=[on_nodes(3), on_nodes(2)], **done | fields)
+    (place / "run.json").write_text(json.dumps(record))
     metrics = lines(("step", 1, 1), ("step", 2, 2), ("step", 3, 3), ("resume", 1, 5))
     metrics += lines(*[("step", step, 5 + step) for step in range(2, steps + 1)])
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
@@ -180,7 +181,12 @@ def test_a_drill_passes_only_with_the_same_weights_and_a_whole_ledger(tmp_path: 
     assert "passed" in shown
 
     assert judged(make_run(tmp_path / "other", digest="b" * 64), undisturbed).exit_code != 0
-    assert judged(make_run(tmp_path / "unfinished", weights_sha256=None), undisturbed).exit_code != 0
+    unfinished = make_run(tmp_path / "unfinished", status="failed", weights_sha256=None)
+    assert judged(unfinished, undisturbed).exit_code != 0
+    (unfinished / "run.json").write_text("[" * 100_000)
+    report = judged(unfinished, undisturbed)
+    assert report.exit_code != 0
+    assert "no readable run.json (nested deeper" in report.remarks[-1]
     assert judged(make_run(tmp_path / "not"), undisturbed, outcome="not recovered").exit_code != 0
     assert judged(make_run(tmp_path / "left"), undisturbed, left=["container x"]).exit_code != 0
     short = judged(make_run(tmp_path / "short", result={"steps": 6}), undisturbed)
@@ -229,7 +235,7 @@ def test_progress_follows_a_growing_run(tmp_path: Path) -> None:
     assert progress.step == 5
     assert progress.step_at(8) == 3
     record = json.loads((run / "run.json").read_text())
-    record["attempts"].append({"layout": {"nnodes": 3}})
+    record["attempts"].append(on_nodes(3))
     (run / "run.json").write_text(json.dumps(record))
     progress.look()
     assert progress.nnodes == 3
@@ -249,10 +255,10 @@ class Scripted:
 
     def start(self, spec: Spec) -> None:
         self.run.mkdir(parents=True)
-        self.record(status="running", attempts=[{"layout": {"nnodes": 3}}])
+        self.record(status="running", attempts=[on_nodes(3)])
 
     def record(self, **fields: Any) -> None:
-        content = {"format": "ddp-run/1", "launch_id": self.spec.launch_id} | fields
+        content = a_record(launch_id=self.spec.launch_id, **fields)
         (self.run / "run.json").write_text(json.dumps(content))
 
     def follow(self, write: object) -> None: ...
@@ -266,7 +272,7 @@ class Scripted:
     def exit_codes(self) -> dict[str, int]:
         entry = next(self.then, None)
         if entry is None:
-            self.record(status="completed", attempts=[{"layout": {"nnodes": 3}}] * 2)
+            self.record(status="completed", attempts=[on_nodes(3)] * 2)
             self.codes = dict.fromkeys(self.nodes(), 0)
         else:
             with (self.run / "metrics.jsonl").open("a") as file:
@@ -281,7 +287,7 @@ class Scripted:
     def start_again(self, name: str) -> None:
         self.did.append(f"start {name}")
         self.codes.pop(name)
-        self.record(status="running", attempts=[{"layout": {"nnodes": 3}}] * 2)
+        self.record(status="running", attempts=[on_nodes(3)] * 2)
         steps = range(8, 20)
         self.then = iter([{"kind": "resume", "step": 7}, *[{"kind": "step", "step": step} for step in steps]])
 

@@ -13,6 +13,8 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Options
 from ddp_core.record.directory import find_runs
 from ddp_lab.cluster import __main__ as command
 from ddp_lab.cluster.cluster import Cluster, Spec, Write
@@ -26,6 +28,7 @@ from ddp_lab.probe.published import published
 from tests.support.commands import Ended, ddp, train
 from tests.support.commands import command as start
 from tests.support.processes import HANG
+from tests.support.records import a_record
 
 
 def of(*codes: int) -> list[NodeResult]:
@@ -155,17 +158,10 @@ def test_options_of_the_baseline_are_those_that_say_what_is_trained() -> None:
 
 
 def write_run(output: Path, name: str, **fields: Any) -> Path:
-    record = {
-        "format": "ddp-run/1",
-        "status": "completed",
-        "experiment_sha256": "right",
-        "layout": {"kind": "single", "device": "cpu"},
-        "started_at": name,
-        "launch_id": None,
-    }
     directory = output / "digits" / name
     directory.mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps(record | fields))
+    record = a_record(**{"status": "completed", "experiment_sha256": "right", "started_at": name} | fields)
+    (directory / "run.json").write_text(json.dumps(record))
     return directory
 
 
@@ -175,9 +171,9 @@ def test_baseline_is_the_newest_completed_single_cpu_run_of_the_same_experiment(
     expected = write_run(tmp_path, "2")
     write_run(tmp_path, "3", status="failed")
     write_run(tmp_path, "4", experiment_sha256="other")
-    write_run(tmp_path, "5", layout={"kind": "ddp", "device": "cpu"})
-    write_run(tmp_path, "6", layout={"kind": "single", "device": "cuda"})
-    portable = write_run(tmp_path, "7", options={"numerics": "portable"})
+    write_run(tmp_path, "5", layout=Layout(kind="ddp"))
+    write_run(tmp_path, "6", layout=Layout(device="cuda"))
+    portable = write_run(tmp_path, "7", options=Options(numerics="portable").model_dump())
     assert find_baseline(tmp_path, Planned("right", "native")) == expected
     assert find_baseline(tmp_path, Planned("right", "portable")) == portable
 

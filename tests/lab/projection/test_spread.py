@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 
 from ddp_core.base.errors import UserError
+from ddp_core.config.layout import Layout
 from ddp_lab.projection import main
 from ddp_lab.projection.spread import expected_maximum, measured, normal, steps_of
 from tests.support.commands import ddp
+from tests.support.records import EXPERIMENT, a_record
 
 
 def run(folder: Path, steps: int = 41, ranks: int = 1, every: int = 1, seconds: tuple[float, ...] = (0.1, 0.3)) -> Path:
     """A run of 20 steps per epoch whose steps took these seconds in turns; epochs end with half the samples."""
     place = folder / "run"
     place.mkdir()
-    record = {
-        "format": "ddp-run/1",
-        "layout": {"kind": "ddp" if ranks > 1 else "single", "nnodes": 1, "nproc_per_node": ranks},
-        "experiment": {"global_batch_size": 60},
-    }
+    layout = Layout(kind="ddp" if ranks > 1 else "single", nproc_per_node=ranks)
+    record = a_record(EXPERIMENT.model_copy(update={"global_batch_size": 60}), layout)
     (place / "run.json").write_text(json.dumps(record))
     lines: list[dict[str, Any]] = []
     for step in range(every, steps + 1, every):

@@ -9,7 +9,7 @@ from typing import Any
 from ddp_core.config.experiment import Component, Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
-from ddp_core.record.directory import RECORD_FORMAT
+from tests.support.records import a_record
 
 DIGEST = "66f0b33e9ef474215a66cfbeadded291c00d37cba0c14c24bc545bf7cf33c66b"
 
@@ -40,28 +40,18 @@ def write_run(
     completed = status == "completed"
     figures = {"samples_per_second": speed, "seconds": 3.0, "test_accuracy": 0.98, "test_loss": 0.03, "steps": steps}
     figures |= {"peak_memory_bytes": 300e6, "data_wait": 0.1, "cpu_utilisation": 0.9} | (result or {})
-    record = {
-        "format": RECORD_FORMAT,
-        "experiment": experiment.to_json(),
-        "experiment_sha256": experiment.digest(),
-        "question": "Is it the same?",
-        "layout": layout.model_dump() | {"label": layout.label, "description": layout.description},
-        "options": Options.model_validate({"reduction": reduction}).model_dump(),
-        "command": f"ddp train {name} --layout {layout.kind}",
-        "status": status,
-        "exit_code": 0 if completed else None,
-        "message": None,
-        "started_at": f"2026-01-01T00:00:{number:02d}Z",
-        "finished_at": None,
-        "attempts": [{"layout": layout.model_dump(), "started_at": "2026-01-01T00:00:00Z", "restart_count": 0}],
-        "data_sha256": "d" * 64,
-        "weights_sha256": digest if completed else None,
-        "optimizer_sha256": "0" * 64,
-        "result": figures if completed else {},
-        "fingerprint": {"torch": "2.13.0", "threads": 1},
-        "fingerprint_changed": False,
-        "environment": {"cores": 2, "cpu": "a CPU", "host": "here", "packages": {"torch": "2.13.0"}},
-    }
+    record = a_record(
+        experiment,
+        layout,
+        options=Options.model_validate({"reduction": reduction}).model_dump(mode="json"),
+        command=f"ddp train {name} --layout {layout.kind}",
+        status=status,
+        started_at=f"2026-01-01T00:00:{number:02d}Z",
+        weights_sha256=digest if completed else None,
+        optimizer_sha256="0" * 64,
+        result=figures if completed else {},
+    )
+    record["environment"] |= {"cores": 2, "cpu": "a CPU", "host": "here"}
     (path / "run.json").write_text(json.dumps(record | fields))
     lines = []
     for step in range(5, steps + 1, 5):

@@ -19,6 +19,7 @@ from ddp_lab.report.reading.runs import read_runs
 from ddp_lab.report.sections.experiments import family_section
 from tests.lab.report.files import ddp, single, write_claim, write_everything, write_run
 from tests.support.processes import HANG
+from tests.support.records import an_attempt
 
 _LOADING = {
     "src",
@@ -331,7 +332,7 @@ def test_a_broken_promise_is_seen_and_its_run_is_no_reference(tmp_path: Path) ->
     for layout in (single(), ddp(2)):
         write_run(tmp_path, layout)
     broken = {"step": 3, "what": "micro-batch 7 has other bits", "attempt": 0}
-    attempts = [{"guard": {"mode": "normal", "seconds": {"again": 0.1}}}]
+    attempts = [an_attempt(guard={"mode": "normal", "seconds": {"again": 0.1}})]
     write_run(tmp_path, ddp(4), digest="b" * 64, promise_broken=broken, attempts=attempts)
     (family,) = find_families(read_runs(tmp_path).runs)
     assert (family.verdict.text, family.verdict.tone) == ("promise broken", "bad")

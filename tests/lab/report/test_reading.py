@@ -48,20 +48,27 @@ def test_odd_metrics_do_not_stop_the_report(tmp_path: Path, line: str) -> None:
 
 
 def test_odd_fields_of_a_record_do_not_stop_the_report(tmp_path: Path) -> None:
-    write_run(tmp_path, single(), steps=0, attempts=[{}], environment={}, fingerprint={}, question=None)
-    odd = {"samples_per_second": "fast", "time_split": "none"}
-    write_run(tmp_path, ddp(2), steps=0, result=odd, environment={"packages": [1]})
-    write_run(tmp_path, ddp(2), layout={"kind": "tp"})
-    write_report(tmp_path, tmp_path / "report")
-    found = read_runs(tmp_path)
-    assert (len(found.runs), len(found.broken)) == (2, 1)
-    assert "kind" in found.broken[0].problem
+    write_run(tmp_path, single(), steps=0, fingerprint={}, question=None)
+    for number, (name, odd) in enumerate(
+        {
+            "attempts": [{}],
+            "environment": {"packages": [1]},
+            "result": {"samples_per_second": "fast", "steps": 20},
+            "layout": {"kind": "tp"},
+        }.items(),
+        1,
+    ):
+        write_run(tmp_path, ddp(2), steps=0, **{name: odd})
+        write_report(tmp_path, tmp_path / "report")
+        found = read_runs(tmp_path)
+        assert (len(found.runs), len(found.broken)) == (1, number)
+        assert f"no readable run.json ({name}." in found.broken[-1].problem
 
 
 def test_a_record_that_is_older_than_the_shard_mode_had_none(tmp_path: Path) -> None:
     sharded = Layout(kind="ddp", nproc_per_node=2, shard="optimizer")
     write_run(tmp_path, sharded)
-    write_run(tmp_path, ddp(2), layout=ddp(2).model_dump(exclude={"shard"}))
+    write_run(tmp_path, ddp(2), layout=ddp(2).model_dump(exclude={"shard"}) | {"label": ddp(2).label})
     labels = [run.layout.label for run in read_runs(tmp_path).runs]
     assert sorted(labels) == ["ddp-1x2-cpu", "ddp-1x2-cpu-shard-optimizer"]
 

@@ -1,0 +1,191 @@
+"""The fields of run.json as they are read back, in records of this version of ddp and of all earlier ones.
+
+A field that is not `NotRequired` was written by every version. A record may have more fields than these.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import Count, FilePath
+from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
+from ddp_core.config.records import Numerics, ReductionKind
+
+_Positive = Annotated[int, Field(gt=0, lt=2**63)]
+_Figure = float | None
+
+
+class RecordedExperiment(TypedDict):
+    """The settings that are read by name; `Experiment.from_json` checks all of them where the experiment is trained."""
+
+    name: Annotated[str, Field(min_length=1)]
+    global_batch_size: _Positive
+    epochs: _Positive
+    max_steps: _Positive | None
+    seed: NotRequired[Count]
+
+
+class RecordedLayout(TypedDict):
+    """The layout of the newest attempt."""
+
+    kind: LayoutKind
+    device: DeviceType
+    nnodes: _Positive
+    nproc_per_node: _Positive
+    label: str
+    description: NotRequired[str]
+    shard: NotRequired[ShardMode]
+
+
+class RecordedOptions(TypedDict):
+    """The options that are read by name."""
+
+    reduction: ReductionKind
+    launcher: str
+    backend: str
+    workers: Count
+    data_dir: FilePath
+    digest_every: _Positive | None
+    numerics: NotRequired[Numerics]
+    deterministic: NotRequired[bool]
+
+
+class RecordedSource(TypedDict):
+    """The user's code: the folder of the copies, and the SHA-256 of each file by its place."""
+
+    folder: FilePath
+    experiment: FilePath
+    files: dict[FilePath, str]
+    modules: dict[str, FilePath]
+    unreadable: list[str]
+
+
+class RecordedWeights(TypedDict):
+    """The initial weights."""
+
+    given: FilePath
+    file: FilePath
+    sha256: str
+
+
+class RecordedGuard(TypedDict):
+    """What the guard of an attempt did."""
+
+    mode: NotRequired[str]
+    checks: NotRequired[Count | None]
+    every: NotRequired[Count | None]
+    resume: NotRequired[str | None]
+    seconds: NotRequired[dict[str, float]]
+
+
+class RecordedLength(TypedDict):
+    """How long the run was before an attempt extended it."""
+
+    epochs: _Positive
+    max_steps: _Positive | None
+    step: Count
+
+
+class RecordedAttempt(TypedDict):
+    """One start of the run."""
+
+    layout: dict[str, Any]
+    started_at: str
+    restart_count: Count
+    experiment_sha256: NotRequired[str]
+    source: NotRequired[FilePath]
+    source_diff_sha256: NotRequired[str]
+    data_changed: NotRequired[str]
+    guard: NotRequired[RecordedGuard | None]
+    extended_from: NotRequired[RecordedLength]
+
+
+class RecordedData(TypedDict):
+    """What the digest of the data is over."""
+
+    digest_of: str
+    parts: Count
+    sampled: NotRequired[bool]
+
+
+class RecordedResult(TypedDict):
+    """The figures that are read by name; an experiment may have further ones of its own."""
+
+    steps: NotRequired[Count]
+    seconds: NotRequired[_Figure]
+    train_loss: NotRequired[_Figure]
+    test_loss: NotRequired[_Figure]
+    test_accuracy: NotRequired[_Figure]
+    samples_per_second: NotRequired[_Figure]
+    data_wait: NotRequired[_Figure]
+    peak_memory_bytes: NotRequired[_Figure]
+    step_memory_bytes: NotRequired[_Figure]
+    predicted_memory_bytes: NotRequired[_Figure]
+    cpu_utilisation: NotRequired[_Figure]
+    gpu_utilisation: NotRequired[_Figure]
+    other_cores_busy: NotRequired[_Figure]
+    time_split: NotRequired[dict[str, float] | None]
+
+
+class RecordedFinding(TypedDict):
+    """What the guard found in a run that went on."""
+
+    step: Count
+    what: str
+    attempt: NotRequired[Count]
+
+
+class RecordedCode(TypedDict):
+    """The version of ddp_core."""
+
+    version: str | None
+    commit: str | None
+    dirty: NotRequired[bool | None]
+
+
+class RecordedEnvironment(TypedDict):
+    """The machine and the packages, as far as they are read by name."""
+
+    python: str
+    packages: dict[str, str | None]
+    code: RecordedCode
+    cpu: NotRequired[str | None]
+    cores: NotRequired[_Positive | None]
+    memory_bytes: NotRequired[Count | None]
+    host: NotRequired[str]
+
+
+class RecordedRun(TypedDict):
+    """The whole of run.json."""
+
+    format: Literal["ddp-run/1"]
+    experiment: RecordedExperiment
+    experiment_sha256: str
+    experiment_file: FilePath
+    question: str | None
+    settings: NotRequired[list[str]]
+    source: NotRequired[RecordedSource]
+    init_from: NotRequired[RecordedWeights | None]
+    layout: RecordedLayout
+    options: RecordedOptions
+    command: str | None
+    launch_id: str | None
+    status: Literal["running", "completed", "stopped", "failed"]
+    exit_code: int | None
+    message: str | None
+    started_at: str
+    finished_at: str | None
+    attempts: Annotated[list[RecordedAttempt], Field(min_length=1)]
+    data_sha256: str | None
+    data: NotRequired[RecordedData]
+    weights_sha256: str | None
+    optimizer_sha256: str | None
+    ema_sha256: NotRequired[str | None]
+    result: RecordedResult
+    promise_broken: NotRequired[RecordedFinding | None]
+    fingerprint: dict[str, Any]
+    fingerprint_changed: bool
+    environment: RecordedEnvironment
