@@ -10,6 +10,8 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.bundle import BUNDLE_FORMAT, make_bundle, verify_bundle
@@ -191,6 +193,28 @@ def test_what_cannot_be_handed_over_is_said(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is stopped, so it has no result to hand over; finish it: --resume .*copy"):
         make_bundle(copy.path, tmp_path / "b.zip")
     assert not (tmp_path / "b.zip").exists()
+
+
+def test_nothing_is_packed_before_its_weights_are_those_of_the_record(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    save_file({name: torch.zeros_like(value) for name, value in load_file(weights).items()}, weights)
+    with pytest.raises(UserError, match="holds other weights than the run ended with") as failure:
+        make_bundle(copy, tmp_path / "b.zip")
+    assert failure.value.exit_code == ExitCode.NO_CHECKPOINT
+    for content in (bytes(len(whole)), whole[: len(whole) // 2], b""):
+        weights.write_bytes(content)
+        with pytest.raises(UserError, match="holds no weights"):
+            make_bundle(copy, tmp_path / "b.zip")
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        make_bundle(copy, tmp_path / "b.zip")
+    weights.write_bytes(whole)
+    RunDirectory(copy).update(ema_sha256="0" * 64)
+    with pytest.raises(UserError, match=r"model_ema\.safetensors cannot be read: No such file"):
+        make_bundle(copy, tmp_path / "b.zip")
+    assert list(tmp_path.iterdir()) == [copy]
 
 
 def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ddp_core.base.digests import weights_digest
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import Ended, ddp, train, trained
 from tests.support.own_project import edit, write_project
@@ -23,6 +24,13 @@ def trained_own(tmp_path: Path, *words: str) -> tuple[Path, RunDirectory]:
 
 def verify(path: Path, *words: object, env: Mapping[str, str] | None = None) -> Ended:
     return ddp("verify", path, *words, env=env, module="tests.support.quick")
+
+
+def write_zeros(directory: RunDirectory, name: str = "model.safetensors") -> str:
+    """Put zeros in the place of the weights; return their digest."""
+    zeros = {name: torch.zeros_like(value) for name, value in load_file(directory.path / name).items()}
+    save_file(zeros, directory.path / name)
+    return weights_digest(zeros)
 
 
 def check(ended: Ended, code: int, *words: str) -> None:
@@ -107,7 +115,7 @@ def test_data_of_which_a_sample_was_digested_say_so(tmp_path: Path) -> None:
 def test_other_bits_are_told_from_other_circumstances(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
     record = directory.read()
-    directory.update(weights_sha256="0" * 64)
+    directory.update(weights_sha256=write_zeros(directory))
     check(verify(directory.path), 1, "different under the same fingerprint")
     code = record["environment"] | {"code": {"version": "0.0.1", "commit": "f" * 40, "dirty": False}}
     directory.update(environment=code, fingerprint=record["fingerprint"] | {"threads": 64})
@@ -115,11 +123,21 @@ def test_other_bits_are_told_from_other_circumstances(tmp_path: Path) -> None:
     check(verify(directory.path), 1, "different, under other code", *said)
 
 
-def test_weights_that_were_exchanged_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_not_those_of_the_record_are_told_before_anything_is_trained(tmp_path: Path) -> None:
     _, directory = trained_own(tmp_path)
-    weights = load_file(directory.path / "model.safetensors")
-    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, directory.path / "model.safetensors")
-    check(verify(directory.path), 1, "different file: the record is right")
+    weights = directory.path / "model.safetensors"
+    whole = weights.read_bytes()
+    write_zeros(directory)
+    ended = verify(directory.path)
+    check(ended, 1, "different file: model.safetensors holds other weights than the record says. Nothing was trained.")
+    assert "training" not in ended.output
+    for content, said in ((bytes(len(whole)), "holds no weights"), (whole[:-1], "holds no weights"), (None, "No such")):
+        weights.unlink()
+        if content is not None:
+            weights.write_bytes(content)
+        ended = verify(directory.path)
+        assert (ended.code, ended.errors.count("\n"), ended.output) == (2, 1, "")
+        assert said in ended.errors
 
 
 @pytest.mark.slow
@@ -128,8 +146,8 @@ def test_averaged_weights_are_compared_too(tmp_path: Path) -> None:
     check(verify(directory.path), 0, "\nidentical\n")
     average = directory.path / "model_ema.safetensors"
     average.write_bytes((directory.path / "model.safetensors").read_bytes())
-    check(verify(directory.path), 1, "different file: the record is right, but model_ema.safetensors holds other")
-    directory.update(ema_sha256="0" * 64)
+    check(verify(directory.path), 1, "different file: model_ema.safetensors holds other", "Nothing was trained")
+    directory.update(ema_sha256=weights_digest(load_file(average)))
     check(verify(directory.path), 1, "different under the same fingerprint")
 
 
@@ -152,5 +170,5 @@ def test_a_broken_promise_is_said_before_training_and_in_the_verdict(tmp_path: P
     ended = verify(directory.path)
     check(ended, 0, "note: promise broken in step 3: other bits", "\nidentical, but promise broken in step 3\n")
     assert ended.output.index("note: promise") < ended.output.index("training ")
-    directory.update(weights_sha256="0" * 64)
+    directory.update(weights_sha256=write_zeros(directory))
     check(verify(directory.path), 1, "\ndifferent, under a promise broken in step 3\n")

@@ -29,13 +29,15 @@ from ddp_core.record.result import gather_ends
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.trainers import Trainer
 from tests.core.trainers.test_trainers import CPU, experiment, finished
+from tests.support.records import a_record
 
 ORIGIN = Origin(Source("mine.py", {"mine.py": b"x = 1\n"}, {}), DataDigest("0" * 64, "content, given by the builder"))
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    monkeypatch.setattr(record_module, "describe_environment", dict)  # asks git, which takes its time
+    # The real one asks git, which takes its time.
+    monkeypatch.setattr(record_module, "describe_environment", lambda: a_record()["environment"])
     return RunDirectory.create(tmp_path, experiment(), Layout())
 
 
