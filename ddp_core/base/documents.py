@@ -115,7 +115,7 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_integer, parse_const
 
 def _require_shallow(document: Any) -> None:
     level = [document]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MOST_DEPTH):
         level = [
             inner
             for outer in level

@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_core.base.errors import UserError
 from ddp_core.base.keyed_draws import seed_draws
 from ddp_core.base.seeds import mix
-from ddp_core.base.user_code import user_code
+from ddp_core.base.user_code import no_way_out, user_code
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, Options
-from ddp_core.data.splits import Splits, as_splits
+from ddp_core.data.splits import Dataset, Splits, as_splits
 from ddp_core.distributed.world import missing_nodes
 from ddp_core.experiment.building import (
     build,
@@ -31,7 +31,7 @@ from ddp_core.experiment.building import (
     resolve,
     schedule_of,
 )
-from ddp_core.experiment.file import LoadedExperiment, Served, run_file
+from ddp_core.experiment.file import LoadedExperiment, Served, in_one_line, place_of, run_file
 from ddp_core.experiment.fresh_model import built_alike, fill_tables, make_real
 from ddp_core.experiment.source import serve_modules
 from ddp_core.model.builders import lay_out
@@ -199,7 +199,9 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
             "that returns (inputs, targets)"
         )
     splits = replace(splits, collate=collate or splits.collate)
-    samples, size = len(splits.train), experiment.global_batch_size
+    samples, size = _count(splits.train, f"data {experiment.data.name}"), experiment.global_batch_size
+    if splits.test is not None:
+        _count(splits.test, f"data {experiment.data.name}")
     if samples == 0:
         raise UserError(f"data {experiment.data.name} has no training samples")
     if samples < size and experiment.last_batch == "drop":
@@ -208,6 +210,15 @@ def build_splits(loaded: LoadedExperiment, data_dir: Path) -> Splits:
             f"use --set global_batch_size={samples} or less, or --set last_batch=keep"
         )
     return splits
+
+
+def _count(dataset: Dataset, whose: str) -> int:
+    """The number of samples. Raises UserError where the data set, which is the user's code, does not know it."""
+    try:
+        with no_way_out(whose):
+            return len(dataset)
+    except Exception as error:
+        raise UserError(f"{place_of(error, None)}: {whose} has no length: {in_one_line(error)}") from error
 
 
 def promise_broken_by(experiment: Experiment) -> str | None:

@@ -73,7 +73,8 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
     """
     state, parameters = trainer.state, dict(trainer.model.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
-    waits = array("d", (record["data_wait"] for record in each_record(metrics, "step")))
+    told = (record.get("data_wait") for record in each_record(metrics, "step"))
+    waits = array("d", (wait for wait in told if wait is not None))
     result = {
         "train_loss": state.last_epoch_loss,
         **state.evaluation,

@@ -28,16 +28,21 @@ class RecordedExperiment(TypedDict):
     seed: NotRequired[Count]
 
 
-class RecordedLayout(TypedDict):
-    """The layout of the newest attempt."""
+class AttemptLayout(TypedDict):
+    """The layout of an attempt."""
 
     kind: LayoutKind
     device: DeviceType
     nnodes: _Positive
     nproc_per_node: _Positive
+    shard: NotRequired[ShardMode]
+
+
+class RecordedLayout(AttemptLayout):
+    """The layout of the newest attempt, as tables show it."""
+
     label: str
     description: NotRequired[str]
-    shard: NotRequired[ShardMode]
 
 
 class RecordedOptions(TypedDict):
@@ -92,7 +97,7 @@ class RecordedLength(TypedDict):
 class RecordedAttempt(TypedDict):
     """One start of the run."""
 
-    layout: dict[str, Any]
+    layout: AttemptLayout
     started_at: str
     restart_count: Count
     experiment_sha256: NotRequired[str]

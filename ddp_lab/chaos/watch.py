@@ -125,12 +125,12 @@ class Progress:
 
 
 def parse_lines(text: bytes) -> list[dict[str, Any]]:
-    """The records in lines of metrics.jsonl, in the order written; lines that are no records are left out."""
+    """The records in lines of metrics.jsonl, in the order written; those without a time are left out."""
     records = []
     for line in text.splitlines():
         with contextlib.suppress(BadDocument):
             records.append(dict[str, Any](parse_document(line, MetricsRecord)))
-    return records
+    return [record for record in records if "time" in record]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_core.checkpoint import Checkpointer, find_checkpoints, sweep
+from ddp_core.checkpoint import Checkpointer, find_checkpoints, newest_valid, sweep
 from ddp_core.checkpoint.manifest import Damaged, pointed_step, read_manifest
 from ddp_core.checkpoint.state import Snapshots
 from tests.core.checkpoint.children import state_of
@@ -46,6 +46,42 @@ def test_a_manifest_holds_finite_numbers_only(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"seal": seal}))
     with pytest.raises(Damaged, match="its seal does not fit"):
         read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": [30]},
+        {"step": 2.0},
+        {"file": 5},
+        {"sha256": 7},
+        {"shapes": []},
+        {"parts": [7]},
+        {"parts": 7},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state_of(step), step=step, epoch=0)
+    path = tmp_path / "step-000000002.json"
+    content = {name: value for name, value in json.loads(path.read_text()).items() if name != "seal"} | fields
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    for text in (json.dumps(content | {"seal": seal}), "[" * 100_000, "\x00"):
+        path.write_text(text)
+        lines: list[str] = []
+        found = newest_valid(tmp_path, lines.append)
+        assert found is not None
+        assert (found.step, len(lines)) == (1, 2)
+        assert "checkpoint step-000000002 is damaged" in lines[0]
+
+
+@pytest.mark.parametrize("text", ['{"step": 1e400}', '{"step": "1"}', '{"step": -1}', "[" * 100_000, "\x00"])
+def test_a_pointer_that_points_nowhere_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "best.json").write_text(text)
+    assert pointed_step(tmp_path / "best.json") is None
 
 
 def test_an_old_checkpoint_that_somebody_else_has_removed_is_not_missed(tmp_path: Path) -> None:

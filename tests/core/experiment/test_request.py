@@ -10,7 +10,7 @@ import pytest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
-from ddp_core.experiment.request import Request
+from ddp_core.experiment.request import Request, build_splits
 
 TEXT = '''"""Does it travel?"""
 from ddp_core.config.experiment import Component, Experiment, Optimizer
@@ -56,6 +56,19 @@ def test_a_request_is_the_same_after_its_way(tmp_path: Path) -> None:
         TEXT,
         "Does it travel?",
     )
+
+
+def test_a_data_set_that_does_not_know_its_length_is_told_with_its_line(tmp_path: Path) -> None:
+    own = """
+class Endless:
+    def __getitem__(self, index): return 0.0, 0.0
+    def __len__(self): return None
+def toy_data(): return Endless()
+"""
+    file = tmp_path / "mine.py"
+    file.write_text(TEXT.replace(', options={"size": 32}', "") + own)
+    with pytest.raises(UserError, match=r"data toy_data has no length: TypeError: 'NoneType'"):
+        build_splits(prepare(Asked(experiment=str(file), device="cpu"), "").loaded, tmp_path)
 
 
 def test_a_request_that_was_changed_on_its_way_is_refused(tmp_path: Path) -> None:

@@ -72,3 +72,17 @@ def test_a_sample_trained_twice_and_a_missing_step_are_named(tmp_path: Path) -> 
     write(tmp_path / "gap", 1, 0, 0, {1: (0, [7]), 3: (0, [8])})
     with pytest.raises(UserError, match="no rank trained step 2"):
         audit(tmp_path / "gap")
+
+
+@pytest.mark.parametrize("line", ['{"step": 3}', '{"done": "3"}', '{"step": 3, "ids": {}}', "[" * 100_000, "\x00", "7"])
+def test_a_line_that_is_none_ends_a_ledger(tmp_path: Path, line: str) -> None:
+    write(tmp_path, 1, 0, 0, {1: (0, [0]), 2: (0, [1])})
+    path = tmp_path / "ledger" / "attempt-0001-rank-0000.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    assert sorted(committed_steps(tmp_path)) == [1, 2]
+
+
+def test_a_step_far_away_is_a_gap_and_no_wait(tmp_path: Path) -> None:
+    write(tmp_path, 1, 0, 0, {1: (0, [0]), 2**62: (0, [1])}, done=2**62)
+    with pytest.raises(UserError, match="no rank trained step 2"):
+        audit(tmp_path)

@@ -12,12 +12,13 @@ import pytest
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer
+from ddp_core.cli import main
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import Request
 from ddp_core.record.continuing import find_resumable
-from ddp_core.record.directory import RunDirectory, find_launch, find_runs
+from ddp_core.record.directory import RunDirectory, find_launch, find_runs, pass_over
 from ddp_core.record.lock import RunLock
 from tests.support.records import EXPERIMENT, a_record
 
@@ -104,6 +105,50 @@ def test_runs_are_found_oldest_first_at_any_depth(tmp_path: Path) -> None:
     assert [run.path for run, _ in find_runs(tmp_path)] == [early.path, late.path]
     assert [run.path for run, _ in find_runs(late.path)] == [late.path]
     assert list(find_runs(tmp_path / "nothing")) == []
+
+
+BAD = {
+    "empty": b"",
+    "not UTF-8": b"\xff",
+    "deep": b"[" * 100_000,
+    "list": b"[]",
+    **{
+        f"{name} {value!r}": json.dumps(a_record() | {name: value}).encode()
+        for name, values in {
+            "attempts": ([], {}, [7]),
+            "result": ([], None, {"seconds": "long"}),
+            "experiment": ([], {"name": 5}),
+            "layout": ([], {"kind": "tp"}),
+            "options": (None, {"reduction": []}),
+            "status": ("done", "completed"),
+            "started_at": (None, 5),
+        }.items()
+        for value in values
+    },
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_bad_record_is_passed_over_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    good, bad = make(tmp_path, launch_id="a"), make(tmp_path)
+    (bad.path / "run.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"no readable run\.json") as refused:
+        bad.read()
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
+    line = f"ddp: warning: passed over: {refused.value}\n"
+    assert line.count("\n") == 1
+    found = find_resumable(request(tmp_path), 64)
+    assert found is not None
+    assert (found.path, capsys.readouterr().err) == (good.path, line)
+    found = find_launch(tmp_path, EXPERIMENT, "a", pass_over)
+    assert found is not None
+    assert (found.path, capsys.readouterr().err) == (good.path, line)
+    assert main(["compare", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == line
+    assert main(["compare", str(good.path), str(bad.path)]) == 2
+    assert capsys.readouterr().err == f"ddp: error: {refused.value}\n"
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "stopped"])

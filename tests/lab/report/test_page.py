@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from ddp_core.base.digests import weights_digest
 from ddp_lab.report.contents import build_report
 from ddp_lab.report.page import render, write_report
 from ddp_lab.report.reading.families import find_families
@@ -326,6 +330,27 @@ def test_the_page_is_not_wider_than_the_window(folder: Path, tmp_path: Path, wid
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None
     assert title.group(1) == f"{width} {width}"
+
+
+def test_weights_that_are_not_those_of_the_record_are_seen(tmp_path: Path) -> None:
+    for layout in (single(), ddp(2), ddp(4)):
+        path = write_run(tmp_path, layout)
+    save_file({"weight": torch.zeros(2)}, path / "model.safetensors")
+    (family,) = find_families(read_runs(tmp_path).runs)
+    assert (family.verdict.text, family.verdict.tone) == ("other weights than recorded", "bad")
+    assert family.judgement.startswith("seed 0: 2 exact runs, identical")
+    assert family.judgement.endswith("; left out: other weights than recorded")
+    page = render(build_report(tmp_path), "page.html.j2")
+    assert page.count("<small>other weights than recorded</small>") == 1
+    assert '<span class="badge bad">other weights than recorded</span>' in page
+    assert "model.safetensors holds other weights than run.json says. Its weights are not compared" in page
+    (path / "model.safetensors").write_bytes(bytes(500))
+    assert "holds no weights" in str(read_runs(tmp_path).runs[-1].weights_problem)
+    save_file({"weight": torch.zeros(2)}, path / "model.safetensors")
+    recorded = weights_digest({"weight": torch.zeros(2)})
+    record = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps(record | {"weights_sha256": recorded}))
+    assert all(run.is_reference for run in read_runs(tmp_path).runs)
 
 
 def test_a_broken_promise_is_seen_and_its_run_is_no_reference(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""JSON documents read back: what is refused, in which words, and that nothing else is raised."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NotRequired
+
+import pytest
+from typing_extensions import TypedDict
+
+from ddp_core.base.documents import MOST_DEPTH, BadDocument, Count, FilePath, parse_document, read_document
+
+
+class Item(TypedDict):
+    number: Count
+    name: NotRequired[FilePath]
+    share: NotRequired[float | None]
+
+
+def test_a_document_is_given_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"number": 3, "name": "caf\\u00e9-\\udcff", "later": {"x": [1, 2.5]}}')
+    assert read_document(file, Item) == {"number": 3, "name": "café-\udcff", "later": {"x": [1, 2.5]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"number": 1} x', "not JSON"),
+        (b'{"number": \xff}', r"not UTF-8 \(byte 11\)"),
+        (b"[]", "should be a valid dictionary"),
+        (b"[" * 100_000, f"nested deeper than {MOST_DEPTH} levels"),
+        (b'{"number": 1, "more": ' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
+        (b"{}", "number: Field required"),
+        (b'{"number": "1"}', "number: Input should be a valid integer"),
+        (b'{"number": true}', "number: Input should be a valid integer"),
+        (b'{"number": 1.0}', "number: Input should be a valid integer"),
+        (b'{"number": -1}', "number: Input should be greater"),
+        (b'{"number": 9223372036854775808}', "number: Input should be less"),
+        (b'{"number": NaN}', "number: Input should be a valid integer"),
+        (b'{"number": 1e400}', "number: Input should be a valid integer"),
+        (b'{"number": ' + b"9" * 5000 + b"}", "number: Input should be a valid integer"),
+        (b'{"number": 1, "name": "a\\u0000b"}', "name: Value error, a path holds no NUL"),
+        (b'{"number": 1, "more": "\\ud800"}', "text that is no Unicode"),
+        (b'{"number": 1, "share": "x"}', "share: Input should be a valid number"),
+    ],
+)
+def test_what_it_is_not_is_said_in_a_few_words(content: bytes, words: str) -> None:
+    with pytest.raises(BadDocument, match=words) as refused:
+        parse_document(content, Item)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400", "-1e400", "9" * 400])
+def test_what_no_float_can_hold_is_null(number: str) -> None:
+    assert parse_document(f'{{"number": 1, "share": {number}}}', Item) == {"number": 1, "share": None}
+
+
+def test_as_many_levels_as_allowed_are_read() -> None:
+    deep = "[" * MOST_DEPTH + "]" * MOST_DEPTH
+    assert parse_document(deep, list) is not None
+    with pytest.raises(BadDocument):
+        parse_document(f"[{deep}]", list)
+
+
+def test_a_format_is_asked_for() -> None:
+    assert parse_document('{"format": "a/1", "number": 1}', Item, "a/1")["number"] == 1
+    for other in ('{"format": "a/2", "number": 1}', '{"number": 1}', "[]", '{"format": ["a/1"]}'):
+        with pytest.raises(BadDocument, match="not of format a/1"):
+            parse_document(other, Item, "a/1")
+
+
+def test_names_from_the_document_do_not_fill_the_line() -> None:
+    with pytest.raises(BadDocument) as refused:
+        parse_document('{"' + "x\\n" * 5000 + '": []}', dict[str, str])
+    assert len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text("[" + " " * 998 + "]")
+    assert read_document(file, list, most_bytes=1000) == []
+    with pytest.raises(BadDocument, match="larger than 999 bytes"):
+        read_document(file, list, most_bytes=999)
+
+
+def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadDocument, match="not a file"):
+        read_document(tmp_path / "pipe", Item)
+    with pytest.raises(BadDocument, match="not a file"):
+        read_document(Path("/dev/zero"), Item)
+    with pytest.raises(IsADirectoryError):
+        read_document(tmp_path, Item)
+    with pytest.raises(FileNotFoundError):
+        read_document(tmp_path / "none", Item)

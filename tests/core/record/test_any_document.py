@@ -1,0 +1,327 @@
+"""Whatever stands in a document that ddp reads back: never an exception but a UserError, and never a wait.
+
+The documents are those of a real run. One of them is changed at one place, in its bytes, or in the type, the size or
+the depth of a value, and then given to everything that reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile, ZipInfo
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid, sweep
+from ddp_core.checkpoint.manifest import _canonical
+from ddp_core.cli import main
+from ddp_core.cli.early_numerics import expected_numerics
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.config.layout import Layout
+from ddp_core.config.options import Asked, Options
+from ddp_core.distributed.world import World
+from ddp_core.experiment.request import Request
+from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
+from ddp_core.record.continuing import find_resumable, require_continuable
+from ddp_core.record.data import recorded_digest
+from ddp_core.record.directory import RunDirectory, find_launch
+from ddp_core.record.initial_weights import find_weights
+from ddp_core.record.lock import require_unlocked
+from ddp_core.record.reading import Run
+from ddp_lab.chaos.judge import DrillReport, judge
+from ddp_lab.chaos.watch import Progress, recovery
+from ddp_lab.claims.framework.suite import read as read_claim
+from ddp_lab.cluster.runs import Planned, find_baseline
+from ddp_lab.report import main as report_main
+from ddp_lab.report.contents import build_report
+from ddp_lab.report.reading.claims import read_findings
+from ddp_lab.report.reading.runs import read_runs
+from tests.lab.report.files import write_claim, write_drill
+from tests.support.commands import train, trained
+from tests.support.records import an_attempt
+
+Read = Callable[["Place"], object]
+
+ALL_FIELDS: dict[str, Any] = {
+    "init_from": {"given": "a", "file": "/nowhere/a.pt", "sha256": "0" * 64},
+    "promise_broken": {"step": 3, "what": "other bits", "attempt": 0},
+    "ema_sha256": None,
+}
+GUARD = {"mode": "normal", "checks": 3, "every": 2, "resume": "as before", "seconds": {"again": 0.5}}
+EXTENDED = {"epochs": 1, "max_steps": None, "step": 2}
+CHANGED = {"source_diff_sha256": "0" * 64, "data_changed": "changed at x"}
+
+# As they stand in a document.
+VALUES = [
+    *("null", "true", "0", "-1", "1", "4", "9223372036854775808", "9" * 40, "9" * 400, "9" * 5000),
+    *("0.5", "1e308", "1e400", "-1e400", "NaN", "-Infinity"),
+    *('""', '"x"', '"1"', '"\\u0000"', '"\\ud800"', '"\\udcff"', '"a\\nb"', '"../../x"', '"/"', '"."'),
+    *(json.dumps("x" * 300), json.dumps("x" * 70_000)),
+    *("[]", "{}", "[null]", "[[]]", "[30]", '{"": null}', '{"step": {}}', '["a", "a"]'),
+    *("[" * 50 + "]" * 50, "[" * 99 + "]" * 99, '{"a":' * 101 + "1" + "}" * 101, "[" * 100_000, '{"a":' * 100_000),
+]
+_HERE = "put it here"
+
+
+@dataclass(frozen=True)
+class Place:
+    """An output folder with a finished run, which holds every kind of document, and a request for the same."""
+
+    output: Path
+    run: Path
+    request: Request
+    files: dict[Path, bytes]
+
+    @contextlib.contextmanager
+    def changed(self, document: str, content: bytes) -> Iterator[None]:
+        """Everything as it was, but for the content of one document."""
+        (self.output / document).write_bytes(content)
+        try:
+            yield
+        finally:
+            for path in self.output.parent.rglob("*"):
+                if path.is_file() and path.read_bytes() != self.files.get(path):
+                    path.unlink()
+            for path, known in self.files.items():
+                if not path.exists():
+                    path.write_bytes(known)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("documents")
+    output = folder / "out"
+    train(output, "toy_mlp", "--ledger", "--checkpoint-every", "2", "--digest-every", "2")
+    made, record = trained(output)
+    first, *_ = record["attempts"]
+    attempts = [first | {"guard": GUARD, "extended_from": EXTENDED}]
+    of_parts = {"data": {"digest_of": "2 files", "parts": 2, "sampled": True}}
+    (made.path / "data.json").write_text(json.dumps({"a.txt": "0" * 64, "b.txt": "12 bytes"}))
+    made.update(**ALL_FIELDS | of_parts | {"init_from": None, "promise_broken": None}, attempts=attempts, launch_id="a")
+    shutil.copy(made.checkpoints / "latest.json", made.checkpoints / "best.json")
+    run = made.path.rename(output / "toy_mlp" / "run")
+    other = shutil.copytree(run, output / "toy_mlp" / "other")
+    others = [first, an_attempt(**CHANGED)]
+    RunDirectory(other).update(**ALL_FIELDS, attempts=others, status="stopped", exit_code=75, started_at="2026")
+    write_drill(output).rename(output / "drill.json")
+    write_claim(output, id="C01")
+    assert main(["bundle", str(run), "-o", str(output / "b.zip")]) == 0
+    request = Request(load_with_settings("toy_mlp", ()), Layout(), Options(output=str(output)), "auto")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return Place(output, run, request, files)
+
+
+def command(*words: str, run: Callable[[Sequence[str]], int] = main) -> Read:
+    """Runs a command of `ddp`, whose words may name RUN and OUT."""
+
+    def read(place: Place) -> None:
+        names = {
+            "RUN": str(place.run),
+            "OUT": str(place.output),
+        }
+        said = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            code = run([names.get(word, word.replace("OUT", names["OUT"])) for word in words])
+        assert code not in (ExitCode.INTERNAL, 130), said.getvalue()
+        assert "Traceback" not in said.getvalue()
+
+    return read
+
+
+def every_part_of_a_run(place: Place) -> None:
+    run = Run(place.run)
+    _ = (repr(run), run.figures, run.metrics, run.promise_broken)
+    recorded_digest(place.run, run.record)
+
+
+def progress(place: Place) -> None:
+    seen = Progress(place.output, "a")
+    seen.look()
+    _ = (seen.step, seen.attempts, seen.nnodes, seen.completed, seen.trains, seen.step_at(1e9), seen.first_rank_host())
+    recovery(seen.records, 0.0)
+
+
+def drill(place: Place) -> None:
+    judge(DrillReport("d", "local", 0), place.run, None)
+
+
+def checkpoints(place: Place) -> None:
+    folder = place.run / "checkpoints"
+    find_checkpoints(folder)
+    best_checkpoint(folder)
+    sweep(folder)
+    assert newest_valid(folder) is not None, "the one before is taken"
+
+
+RUN: list[Read] = [
+    every_part_of_a_run,
+    progress,
+    drill,
+    lambda place: find_resumable(place.request, 32),
+    lambda place: require_continuable(RunDirectory(place.run), place.request, 32),
+    lambda place: find_launch(place.output, place.request.loaded.experiment, "a"),
+    lambda place: find_baseline(place.output, Planned("x", "native")),
+    lambda place: find_weights(str(place.run)),
+    lambda place: expected_numerics(Asked(experiment="toy_mlp", device="cpu", record=str(place.run / "run.json"))),
+    lambda place: read_runs(place.output),
+    command("compare", "RUN"),
+    command("compare", "--output", "OUT"),
+]
+READERS: dict[str, list[Read]] = {
+    "toy_mlp/run/run.json": RUN,
+    "toy_mlp/other/run.json": RUN,
+    "toy_mlp/run/data.json": [every_part_of_a_run],
+    "toy_mlp/run/metrics.jsonl": [every_part_of_a_run, progress, drill, lambda place: read_runs(place.output)],
+    "toy_mlp/run/ledger/attempt-0000-rank-0000.jsonl": [drill, command("ledger", "RUN")],
+    "toy_mlp/run/heartbeats/rank-0.json": [
+        progress,
+        lambda place: name_lost_peer(place.run, World(rank=1, world_size=2), "[127.0.0.1]:1"),
+        lambda place: renew_heartbeat(place.run, World()),
+        command("health", "--output", "OUT"),
+    ],
+    "toy_mlp/run/run.lock": [lambda place: require_unlocked(place.run)],
+    "toy_mlp/run/fence.json": [lambda place: Fence(place.run, 1).check(), lambda place: Fence.take(place.run)],
+    "toy_mlp/run/checkpoints/best.json": [checkpoints],
+    "toy_mlp/run/checkpoints/latest.json": [checkpoints],
+    "toy_mlp/run/checkpoints/step-000000004.json": [checkpoints, lambda place: find_resumable(place.request, 32)],
+    "drill.json": [lambda place: read_findings(place.output)],
+    "claims/C01.json": [
+        lambda place: read_findings(place.output),
+        lambda place: read_claim(place.output / "claims" / "C01.json"),
+    ],
+}
+COMMANDS: dict[str, list[Read]] = {
+    "toy_mlp/run/run.json": [
+        command("bundle", "RUN", "-o", "OUT/new.zip"),
+        command("verify", "RUN"),
+        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--resume", "auto", "--dry-run"),
+        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--resume", "RUN", "--dry-run"),
+        command("train", "toy_mlp", "--device", "cpu", "--output", "OUT", "--init-from", "RUN", "--dry-run"),
+        lambda place: build_report(place.output),
+    ],
+    "b.zip": [command("verify", "OUT/b.zip")],
+}
+"""What takes longer than a reader."""
+
+
+def inner_places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Each dict or list within the document, with each key or index."""
+    if isinstance(document, dict | list):
+        for key in document if isinstance(document, dict) else range(len(document)):
+            yield document, key
+            yield from inner_places(document[key])
+
+
+@st.composite
+def changed_bytes(draw: st.DrawFn, content: bytes) -> bytes:
+    start = draw(st.integers(0, len(content)))
+    stop = draw(st.integers(start, min(len(content), start + 8)))
+    match draw(st.sampled_from(["cut", "zeros", "replace"])):
+        case "cut":
+            return content[:start]
+        case "zeros":
+            return bytes(len(content))
+    return content[:start] + draw(st.binary(max_size=4)) + content[stop:]
+
+
+@st.composite
+def changed_value(draw: st.DrawFn, content: bytes) -> bytes:
+    document = json.loads(content)
+    places = list(inner_places(document))
+    container, key = places[draw(st.integers(0, len(places) - 1))]
+    other = draw(st.sampled_from(VALUES))
+    match draw(st.sampled_from(["replace", "replace", "replace", "remove", "rename", "whole"])):
+        case "replace":
+            container[key] = _HERE
+        case "remove":
+            del container[key]
+        case "rename" if isinstance(container, dict):
+            container[draw(st.text(max_size=3))] = container.pop(key)
+        case _:
+            document = _HERE
+    if isinstance(document, dict) and "seal" in document:
+        del document["seal"]
+        known = json.dumps(_HERE)
+        with contextlib.suppress(ValueError, RecursionError):
+            whole = json.loads(json.dumps(document).replace(known, other))
+            document = document | {"seal": hashlib.sha256(_canonical(whole)).hexdigest()}
+    return json.dumps(document).replace(json.dumps(_HERE), other).encode()
+
+
+@st.composite
+def changed_line(draw: st.DrawFn, content: bytes) -> bytes:
+    lines = content.splitlines()
+    number = draw(st.integers(0, len(lines) - 1))
+    lines[number] = draw(changed_value(lines[number]))
+    return b"\n".join(lines) + b"\n"
+
+
+@st.composite
+def changed_bundle(draw: st.DrawFn, content: bytes) -> bytes:
+    """A bundle with another run.json, which its MANIFEST names."""
+    with ZipFile(io.BytesIO(content)) as archive:
+        comment, members = archive.comment, {name: archive.read(name) for name in archive.namelist()}
+    members["run.json"] = draw(changed_value(members["run.json"]))
+    lines = [f"{hashlib.sha256(text).hexdigest()}  {name}\n" for name, text in members.items() if name != "MANIFEST"]
+    members["MANIFEST"] = "".join(lines).encode()
+    target = io.BytesIO()
+    with ZipFile(target, "w") as archive:
+        archive.comment = comment
+        for name, text in members.items():
+            archive.writestr(ZipInfo(name), text)
+    return target.getvalue()
+
+
+def changes(document: str, content: bytes) -> st.SearchStrategy[bytes]:
+    kinds = {".jsonl": changed_line, ".zip": changed_bundle}
+    return kinds.get(Path(document).suffix, changed_value)(content) | changed_bytes(content)
+
+
+def read_all(place: Place, data: st.DataObject, readers: dict[str, list[Read]]) -> None:
+    document = data.draw(st.sampled_from(sorted(readers)))
+    content = data.draw(changes(document, place.files[place.output / document]))
+    for read in readers[document]:
+        quiet = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
+        with place.changed(document, content), quiet[0], quiet[1], contextlib.suppress(UserError):
+            read(place)
+
+
+def try_out(place: Place, readers: dict[str, list[Read]], examples: int) -> None:
+    """Read so many changed documents."""
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def one(data: st.DataObject) -> None:
+        read_all(place, data, readers)
+
+    one()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(asked: Asked) -> None:
+        raise UserError("not trained here")
+
+    monkeypatch.setattr("ddp_core.cli.verify.train_silently", refuse)
+
+
+def test_no_document_ends_what_reads_it(place: Place) -> None:
+    try_out(place, READERS, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_none_of_ten_thousand_documents_ends_what_reads_it(place: Place) -> None:
+    try_out(place, READERS, 9_000)
+    try_out(place, COMMANDS, 1_000)
+    command("--output", "OUT", run=report_main)(place)
