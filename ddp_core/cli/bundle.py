@@ -22,7 +22,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.documents import parse_document
 from ddp_core.base.errors import ExitCode, UserError, is_full, no_room
-from ddp_core.base.files import NewFile, is_file, is_there
+from ddp_core.base.files import NewFile, is_file, is_there, sync
 from ddp_core.cli.verify import DIFFERENT, verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
@@ -75,7 +75,9 @@ def make_bundle(path: Path, target: Path | None) -> int:
             _write(new.temporary, members)
             with new.temporary.open("rb") as written:
                 digest = hashlib.file_digest(written, "sha256").hexdigest()
+            sync(new.temporary)
             new.rename()
+        sync(target.parent)
     except OSError as error:
         if is_full(error):
             raise no_room(target.parent, error) from None
