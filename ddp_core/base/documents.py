@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ MOST_BYTES = 2**26
 MOST_DEPTH = 100
 """Far below the depth at which Python's own recursion ends."""
 _LONGEST_NUMBER = 300
+_HALF = re.compile("[\\ud800-\\udc7f\\udd00-\\udfff]")
 _SHOWN = 60
 
 
@@ -71,9 +73,7 @@ def parse_document(content: bytes | str, kind: type[_Kind], form: str | None = N
     if form is not None and (not isinstance(document, dict) or document.get("format") != form):
         raise BadDocument(f"not of format {form}")
     _require_shallow(document)
-    if "\\u" in text:
-        _require_unicode(document)
-    return require_kind(document, kind)
+    return require_kind(_writable(document) if "\\u" in text else document, kind)
 
 
 def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
@@ -132,9 +132,7 @@ def _too_deep() -> BadDocument:
     return BadDocument(f"nested deeper than {MOST_DEPTH} levels")
 
 
-def _require_unicode(document: Any) -> None:
-    """Raises BadDocument for half of a surrogate pair, which no stream can write, unless it stands for a byte."""
-    try:
-        json.dumps(document, ensure_ascii=False).encode(errors="surrogateescape")
-    except UnicodeEncodeError:
-        raise BadDocument("text that is no Unicode") from None
+def _writable(document: Any) -> Any:
+    """The document without halves of surrogate pairs, which no stream can write, unless they stand for a byte."""
+    text = json.dumps(document, ensure_ascii=False)
+    return _DECODER.decode(_HALF.sub("\N{REPLACEMENT CHARACTER}", text)) if _HALF.search(text) else document

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_core.base.documents import parse_document
 from ddp_core.base.files import NewFile, make_directory
 from ddp_core.checkpoint.committing import CheckpointFiles
 from ddp_core.checkpoint.data_file import At, human_bytes, write_error
@@ -127,7 +128,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             record = {
                 "step": step,
                 "epoch": epoch,
-                "metadata": json.loads(json.dumps(dict(metadata or {}), allow_nan=False)),
+                "metadata": _readable(metadata or {}),
                 "metric": metric if metric is not None and math.isfinite(metric) else None,
                 "shapes": shapes,
             }
@@ -205,6 +206,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         seconds = time.perf_counter() - started
         stalled = f", training stood still for {self._stall:.3f} s" if self.asynchronous else ""
         self._on_event(f"checkpoint of step {step}: {human_bytes(checkpoint.bytes)} in {seconds:.3f} s{stalled}")
+
+
+def _readable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata as they will be read back. Raises TypeError or ValueError for what cannot be."""
+    read: dict[str, Any] = parse_document(json.dumps(dict(metadata), allow_nan=False), dict[str, Any])
+    return read
 
 
 def _lower_priority() -> None:

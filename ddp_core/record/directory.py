@@ -16,7 +16,7 @@ from typing import Any
 
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import make_directory, replace_file
+from ddp_core.base.files import is_there, make_directory, replace_file
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import tell_user
@@ -99,7 +99,7 @@ def find_runs(
 
     `on_bad` is called for each other directory with a run.json, with the line that says what is wrong with that.
     """
-    files = [place / "run.json"] if (place / "run.json").exists() else sorted(place.glob("**/run.json"))
+    files = [place / "run.json"] if is_there(place / "run.json") else sorted(place.glob("**/run.json"))
     found: list[tuple[RunDirectory, RecordedRun]] = []
     for directory in [RunDirectory(file.parent) for file in files]:
         try:

@@ -107,7 +107,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
-    """Write a model's state dict as safetensors; tensors that share memory are written once.
+    """Write a model's state dict as safetensors; a tensor with several names is written once.
 
     The file is on the disk when this returns. Raises UserError (4) where it cannot be written, and Superseded, with the
     file that is there left as it was, where another process has taken the run over.
@@ -118,10 +118,31 @@ def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
     try:
         with NewFile(path) as new:
             # save_model asks nothing of a model but its state dict.
-            save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(new.temporary))  # type: ignore[arg-type]
+            model = SimpleNamespace(state_dict=lambda: _apart(state))
+            save_model(model, str(new.temporary))  # type: ignore[arg-type]
             sync(new.temporary)  # safetensors has put another file under this name
             with fence.holding():
                 new.rename()
         sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict with copies of tensors that share a part of their memory with others: a row, or a transposed one.
+
+    safetensors would leave them out, or refuse all of them, and the file could not be compared with the digest.
+    """
+    views: dict[int, set[tuple[Any, ...]]] = {}
+    for tensor in state.values():
+        views.setdefault(tensor.untyped_storage().data_ptr(), set()).add(_view(tensor))
+    copies = {
+        _view(tensor): tensor.clone()
+        for tensor in state.values()
+        if len(views[tensor.untyped_storage().data_ptr()]) > 1
+    }
+    return {name: copies.get(_view(tensor), tensor) for name, tensor in state.items()}
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

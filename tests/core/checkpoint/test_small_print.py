@@ -78,6 +78,15 @@ def test_a_manifest_with_other_types_counts_as_damaged(tmp_path: Path, fields: d
         assert "checkpoint step-000000002 is damaged" in lines[0]
 
 
+def test_metadata_that_could_not_be_read_back_are_not_saved(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match="nested deeper than 100 levels"):
+        checkpointer.save(state_of(1), step=1, epoch=0, metadata={"deep": deep})
+    assert find_checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize("text", ['{"step": 1e400}', '{"step": "1"}', '{"step": -1}', "[" * 100_000, "\x00"])
 def test_a_pointer_that_points_nowhere_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "best.json").write_text(text)

@@ -16,6 +16,7 @@ from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
+from ddp_core.record.weights import exchanged_weights
 from tests.core.trainers.test_trainers import CPU, experiment, finished
 
 
@@ -42,6 +43,14 @@ def test_weights_are_written_to_the_file_that_was_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"cannot write {tmp_path}/no/folder") as caught:
         save_weights(model.state_dict(), tmp_path / "no" / "folder", fence)
     assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+def test_what_shares_memory_in_part_is_written_whole(tmp_path: Path) -> None:
+    table, chunks = torch.arange(6.0).view(2, 3), torch.arange(4.0).chunk(2)
+    state = {"table": table, "tied": table, "row": table[0], "turned": table.t(), "first": chunks[0], "last": chunks[1]}
+    save_weights(state, tmp_path / "model.safetensors", Fence.take(tmp_path))
+    assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - {"tied"}
+    assert exchanged_weights(tmp_path, {"weights_sha256": weights_digest(state)}) is None
 
 
 def test_a_former_rank_0_leaves_the_weights_of_its_successor(tmp_path: Path) -> None:
