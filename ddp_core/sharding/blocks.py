@@ -62,6 +62,8 @@ def refuse_unsuitable(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise refusal(f"{name} is a single number, which cannot be cut: give it the shape [1]")
+        if not parameter.numel():
+            raise refusal(f"{name} has no elements, so there is nothing to cut: leave it out")
         if not parameter.is_contiguous():
             raise refusal(f"{name} does not lie row by row in memory: leave out memory_format")
         if has_hooks(parameter):

@@ -39,6 +39,11 @@ def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -
     refuse_unsuitable(model)
 
 
+def test_a_weight_without_elements_is_refused() -> None:
+    with pytest.raises(UserError, match=r"0\.weight has no elements.*use shard mode gradients"):
+        refuse_unsuitable(nn.Sequential(nn.Linear(0, 3, bias=False), nn.Linear(3, 2)))
+
+
 def test_a_layer_that_stands_in_two_blocks_stays_with_the_model() -> None:
     shared, same = nn.Linear(8, 8), nn.Linear(8, 8)
     model = nn.Sequential(_Block(shared), _Block(shared), _Block(nn.Linear(8, 8)), same, same)
