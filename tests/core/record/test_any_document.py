@@ -209,10 +209,10 @@ COMMANDS: dict[str, list[Read]] = {
     ],
     "b.zip": [command("verify", "OUT/b.zip")],
 }
-REPORT = dict.fromkeys(
-    ("toy_mlp/run/run.json", "toy_mlp/run/metrics.jsonl", "claims/C01.json", "drill.json"),
-    [command("--output", "OUT", "--to", "OUT/report", run=report_main)],
-)
+REPORT: dict[str, list[Read]] = {
+    document: [command("--output", "OUT", "--to", "OUT/report", run=report_main)]
+    for document in ("toy_mlp/run/run.json", "toy_mlp/run/metrics.jsonl", "claims/C01.json", "drill.json")
+}
 
 
 def inner_places(document: Any) -> Iterator[tuple[Any, Any]]:
