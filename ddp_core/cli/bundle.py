@@ -56,8 +56,7 @@ def make_bundle(path: Path, target: Path | None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
 
     Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
-    its record, for a target that exists or lies in the
-    run's own directory, and (4) where it cannot be written.
+    its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
     """
     record = RunDirectory(path).read()
     if record["status"] != "completed":
@@ -98,11 +97,16 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
     missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
+    if odd := [name for name in files if name != name.encode(errors="replace").decode()]:
+        raise UserError(
+            f"{odd[0]!r} cannot be the name of a file in a bundle, where names are UTF-8; rename it and train"
+        )
     require_recorded_weights(path, record)
     texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
-    return files | {name: text.encode() for name, text in texts.items()}
+    # A file's name may hold bytes that are no UTF-8; in a text they are written as they are.
+    return files | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
 
 
 def _checked_name(file: Path, sha256: str) -> str:

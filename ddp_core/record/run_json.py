@@ -49,8 +49,8 @@ class RecordedOptions(TypedDict):
     """The options that are read by name."""
 
     reduction: ReductionKind
-    launcher: str
-    backend: str
+    launcher: Literal["in-process", "external", "torchrun", "spawn"]
+    backend: Literal["auto", "gloo", "nccl"]
     workers: Count
     data_dir: FilePath
     digest_every: _Positive | None

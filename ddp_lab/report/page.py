@@ -31,7 +31,8 @@ def write_report(output: Path, to: Path) -> Report:
             replace_file(to / "plots" / f"{plot.name}.svg", standing_alone(plot.svg))
             replace_file(to / "plots" / f"{plot.name}.png", plot.png())
         for name, template in (("report.md", "report.md.j2"), ("index.html", "page.html.j2")):
-            replace_file(to / name, render(report, template))
+            # Names of files in it may hold bytes that are no UTF-8.
+            replace_file(to / name, render(report, template).encode(errors="backslashreplace"))
     except OSError as error:
         reason = f"cannot write {error.filename or to}: {error.strerror}"
         raise UserError(

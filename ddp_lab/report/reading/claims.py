@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,7 +115,8 @@ def read_findings(output: Path) -> Findings:
 def _read(file: Path, form: str, model: type[Model], output: Path, unreadable: list[tuple[str, str]]) -> Model | None:
     name = file.relative_to(output).as_posix()
     try:
-        return model.model_validate(read_document(file, dict[str, Any], form))
+        # As JSON, whose reader refuses text that no chart can show: bytes that are no UTF-8.
+        return model.model_validate_json(json.dumps(read_document(file, dict[str, Any], form)))
     except ValidationError as error:
         unreadable.append((name, explain(error)))
     except BadDocument as error:

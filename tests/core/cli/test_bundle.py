@@ -217,6 +217,19 @@ def test_nothing_is_packed_before_its_weights_are_those_of_the_record(run: Path,
     assert list(tmp_path.iterdir()) == [copy]
 
 
+def test_a_name_that_is_no_utf_8_is_refused_and_in_a_text_written_as_it_is(run: Path, tmp_path: Path) -> None:
+    copy = RunDirectory(Path(shutil.copytree(run, tmp_path / "copy")))
+    copy.update(question="What is in \udcff.txt?")
+    assert make_bundle(copy.path, tmp_path / "b.zip") == 0
+    with ZipFile(tmp_path / "b.zip") as archive:
+        assert b"What is in \xff.txt?" in archive.read("README.txt")
+    source = copy.read()["source"]
+    shutil.copy(copy.path / "source" / "beside.py", copy.path / "source" / "\udcff.py")
+    copy.update(source=source | {"files": source["files"] | {"\udcff.py": source["files"]["beside.py"]}})
+    with pytest.raises(UserError, match=r"'source/\\udcff\.py' cannot be the name of a file in a bundle"):
+        make_bundle(copy.path, tmp_path / "c.zip")
+
+
 def test_the_command_names_the_file_after_the_run(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = ddp("bundle", run, "-o", tmp_path / "b.zip")
     assert (ended.code, ended.errors) == (0, "")
