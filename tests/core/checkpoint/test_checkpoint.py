@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import (
     Checkpointer,
     best_checkpoint,
@@ -267,6 +268,9 @@ def test_another_process_can_be_told_which_checkpoint(tmp_path: Path) -> None:
     assert chosen is not None
     for path in (chosen.path, chosen.manifest):
         assert read_checkpoint(path, sha256=chosen.sha256) == chosen
+        with pytest.raises(UserError, match="for the process that chose it") as caught:
+            read_checkpoint(path, sha256="0" * 64)
+        assert caught.value.exit_code == ExitCode.NO_CHECKPOINT
     verify(chosen)
 
 

@@ -5,6 +5,7 @@ The rows named below are those of the fault matrix, tests/faults/matrix.py.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import pickle
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import take_lock
 from ddp_core.checkpoint import (
     Checkpoint,
     Checkpointer,
@@ -184,6 +186,11 @@ def _future_manifest(checkpoint: Checkpoint) -> None:
     checkpoint.manifest.write_text(text.replace("ddp-checkpoint/1", "ddp-checkpoint/9"))
 
 
+def _bar_manifest(checkpoint: Checkpoint) -> None:
+    checkpoint.manifest.unlink()
+    checkpoint.manifest.mkdir()  # Not even root can read it.
+
+
 def _edit_manifest(checkpoint: Checkpoint) -> None:
     text = checkpoint.manifest.read_text()
     checkpoint.manifest.write_text(text.replace('"epoch": 0', '"epoch": 1'))
@@ -239,6 +246,27 @@ def test_a_lost_manifest_makes_the_data_a_leftover(tmp_path: Path) -> None:
     assert newest is not None
     assert newest.step == 10
     assert [path.name for path in sweep(tmp_path)] == ["step-000000020.pt"]
+
+
+@pytest.mark.parametrize("damage", [_empty_manifest, _half_manifest, _future_manifest, _edit_manifest, _bar_manifest])
+def test_the_data_of_a_manifest_that_cannot_be_read_is_no_leftover(tmp_path: Path, damage: Any) -> None:
+    [checkpoint] = _save(tmp_path, 10)
+    damage(checkpoint)
+    assert sweep(tmp_path) == []
+    assert checkpoint.path.exists()
+
+
+def test_data_that_the_disk_does_not_give_back_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, older = _save(tmp_path, 10, 20)
+
+    def digest(data: Any, name: str) -> Any:
+        if data.name == str(newest.path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return file_digest(data, name)
+
+    file_digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    assert newest_valid(tmp_path) == older
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -575,6 +603,23 @@ def test_a_writer_stopped_inside_the_critical_section_does_not_hold_up_its_succe
     finally:
         stale.kill()
         stale.join()
+
+
+def test_a_lock_whose_file_was_replaced_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence, lock, replacing = Fence.take(tmp_path), tmp_path / "fence.lock", iter([True])
+
+    def take(descriptor: int, *, patience: float) -> bool:
+        taken = take_lock(descriptor, patience=patience)
+        if next(replacing, False):
+            lock.unlink()
+            lock.touch()
+        return taken
+
+    monkeypatch.setattr("ddp_core.checkpoint.fence.take_lock", take)
+    with fence.holding(), lock.open("rb") as another:
+        assert not take_lock(another.fileno()), "another process could take it, too"
 
 
 def test_a_damaged_or_lost_fence_is_a_message(tmp_path: Path) -> None:

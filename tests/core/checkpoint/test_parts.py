@@ -217,6 +217,10 @@ def lose_a_piece(parts: list[Any]) -> None:
     del parts[1]["pieces"]["model.weight"]
 
 
+def lose_the_last_piece(parts: list[Any]) -> None:
+    del parts[2]["pieces"]["model.weight"]
+
+
 def lose_all_pieces(parts: list[Any]) -> None:
     for part in parts:
         part["pieces"].pop("model.weight")
@@ -246,8 +250,8 @@ def have_gaps(parts: list[Any]) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(lose_a_piece, lose_all_pieces, have_a_piece_twice, have_a_piece_too_far, have_another_type),
-        *(have_an_unknown_name, have_gaps),
+        *(lose_a_piece, lose_the_last_piece, lose_all_pieces, have_a_piece_twice, have_a_piece_too_far),
+        *(have_another_type, have_an_unknown_name, have_gaps),
     ],
 )
 def test_parts_that_are_not_the_whole_are_damaged(spoil: Callable[[list[Any]], None]) -> None:

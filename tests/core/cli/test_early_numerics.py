@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from ddp_core.base.errors import UserError
 from ddp_core.cli import early_numerics
 from ddp_core.cli.early_numerics import EarlyNumerics, expected_numerics
+from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
 from ddp_core.numerics import limits
 from ddp_core.numerics.limits import LIMITS, portable_refused_by
@@ -102,6 +104,12 @@ def test_a_program_that_goes_on_keeps_its_variables(monkeypatch: pytest.MonkeyPa
     assert not LIMITS.keys() & os.environ.keys()
     assert not started.can_hold("portable")
     assert started.can_hold("native")
+
+
+def test_a_program_that_has_loaded_torch_without_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR")
+    with pytest.raises(UserError, match="torch was loaded without the limits"):
+        prepare(Asked(experiment="toy_mlp", numerics="portable", device="cpu"), "ddp")
 
 
 def fresh(folder: Path, text: str, *words: str) -> tuple[subprocess.CompletedProcess[str], Path]:

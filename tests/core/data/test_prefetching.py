@@ -6,20 +6,25 @@ What only a CUDA device can show is in tests/gpu/test_input.py.
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.data import loader as loading
 from ddp_core.data.augment import Augmentation, shift_and_flip
 from ddp_core.data.loader import Loader
-from ddp_core.data.prefetching import AHEAD, OnDemand, StepIds, made_ahead
+from ddp_core.data.prefetching import AHEAD, OnDemand, StepIds, made_ahead, made_by_workers
 from ddp_core.data.splits import ByteImages
 from ddp_core.data.trees import Batch
 from tests.core.data.test_loader import OneByOne, assert_equal
@@ -32,6 +37,29 @@ IDS: list[StepIds] = [(step // 2, [np.arange(3) + step, np.arange(3) + 2 * step]
 def pictures(count: int = 40) -> ByteImages:
     pixels = torch.randint(0, 256, (count, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return ByteImages(pixels, torch.arange(count), (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+
+
+def test_loader_processes_leave_every_request_to_stop_to_the_training_process() -> None:
+    def make(step: StepIds) -> int:
+        if get_worker_info() is not None:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(os.getpid(), number)
+        return step[0]
+
+    assert list(made_by_workers(IDS, make, 1)) == [epoch for epoch, *_ in IDS]
+
+
+def test_room_in_shared_memory_is_asked_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker makes two steps ahead, and one step is in use; each step has two micro-batches of a page."""
+
+    def free(_: object) -> SimpleNamespace:
+        return SimpleNamespace(free=(4 * 2 + 1) * 2 * 4096 + 2**18 - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    made = made_by_workers(IDS, lambda _: torch.zeros(1024), 4)
+    with pytest.raises(UserError, match=r"4 loader processes need about 0\.3 MiB") as refused:
+        next(made)
+    assert refused.value.exit_code == ExitCode.RESOURCES
 
 
 def test_items_are_made_in_their_sequence_by_one_other_thread() -> None:

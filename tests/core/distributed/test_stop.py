@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import newest_valid
-from ddp_core.distributed.stop import Stopped, StopRequest, asking_signals, describe_signal, signal_named
-from ddp_core.distributed.world import free_port
+from ddp_core.distributed.reports import read_reports, report_end
+from ddp_core.distributed.stop import (
+    ASKED_ELSEWHERE,
+    Stopped,
+    StopRequest,
+    asking_signals,
+    describe_signal,
+    signal_named,
+    signals_as_before,
+)
+from ddp_core.distributed.world import World, free_port
 from ddp_core.record.directory import find_runs
 from tests.support.asking import Send, has_begun, to_every_process, to_its_group, to_the_command
 from tests.support.commands import ddp, forked, running, train, trained, wait_until
@@ -279,6 +288,41 @@ def test_the_flag_is_set_by_signals_while_it_is_watched() -> None:
         assert stop_request.requested
         assert stop_request.reason == "SIGUSR2"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which this process would have left at once."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+def test_a_second_interrupt_is_heard_until_all_is_saved(exits: list[int]) -> None:
+    with StopRequest() as stop_request:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert exits == [130]
+        stop_request.saved()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert exits == [130]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_only_leaves_hears_nothing_but_the_first_interrupt(asked: bool) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    with signals_as_before():
+        with StopRequest(last=True):
+            if asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+        ignored = [signal.getsignal(number) is signal.SIG_IGN for number in numbers]
+    assert ignored == [True, True, asked]
+
+
+def test_the_report_of_the_rank_that_was_asked_comes_first(tmp_path: Path) -> None:
+    for rank, reason in enumerate([ASKED_ELSEWHERE, "SIGTERM"]):
+        report_end(World(rank=rank, world_size=2, report_dir=tmp_path), ExitCode.STOPPED, str(Stopped(reason, 7)))
+    assert [report.rank for report in read_reports(tmp_path)] == [1, 0]
 
 
 def test_an_unknown_signal_is_named() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
+from ddp_core.launch import meeting
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, own_address, require_same_request
 from tests.support.processes import HANG
 
@@ -90,3 +91,27 @@ def test_another_setting_is_another_experiment() -> None:
     (first, second) = compared(facts("epochs=3"), facts("epochs=4"))
     assert first == second
     assert "another experiment than node 0" in (first or "")
+
+
+@pytest.mark.parametrize(("answers", "left_at"), [([True] * 20, None), ([True] * 5 + [False] * 20, 18.0)])
+def test_a_node_is_cut_off_when_nothing_has_answered_for_so_long(
+    monkeypatch: pytest.MonkeyPatch, answers: list[bool], left_at: float | None
+) -> None:
+    now, asked, exits = [0.0], iter(answers), []
+
+    def wait(seconds: float) -> bool:
+        now[0] += seconds
+        return now[0] > 2 * len(answers) or bool(exits)
+
+    def connect(*_: object) -> None:
+        if not next(asked):
+            raise TimeoutError
+
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(meeting, "_connect", connect)
+    monkeypatch.setattr(meeting.os, "_exit", lambda code: exits.append((code, now[0])))
+    done: Any = SimpleNamespace(wait=wait, is_set=lambda: False)
+    ended: list[float] = []
+    meeting._watch("store:1", 7.0, lambda: ended.append(now[0]), done)
+    assert exits == ([] if left_at is None else [(ExitCode.PEERS_LOST, left_at)])
+    assert ended == ([] if left_at is None else [left_at])

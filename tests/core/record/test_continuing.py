@@ -290,7 +290,6 @@ def test_weights_of_a_run_start_another(output: Path, project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_runs_from_other_weights_do_not_continue_each_other(output: Path, project: Path) -> None:
     train(output / "first", project)
     weights = str(trained(output / "first")[0].path / "model.safetensors")

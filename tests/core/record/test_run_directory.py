@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Checkpointer
 from ddp_core.cli import main
 from ddp_core.config.layout import Layout
-from ddp_core.config.options import Options
+from ddp_core.config.options import Asked, Options
 from ddp_core.experiment.file import LoadedExperiment
 from ddp_core.experiment.request import Request
-from ddp_core.record.continuing import find_resumable
+from ddp_core.record.continuing import find_resumable, require_continuable
 from ddp_core.record.directory import RunDirectory, find_launch, find_runs, pass_over
 from ddp_core.record.lock import RunLock
 from tests.support.records import EXPERIMENT, a_record
@@ -181,6 +182,22 @@ def test_a_run_that_somebody_works_on_is_not_resumed(tmp_path: Path) -> None:
         assert find_resumable(request(tmp_path), 64) is None
     assert not directory.is_live
     assert find_resumable(request(tmp_path), 64) is not None
+
+
+WEIGHTS = {"given": "w.pt", "file": "/w.pt", "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize("status", ["stopped", "completed"])
+@pytest.mark.parametrize(("began_with", "asked_for"), [(WEIGHTS, None), (None, "w.pt")])
+def test_a_run_that_began_with_other_weights_is_not_continued(
+    tmp_path: Path, began_with: dict[str, str] | None, asked_for: str | None, status: str
+) -> None:
+    directory = make(tmp_path, status=status, init_from=began_with, result={"steps": 1})
+    asked = replace(request(tmp_path), asked=Asked(experiment="mine.py", init_from=asked_for))
+    assert find_resumable(asked, 64) is None
+    with pytest.raises(UserError, match="initial weights") as refused:
+        require_continuable(directory, asked, 64)
+    assert refused.value.exit_code == ExitCode.NO_CHECKPOINT
 
 
 def test_a_later_round_finds_its_launch(tmp_path: Path) -> None:

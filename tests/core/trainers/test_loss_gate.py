@@ -93,6 +93,17 @@ def test_what_a_scaler_finds_and_what_the_losses_say_are_not_added() -> None:
     assert parameter.tolist() == [1.0] * 3, "the gate stays closed"
 
 
+def test_what_a_scaler_finds_holds_an_update_back_although_the_losses_are_finite() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    gate, scaler = LossGate(optimizer, CPU), torch.amp.GradScaler("cpu", 4.0)
+    scaler.scale(torch.zeros(()))
+    gate.see(torch.zeros(2))
+    parameter.grad = torch.full((3,), math.inf)
+    scaler.step(optimizer)
+    assert parameter.tolist() == [1.0] * 3
+
+
 def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), fused=True)
 

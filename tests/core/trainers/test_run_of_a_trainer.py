@@ -143,6 +143,17 @@ def test_a_request_to_stop_is_met_at_the_next_step() -> None:
     assert "SIGTERM" in str(raised.value)
 
 
+def test_a_rank_that_nobody_has_asked_stops_with_the_others_and_says_so() -> None:
+    with trainer_of(experiment()) as trainer, pytest.raises(Stopped, match="another rank was asked to"):
+        trainer.stop()
+
+
+def test_an_evaluation_as_good_as_the_best_is_not_a_better_one() -> None:
+    with trainer_of(experiment()) as trainer:
+        found = [trainer.state.take_evaluation({"test_accuracy": accuracy}) for accuracy in (0.5, 0.5, 0.4, 0.6)]
+    assert found == [True, False, False, True]
+
+
 def test_a_time_limit_is_a_request_to_stop() -> None:
     with (
         trainer_of(experiment(), stop=StopRequest(max_seconds=0)) as trainer,

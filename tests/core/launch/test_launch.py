@@ -1,0 +1,71 @@
+"""What a launcher leaves to others when its workers have ended: the record, the rendezvous, and its restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.distributed.reports import report_end
+from ddp_core.distributed.world import World
+from ddp_core.launch.agent import Agent
+from ddp_core.launch.decision import Decision, Next
+from ddp_core.launch.launch import _close_record, _run_agent
+from ddp_core.launch.meeting import Meeting, join
+from ddp_core.record.lock import RunLock
+from tests.core.record.test_run_directory import make, request
+from tests.support.processes import ask
+
+ALONE = Meeting(launch_id="mine")
+
+
+def test_the_record_of_a_run_that_another_launcher_goes_on_with_is_left_alone(tmp_path: Path) -> None:
+    directory = make(tmp_path, launch_id="mine")
+    with RunLock(directory.path):
+        _close_record(request(tmp_path), ALONE, ExitCode.PEERS_LOST)
+    assert directory.read()["status"] == "running"
+    _close_record(request(tmp_path), ALONE, ExitCode.PEERS_LOST)
+    record = directory.read()
+    assert (record["status"], record["exit_code"], record["message"]) == ("failed", 6, "the workers were lost")
+
+
+@pytest.mark.parametrize(("code", "closes"), [(ExitCode.STOPPED, False), (ExitCode.NUMERICS, True)])
+def test_a_launch_that_was_stopped_can_go_on_with_its_id(tmp_path: Path, code: ExitCode, closes: bool) -> None:
+    report_end(World(report_dir=tmp_path), code, "it ended")
+    failed = RunResult(state=WorkerState.FAILED)
+    agent: Any = SimpleNamespace(run=lambda: failed, kill_workers=pytest.fail)
+    handler = join(ALONE, "127.0.0.1", 60)
+    try:
+        assert _run_agent(agent, handler, tmp_path, ALONE, timeout=30, join_seconds=60) == code
+        assert handler.is_closed() is closes
+    finally:
+        handler.shutdown()
+
+
+class MakesRoom(Agent):
+    """Makes room twice, and then ends."""
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        self.decisions = [Next.MAKE_ROOM, Next.MAKE_ROOM, Next.END]
+
+    def _decide(self, *_: object) -> Decision:
+        return Decision(self.decisions.pop(0))
+
+
+def starts_without_restarts(folder: Path) -> int:
+    """How often an agent that may not restart starts a worker that fails, where it makes room twice."""
+    words = ("-c", f"echo started >> {folder}/starts; exit 75")
+    handler = join(ALONE, "127.0.0.1", 60)
+    spec = WorkerSpec("trainer", 1, handler, entrypoint="/bin/sh", args=words, max_restarts=0, local_addr="127.0.0.1")
+    MakesRoom(spec, DefaultLogsSpecs(log_dir=str(folder)), folder, None, [], {}).run()
+    return len((folder / "starts").read_text().split())
+
+
+def test_room_for_a_node_costs_no_restart(tmp_path: Path) -> None:
+    assert ask(starts_without_restarts, tmp_path) == 3
