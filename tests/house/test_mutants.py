@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,22 @@ KEPT = json.loads(mutants_page.KEPT.read_text())
 def test_the_page_says_what_was_measured() -> None:
     page = mutants_page.PAGE.read_text()
     assert f"{mutants_page.BEGIN}\n\n{mutants_page.between_marks(KEPT)}\n{mutants_page.END}" in page
+
+
+def test_the_mutations_made_by_hand_name_files_and_tests_that_exist() -> None:
+    tables = mutants_page.PAGE.read_text().partition("## Mutations made by hand")[2]
+    rows = [line.split(" | ") for line in tables.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) >= 23
+    texts: dict[str, str] = defaultdict(str)
+    for path in (mutants_page.ROOT / "tests").rglob("test_*.py"):
+        texts[path.name] += path.read_text()  # two folders may have files of one name
+    test_file = ""
+    for _, files, tests in rows:
+        for file in re.findall(r"`(\S+\.py)`", files):
+            assert any((mutants_page.ROOT / place / file).exists() for place in (".", "ddp_core")), file
+        for found, test in re.findall(r"`(?:\S*/)?(\w*(?:\.py)?)::(\w+)`", tests):
+            test_file = found or test_file
+            assert f"def {test}(" in texts[test_file], f"{test_file}::{test}"
 
 
 def test_the_record_has_the_reasons_of_the_file_of_accepted_mutants() -> None:
