@@ -222,13 +222,14 @@ def report(mutants: Sequence[Mutant], accepted: Accepted) -> dict[str, Any]:
     survivors = [mutant.described() | {"file": str(mutant.file)} for mutant in mutants if mutant.outcome == "survived"]
     for survivor in survivors:
         survivor["accepted"] = accepted.reason(survivor)
-    modules = {}
+    modules: dict[str, dict[str, Any]] = {}
     for file in sorted({mutant.file for mutant in mutants}):
         outcomes = [mutant.outcome for mutant in mutants if mutant.file == file]
         counts = {name: outcomes.count(name) for name in ("killed", "timeout", "survived", "not covered", "error")}
         argued = sum(one["file"] == str(file) and one["accepted"] is not None for one in survivors)
         run_of_it = len(outcomes) - outcomes.count(None)
         modules[str(file)] = {"mutants": len(outcomes), "run": run_of_it, **counts, "accepted": argued}
+        modules[str(file)]["sha256"] = mutants_page.digest_of(str(file))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {"commit": commit, "modules": modules, "survivors": survivors}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -29,7 +30,7 @@ def rows(results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         judged = counts["run"] - counts["accepted"]
         score = f"{(counts['killed'] + counts['timeout']) / judged:.1%}" if judged else "-"
         yield (module, *(str(counts[name]) for name in COLUMNS), score)
-        total.update(counts)
+        total.update({name: count for name, count in counts.items() if isinstance(count, int)})
 
 
 def in_words(results: dict[str, Any]) -> str:
@@ -43,13 +44,28 @@ def in_words(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def digest_of(module: str) -> str | None:
+    """SHA-256 of the file of a module as it is now; None where it is gone."""
+    file = ROOT / module
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
+
+
+def stale(results: dict[str, Any]) -> list[str]:
+    """The modules that are no longer as they were when their mutants were run, or of which that is not on record."""
+    return [module for module, counts in results["modules"].items() if counts.get("sha256") != digest_of(module)]
+
+
 def between_marks(kept: dict[str, Any]) -> str:
     """What stands between the marks of the page."""
     results, machine = kept["results"], kept["machine"]
     *_, (_, mutants, run, *_) = rows(results)
+    changed = [module.removeprefix("ddp_core/") for module in stale(results)]
+    if len(changed) == len(results["modules"]):
+        changed = ["all of them"]
     lines = [
         f"Of {mutants} mutants {run} were run. `{kept['command']}`, {kept['date'][:10]}, at commit "
         f"{results['commit'][:12]}, on {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}.",
+        *(["", f"Stale, because the file has changed since: {', '.join(changed)}."] if changed else []),
         "",
         "| " + " | ".join(("module", *COLUMNS, "score")) + " |",
         "|" + "---|" * (len(COLUMNS) + 2),

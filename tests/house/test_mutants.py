@@ -22,6 +22,14 @@ def test_the_page_says_what_was_measured() -> None:
     assert f"{mutants_page.BEGIN}\n\n{mutants_page.between_marks(KEPT)}\n{mutants_page.END}" in page
 
 
+def test_a_module_that_has_changed_since_its_mutants_were_run_is_stale() -> None:
+    module = "ddp_core/config/cut.py"
+    counts = dict.fromkeys(mutants_page.COLUMNS, 0)
+    digests = (mutants_page.digest_of(module), "0" * 64, None)
+    found = [mutants_page.stale({"modules": {module: counts | {"sha256": digest}}}) for digest in digests]
+    assert found == [[], [module], [module]]
+
+
 def test_the_mutations_made_by_hand_name_files_and_tests_that_exist() -> None:
     tables = mutants_page.PAGE.read_text().partition("## Mutations made by hand")[2]
     rows = [line.split(" | ") for line in tables.splitlines() if line.startswith("| ") and "`" in line]

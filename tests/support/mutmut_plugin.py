@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, settings
 from mutmut.state import state
 
-from ddp_core.reduction import buckets
+from ddp_core.reduction import contiguous
 from tests.support import processes
 
 PR_SET_PDEATHSIG = 1
@@ -34,7 +34,7 @@ for module in forkserver._forkserver._preload_modules:
 processes.CONTEXT = multiprocessing.get_context("fork")
 
 # DDP reads the annotations behind mutmut's wrapper.
-hook = buckets._hook
+hook = contiguous._reduce_bucket
 getattr(hook, "__wrapped__", hook).__annotations__ = hook.__annotations__
 
 _REACHED = Path.cwd() / "reached"
