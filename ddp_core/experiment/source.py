@@ -27,7 +27,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
+from ddp_core.base.refusals import refused
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
 
@@ -71,7 +72,7 @@ class Source:
                 (folder / place).parent.mkdir(parents=True, exist_ok=True)
                 (folder / place).write_bytes(text)
         except OSError as error:
-            raise UserError(f"cannot write {error.filename}: {error.strerror}", ExitCode.RESOURCES) from None
+            raise refused(error) from None
 
 
 def collect(loaded: LoadedExperiment) -> Source:

@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
+from ddp_core.base.refusals import MEND_OUTPUT, refused
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.record.lock import is_held
@@ -44,19 +45,17 @@ class RunDirectory:
         try:
             (path / "checkpoints").mkdir(parents=True)
         except OSError as error:
-            raise UserError(
-                f"cannot write to {error.filename or output}: {error.strerror}; "
-                "choose another with --output DIR, or mend its owner and mode",
-                ExitCode.RESOURCES,
-            ) from None
+            raise refused(error, Path(error.filename or output), todo=MEND_OUTPUT) from None
         return cls(path)
 
     def read(self) -> dict[str, Any]:
         """The content of run.json. Raises UserError (2) where it is missing, unreadable, or of another format."""
         try:
             record = json.loads((self.path / "run.json").read_text())
-        except (OSError, json.JSONDecodeError):
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
             raise UserError(f"{self.path} is not a run directory: it has no readable run.json") from None
+        except OSError as error:
+            raise refused(error) from None
         if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
             raise UserError(f"{self.path}/run.json is not of format {RECORD_FORMAT}")
         return record
@@ -66,7 +65,7 @@ class RunDirectory:
         try:
             replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
+            raise refused(error, self.path / "run.json") from None
 
     def update(self, **fields: Any) -> None:
         """Change some fields of run.json. Raises UserError (4)."""

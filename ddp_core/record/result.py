@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import first_difference, optimizer_digest, weights_digest
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.refusals import refused
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.observe.usage import RankTotals, Totals, of_all
@@ -114,4 +114,4 @@ def save_weights(state: Mapping[str, Any], path: Path) -> None:
         # save_model asks nothing of a model but its state dict.
         save_model(SimpleNamespace(state_dict=lambda: dict(state)), str(path))  # type: ignore[arg-type]
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
+        raise refused(error, path) from None
