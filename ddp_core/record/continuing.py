@@ -14,6 +14,7 @@ from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.initial_weights import InitialWeights, find_weights
+from ddp_core.record.lock import require_unlocked
 
 LENGTH = ("epochs", "max_steps")
 """The settings by which a finished run may be extended."""
@@ -43,9 +44,16 @@ def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Va
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
 
-    `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
-    unfinished run that could be meant has other settings: to start anew would lose its work in silence.
+    `samples`: of the training data. Raises UserError (2) where a process works in the newest unfinished run of just
+    this experiment: it would be trained twice in silence. Raises UserError (3) where the newest unfinished run that
+    could be meant has other settings: to start anew would lose its work in silence.
     """
+    newest = next((directory for directory, record in _runs_of(request) if _is_unfinished(record, request)), None)
+    if newest is not None:
+        try:
+            require_unlocked(newest.path)
+        except UserError as error:
+            raise UserError(f"--resume auto: {error}; to train it a second time: --resume never") from None
     if (found := find_unfinished(request)) is not None:
         return found
     for directory, record in _runs_of(request):
@@ -64,13 +72,14 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
 
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
-    experiment = request.loaded.experiment
-    for directory, record in _runs_of(request):
-        unfinished = record.get("status") != "completed"
-        same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
-        if unfinished and same and not directory.is_live:
-            return directory
-    return None
+    runs = [directory for directory, record in _runs_of(request) if _is_unfinished(record, request)]
+    return next((directory for directory in runs if not directory.is_live), None)
+
+
+def _is_unfinished(record: Mapping[str, Any], request: Request) -> bool:
+    """Whether the run is of just this experiment and has not come to its end."""
+    same = record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request)
+    return same and record.get("status") != "completed"
 
 
 def _runs_of(request: Request) -> list[tuple[RunDirectory, dict[str, Any]]]:
