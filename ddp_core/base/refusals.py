@@ -38,6 +38,8 @@ _SAID = {
         for number in _LACKS
         if number not in (errno.EAGAIN, errno.ENOMEM)
     },
+    # The latter is a loader process that has touched a page of /dev/shm for which there was no room.
+    errno.ENOSPC: re.compile("No space left on device|killed by signal: Bus error"),
 }
 _SHARED_MEMORY = re.compile(r"/dev/shm|shared memory|file </?torch_")
 SMALL_ROOM = 1 << 20
@@ -142,7 +144,7 @@ def _in_words(error: BaseException, number: int, path: Path | None, needed: int,
             )
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             if path is None and _SHARED_MEMORY.search(text):
-                return f"/dev/shm is full ({reason}): {MORE_SHARED_MEMORY}"
+                return f"{_shared_memory()} ({reason}): {MORE_SHARED_MEMORY}"
             return _without_room(number, path, needed)
     name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
     advice = todo or _TODO.get(number, _NOT_YOURS if path is not None else "")
@@ -209,6 +211,13 @@ def disk_full(path: Path, needed: int, available: int) -> UserError:
         "some space or keep fewer checkpoints, then start again: the run continues from its newest checkpoint",
         ExitCode.RESOURCES,
     )
+
+
+def _shared_memory() -> str:
+    usage = None
+    with contextlib.suppress(OSError):
+        usage = os.statvfs("/dev/shm")
+    return "/dev/shm is full" + (f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all" if usage else "")
 
 
 def _without_room(number: int, path: Path | None, needed: int) -> str:

@@ -152,6 +152,13 @@ WRAPPED = [
         RuntimeError("unable to write to file </torch_7_1>: No space left on device (28)"),
         "/dev/shm is full .*--shm-size",
     ),
+    (
+        RuntimeError(
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+            "workers are out of shared memory. Please try to raise your shared memory limit."
+        ),
+        "/dev/shm is full, it has .* in all .*--shm-size.*--workers 0",
+    ),
     (RuntimeError("can't start new thread"), "no more processes or threads .*ulimit -u.*--workers"),
     (RuntimeError("Resource temporarily unavailable"), "no more processes or threads"),
     (RuntimeError("unable to mmap 80 bytes from file: Cannot allocate memory (12)"), "out of memory .*micro_batch"),
