@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from functools import wraps
-from pathlib import Path
-from typing import ParamSpec
 
-_P = ParamSpec("_P")
-_INTERRUPTED = 130
 _FEWEST_LETTERS, _MOST_NAMES = 3, 3
 """How many letters a beginning of a name must have to be completed, and how many names one line offers."""
 
@@ -47,19 +39,6 @@ class UserError(Exception):
         return (type(self), (str(self), int(self.exit_code)))
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether a write failed because the disk, a quota, or the allowed size of a file is exhausted."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def no_room(place: Path, error: BaseException) -> UserError:
-    """The UserError (4) for a failed write at `place` of which `is_full` is true."""
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return UserError(
-        f"disk full: {reason} in {place}; free some space and continue with --resume auto", ExitCode.RESOURCES
-    )
-
-
 def internal(error: BaseException) -> str:
     """The message for a fault of this program."""
     return f"{type(error).__name__}: {error}; this is a fault of ddp itself: please report it with the lines above"
@@ -70,37 +49,6 @@ def in_words(exit_code: int, message: str) -> str:
     if exit_code == ExitCode.STOPPED:
         return f"stopped: {message.removeprefix('stopped ')}"
     return f"error: {message}"
-
-
-def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
-    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
-
-    A UserError is printed in one line and gives its own exit code, a lack of memory gives 4, and an interrupt gives
-    130. Any other exception is a fault of this program: it is printed with its traceback, and the exit code is 70.
-    """
-
-    def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
-        @wraps(main)
-        def guarded(*words: _P.args, **named: _P.kwargs) -> int:
-            try:
-                return main(*words, **named)
-            except UserError as error:
-                print(f"{speaker}: {in_words(error.exit_code, str(error))}", file=sys.stderr, flush=True)
-                return error.exit_code
-            except KeyboardInterrupt:
-                print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
-                return _INTERRUPTED
-            except MemoryError as error:
-                print(f"{speaker}: error: out of memory: {error}; give it more", file=sys.stderr, flush=True)
-                return ExitCode.RESOURCES
-            except Exception as error:
-                traceback.print_exc()
-                print(f"{speaker}: error: {internal(error)}", file=sys.stderr, flush=True)
-                return ExitCode.INTERNAL
-
-        return guarded
-
-    return decorate
 
 
 def nearest_name(wrong: str, known: Iterable[str]) -> str:

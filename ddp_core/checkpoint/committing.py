@@ -14,8 +14,9 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
+from ddp_core.base.refusals import disk_full, free_bytes, refused
 from ddp_core.checkpoint import manifest as manifests
-from ddp_core.checkpoint.data_file import At, DataFile, disk_full, free_bytes, write_error
+from ddp_core.checkpoint.data_file import At, DataFile
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint, Damaged, DataPart
 from ddp_core.checkpoint.ranks import Ranks, told
@@ -58,7 +59,7 @@ class CheckpointFiles:
         try:
             available = free_bytes(self.directory)
         except OSError as error:
-            raise write_error(error, path) from error
+            raise refused(error, path) from error
         if available < needed:
             raise disk_full(path, needed, available)
 
@@ -82,7 +83,7 @@ class CheckpointFiles:
                     if manifests.uncommitted(target):
                         target.unlink()
             if isinstance(error, OSError):
-                raise write_error(error, target, needed) from error
+                raise refused(error, target, needed) from error
             raise
 
     def _write_together(
@@ -252,7 +253,7 @@ def _tried(work: Callable[[], Result], target: Path, needed: int) -> tuple[Resul
     try:
         return work(), None
     except OSError as error:
-        problem = write_error(error, target, needed)
+        problem = refused(error, target, needed)
         problem.__cause__ = error
         return None, problem
     except Exception as error:

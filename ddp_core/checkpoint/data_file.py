@@ -1,16 +1,11 @@
-"""The data file of a checkpoint while it is written, the points of a save, and the errors of a failed write."""
+"""The data file of a checkpoint while it is written, and the points of a save."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
-import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile
 
 POINTS = (
@@ -38,48 +33,6 @@ POINTS_OF_PARTS = ("parts reported", "outcome told")
 
 At = Callable[[str], None]
 """Called with the name of a point."""
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def human_bytes(count: float) -> str:
-    """A count of bytes with a decimal unit, e.g. "94.1 MB"."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def free_bytes(directory: Path) -> int:
-    """Bytes that an unprivileged process can still write on the file system of `directory`."""
-    usage = os.statvfs(directory)
-    return usage.f_bavail * usage.f_frsize
-
-
-def disk_full(path: Path, needed: int, available: int) -> UserError:
-    """The error for a disk without room for `path`."""
-    return UserError(
-        f"disk full: needs {human_bytes(needed)}, has {human_bytes(available)} for {path}; free some space or keep "
-        "fewer checkpoints, then start again: the run continues from its newest checkpoint",
-        ExitCode.RESOURCES,
-    )
-
-
-def write_error(error: OSError, path: Path, needed: int = 0) -> UserError:
-    """The error for the user, with its cause and a way out, after an OSError of writing `path`, of `needed` bytes."""
-    if error.errno in _DISK_FULL:
-        available = 0
-        with contextlib.suppress(OSError):
-            available = free_bytes(path.parent)
-        if error.errno == errno.EFBIG:
-            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-            available = min(available, limit) if limit != resource.RLIM_INFINITY else available
-        return disk_full(path, needed, available)
-    return UserError(
-        f"cannot write {path}: {error.strerror or error}; give an output directory that this user may write to",
-        ExitCode.RESOURCES,
-    )
 
 
 class DataFile(NewFile):

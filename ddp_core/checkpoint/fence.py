@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file, take_lock
-from ddp_core.checkpoint.data_file import write_error
+from ddp_core.base.refusals import refused
 
 _TOKEN_FILE = "fence.json"
 _LOCK_FILE = "fence.lock"
@@ -113,12 +113,14 @@ class Fence:
                 }
                 replace_file(path, json.dumps(content) + "\n", durable=True)
         except OSError as error:
-            raise write_error(error, path) from error
+            raise refused(error, path) from error
         return cls(directory, token, patience)
 
     def check(self) -> None:
-        """Raise Superseded if a newer token has been taken; reads one small file."""
+        """Raise Superseded if a newer token has been taken; reads one small file. Raises OSError without directory."""
         token, holder = _read(self.directory / _TOKEN_FILE)
+        if not token:
+            self.directory.stat()
         if token != self.token:
             cause = f"{holder} took over with token {token}" if token else f"its {_TOKEN_FILE} is gone"
             raise Superseded(

@@ -16,7 +16,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock, target_of
-from ddp_core.checkpoint.data_file import human_bytes
+from ddp_core.base.refusals import human_bytes
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ddp_core.base.documents import parse_document
 from ddp_core.base.files import NewFile, make_directory
+from ddp_core.base.refusals import human_bytes, refused
 from ddp_core.checkpoint.committing import CheckpointFiles
-from ddp_core.checkpoint.data_file import At, human_bytes, write_error
+from ddp_core.checkpoint.data_file import At
 from ddp_core.checkpoint.fence import Fence, Superseded
 from ddp_core.checkpoint.manifest import Checkpoint
 from ddp_core.checkpoint.parts import part_of
@@ -79,7 +80,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             with NewFile(self.directory / "latest.json"):
                 pass
         except OSError as error:
-            raise write_error(error, self.directory) from error
+            raise refused(error, self.directory) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -21,8 +21,9 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.documents import parse_document
-from ddp_core.base.errors import ExitCode, UserError, is_full, no_room
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sync
+from ddp_core.base.refusals import is_lack, refused
 from ddp_core.cli.verify import DIFFERENT, verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
@@ -78,9 +79,7 @@ def make_bundle(path: Path, target: Path | None) -> int:
             new.rename()
         sync(target.parent)
     except OSError as error:
-        if is_full(error):
-            raise no_room(target.parent, error) from None
-        raise UserError(f"cannot write {target}: {error.strerror}", ExitCode.RESOURCES) from None
+        raise refused(error, target) from None
     print(f"{target}: {len(members) + 1} files, {target.stat().st_size:,} bytes, sha256 {digest}")
     if (what := what_broke_it(record)) is not None:
         print(f"note: {what}. The bundle says so in {_BROKEN}, and `ddp verify` will")
@@ -211,8 +210,8 @@ def _unpack_checked(file: Path, folder: Path) -> bool:
     except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
         raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
     except OSError as error:
-        if is_full(error):
-            raise no_room(folder.parent, error) from None
+        if is_lack(error):
+            raise refused(error, folder) from None
         raise UserError(f"{file} cannot be unpacked: {error.strerror}") from None
     return True
 

@@ -11,7 +11,8 @@ from contextlib import nullcontext
 import click
 from click.shell_completion import shell_complete
 
-from ddp_core.base.errors import UserError, near_names, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import make_patient
 from ddp_core.cli.click_kinds import meant_by
 from ddp_core.cli.commands import COMPLETION_VARIABLE, IS_OWN_PROCESS, ddp

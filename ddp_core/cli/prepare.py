@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
+from ddp_core.base.refusals import MEND_OUTPUT, refused
 from ddp_core.cli.devices import check_gpus, choose_layout, say_once
 from ddp_core.config.cut import BatchCut
 from ddp_core.config.experiment import Component, Experiment
@@ -224,7 +225,4 @@ def _check_output(output: Path, only_look: bool) -> None:
             with tempfile.TemporaryFile(dir=output):
                 pass
     except OSError as error:
-        raise UserError(
-            f"cannot write to {output}: {error.strerror}; choose another with --output DIR, or mend its owner and mode",
-            ExitCode.RESOURCES,
-        ) from None
+        raise refused(error, output, todo=MEND_OUTPUT) from None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
 import shutil
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,21 +63,21 @@ def made_by_workers(
     if first is None:
         return
     _require_shared_memory(first, make, workers)
-    ahead = iter(
-        DataLoader(
-            _Steps(make),
-            batch_size=None,
-            sampler=itertools.chain([first], rest),
-            num_workers=workers,
-            collate_fn=as_it_is,
-            # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
-            # default, but not in a process that was itself started in another way (`--launcher spawn`).
-            multiprocessing_context="fork",
-            worker_init_fn=_begin_worker,
-            # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
-            generator=torch.Generator(),
-        )
+    loader = DataLoader(
+        _Steps(make),
+        batch_size=None,
+        sampler=itertools.chain([first], rest),
+        num_workers=workers,
+        collate_fn=as_it_is,
+        # A fork knows the classes of the experiment file; another process could not import them. Linux forks by
+        # default, but not in a process that was itself started in another way (`--launcher spawn`).
+        multiprocessing_context="fork",
+        worker_init_fn=_begin_worker,
+        # Otherwise it draws from torch's global generator, whose state would then depend on the workers.
+        generator=torch.Generator(),
     )
+    with _all_or_none():
+        ahead = iter(loader)
     try:
         while True:
             # What a data set raises in a worker is raised here.
@@ -107,6 +108,19 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
             "docker run --shm-size 1g), or use --workers 0",
             ExitCode.RESOURCES,
         )
+
+
+@contextlib.contextmanager
+def _all_or_none() -> Iterator[None]:
+    """End the processes that were started in the block where it fails: Python would wait for them when it ends."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+            process.join()
+        raise
 
 
 class _Steps(TorchDataset[Made | UserError | LeftEarly]):

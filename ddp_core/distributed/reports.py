@@ -57,13 +57,16 @@ def report_end(world: World, exit_code: int, message: str, trace: str | None = N
     Rank 0 tells of a stop and of bad input, which all ranks meet alike; another rank only where the message names it,
     since it may be the only one to have met that, or where it `says` so.
     """
-    report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.time())
+    report = Report(world.rank, world.node_rank, int(exit_code), message, trace, time.monotonic())
     if world.report_dir is None:
         met_by_all = exit_code in (ExitCode.STOPPED, ExitCode.BAD_INPUT) and not trace and world.place not in message
         if says or world.is_first or not met_by_all:
             report.tell()
     else:
-        replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
+        try:
+            replace_file(world.report_dir / f"rank-{world.rank}.json", json.dumps(asdict(report)))
+        except OSError:  # what ended this worker may be that nothing can be written
+            report.tell()
         if exit_code == ExitCode.PEERS_LOST:
             # This worker has nothing to finish, and the launcher of its node waits for its end to start it again.
             sys.stdout.flush()

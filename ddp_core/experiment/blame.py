@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import traceback
-from pathlib import Path
 
-import torch
 from torch.distributed import DistError
 
-from ddp_core.base.errors import ExitCode, UserError, internal, is_full, no_room
+from ddp_core.base.errors import ExitCode, UserError, internal
+from ddp_core.base.refusals import refusal
 from ddp_core.base.user_code import LeftEarly, users
 from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.experiment.file import MODULE_PREFIX
 
-# Where memory runs out, threads and libraries raise RuntimeErrors that quote the first error.
-_OUT_OF_MEMORY = re.compile(
-    r"(?:DefaultCPUAllocator|CUDA out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED)[^\n]*"
-)
-_ON_CPU = "use a smaller --set micro_batch=N, fewer processes on this machine, or a machine with more memory"
-_ON_CUDA = (
-    "use a smaller --set micro_batch=N (more of them make up the same global batch), --set precision=bf16, and where "
-    "it happened in an evaluation a smaller --set evaluation.samples_per_batch=N"
-)
 
+def shortage(error: BaseException, speaker: str) -> UserError | None:
+    """The UserError (4) where the system refuses something, such as disk or memory; None for any other exception.
 
-def shortage(error: BaseException, speaker: str, directory: Path) -> UserError | None:
-    """The UserError (4) where disk, memory, shared memory or a device is lacking; None for any other exception."""
-    if is_full(error):
-        return no_room(directory, error)
-    text = str(error)
-    if isinstance(error, DistError) and (lack := lack_of(text)):
+    It is one whoever's code has met a lack. Any other refusal that the user's code meets is the user's.
+    """
+    if isinstance(error, DistError) and (lack := lack_of(str(error))):
         return UserError(f"{speaker}: {lack}", ExitCode.RESOURCES)
-    found = _OUT_OF_MEMORY.search(text)
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not (isinstance(error, RuntimeError) and found):
-        return None
-    line = found[0] if found is not None else text.strip().partition("\n")[0]
-    reason = line.partition(". GPU ")[0].removeprefix("DefaultCPUAllocator: ")
-    on_cuda = isinstance(error, torch.OutOfMemoryError) or reason.lower().startswith("cu")
-    return UserError(
-        f"{speaker}: out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU}",
-        ExitCode.RESOURCES,
-    )
+    known = refusal(error)
+    return None if known is None else UserError(f"{speaker}: {known}", known.exit_code)
 
 
 def unforeseen(error: BaseException) -> tuple[ExitCode, str]:

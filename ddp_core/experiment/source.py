@@ -27,8 +27,9 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import make_directory, replace_file
+from ddp_core.base.refusals import refused
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.experiment.file import INSTALLED, LoadedExperiment, Served
 
@@ -72,7 +73,7 @@ class Source:
                 make_directory((folder / place).parent)
                 replace_file(folder / place, text, durable=True)
         except OSError as error:
-            raise UserError(f"cannot write {error.filename}: {error.strerror}", ExitCode.RESOURCES) from None
+            raise refused(error) from None
 
 
 def collect(loaded: LoadedExperiment) -> Source:

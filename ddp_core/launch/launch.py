@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.refusals import require_open_files
 from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
@@ -48,12 +49,13 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     A worker is `entry(words)`, where `words` is the path of a file with the request; where it is a fresh interpreter,
     it is `python -m PACKAGE` with the package of that function.
     """
+    require_open_files(request.layout.world_size, request.options.workers)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
             # would not do: the interpreter restores the default handlers before it ends.
             stack.callback(signal.signal, number, signal.SIG_IGN)
-        file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-"))) / "request.json"
+        file = Path(stack.enter_context(TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True))) / "request.json"
         file.write_text(request.to_json(), encoding="utf-8")
         if request.options.launcher == "spawn":
             return spawn(request, [str(file)], entry)
@@ -129,7 +131,7 @@ def _run_node(
     address = own_address(meeting)
     # Another node's launcher joins only after its workers have finished, so wait longer than that may take.
     join_seconds = int(max(request.options.timeout, 2 * FINISHING_SECONDS))
-    with TemporaryDirectory(prefix="ddp-") as scratch:
+    with TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as scratch:
         reports = Path(scratch) / "reports"
         reports.mkdir()
         write_launcher(reports, *([nursery.pid] if nursery else []))
@@ -234,17 +236,19 @@ def _code_after(number: signal.Signals, died_of: Collection[int], directory: Pat
 
 
 def _is_completed(request: Request, meeting: Meeting) -> bool:
-    """Whether the run of this launch has come to its end."""
-    directory = _run_of(request, meeting)
-    return directory is not None and directory.read()["status"] == "completed"
+    """Whether the run of this launch has come to its end; not where that cannot be read."""
+    with suppress(UserError, OSError):
+        directory = _run_of(request, meeting)
+        return directory is not None and directory.read()["status"] == "completed"
+    return False
 
 
 def _close_record(request: Request, meeting: Meeting, code: int) -> None:
     """Record how the run of this launch ended, where rank 0 may have died before it could."""
-    directory = _run_of(request, meeting)
-    if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
-        # Where the disk is full, the user has been told what ended the launch, and the exit code says it.
-        with suppress(UserError):
+    # Where the disk is full or gone, the user has been told what ended the launch, and the exit code says it.
+    with suppress(UserError, OSError):
+        directory = _run_of(request, meeting)
+        if directory is not None and directory.read()["status"] == "running" and not directory.is_live:
             lost = code == ExitCode.PEERS_LOST
             message = "the workers were lost" if lost else f"the launch ended with exit code {int(code)}"
             status = "stopped" if code == ExitCode.STOPPED else "failed"

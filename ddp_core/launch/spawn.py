@@ -28,7 +28,7 @@ def spawn(request: Request, words: Sequence[str], entry: Entry) -> int:
     """
     count = request.layout.nproc_per_node
     heard = [*asking_signals(request.options.stop_signal), signal.SIGINT]
-    with TemporaryDirectory(prefix="ddp-") as scratch:
+    with TemporaryDirectory(prefix="ddp-", ignore_cleanup_errors=True) as scratch:
         write_launcher(Path(scratch))
         logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
         # The tracker unblocks signals when it starts, so it starts before they are blocked.

@@ -1,8 +1,13 @@
 """A heartbeat file per rank in the run directory: whether the rank is alive, at which step, and how slow.
 
-`heartbeats/rank-3.json` holds rank, node_rank, host, address, pid, step, time, and the median, mean and 95th percentile
-of the seconds that the rank itself takes for a step before it waits for others. Each rank writes its own file, at most
-once a second.
+`heartbeats/rank-3.json` holds rank, node_rank, host, address, pid, step, sequence, time, boot, monotonic, and median,
+mean and 95th percentile of the seconds that the rank itself takes for a step before it waits for others. Each rank
+writes its own file, at most once a second.
+
+`time`, the wall clock, is for people: it may be set while a run goes on, and differs between machines. How old a
+heartbeat is, other clocks tell. `monotonic` are seconds since the machine has started, for all processes and containers
+of the kernel with the id `boot`. A reader on another machine compares the file's time with the time of a file that it
+makes beside it, both by the clock of the file system. `sequence` counts the heartbeats of a process.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections import deque
 from pathlib import Path
@@ -47,7 +53,11 @@ class Beat(TypedDict):
     pid: Count
     step: Count
     time: float
-    """Seconds since 1970."""
+    """Seconds since 1970, for people."""
+    boot: NotRequired[str]
+    monotonic: NotRequired[float]
+    """Seconds on the clock of this boot."""
+    sequence: NotRequired[Count]
     noticed: NotRequired[bool]
     """Whether the rank has noticed the loss of a peer."""
 
@@ -70,7 +80,9 @@ class Heartbeat(StepObserver):
             "host": host,
             "address": address,
             "pid": os.getpid(),
+            "boot": boot_id(),
         }
+        self._sequence = 0
         self._own_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._step_began = time.perf_counter()
         self._own_part: float | None = None
@@ -90,7 +102,7 @@ class Heartbeat(StepObserver):
         self._beat(batch.step + 1)
 
     def _beat(self, step: int) -> None:
-        now = time.time()
+        now = time.monotonic()
         if now < self._next:
             return
         self._next = now + _BEAT_SECONDS
@@ -98,7 +110,8 @@ class Heartbeat(StepObserver):
             self._usage.sample()
         # A full disk must not end the run here: the next checkpoint reports it properly.
         with contextlib.suppress(OSError):
-            replace_file(self._path, json.dumps(self._facts | {"step": step, "time": now} | self.speed()))
+            replace_file(self._path, json.dumps(self._facts | {"step": step} | _moment(self._sequence) | self.speed()))
+            self._sequence += 1
 
     def speed(self) -> dict[str, float]:
         """Median, mean and 95th percentile of this rank's own seconds per step; empty before the second step.
@@ -114,6 +127,28 @@ class Heartbeat(StepObserver):
             "mean_seconds": fmean(values[: max(1, len(values) * 19 // 20)]),
             "p95_seconds": quantiles(values, n=20)[-1],
         }
+
+
+def boot_id() -> str:
+    """What the processes have in common that share this kernel since it has started; the host's name without Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _moment(sequence: int) -> dict[str, float]:
+    return {"sequence": sequence, "time": time.time(), "monotonic": time.monotonic()}
+
+
+def _age(directory: Path, beat: Beat, boot: str) -> float | None:
+    """How many seconds old a heartbeat of any machine is; None where that cannot be known."""
+    if beat.get("boot") == boot and (moment := beat.get("monotonic")) is not None:
+        return time.monotonic() - moment
+    folder = directory / "heartbeats"
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as just_made:
+        return os.fstat(just_made.fileno()).st_mtime - (folder / f"rank-{beat['rank']}.json").stat().st_mtime
+    return None
 
 
 def read_heartbeats(directory: Path) -> list[Beat]:
@@ -139,7 +174,7 @@ def renew_heartbeat(directory: Path, world: World) -> None:
     path = directory / "heartbeats" / f"rank-{world.rank}.json"
     with contextlib.suppress(OSError, BadDocument):
         beat = read_document(path, Beat)
-        replace_file(path, json.dumps(beat | {"time": time.time(), "noticed": True}))
+        replace_file(path, json.dumps(beat | _moment(beat.get("sequence", 0) + 1) | {"noticed": True}))
 
 
 def name_lost_peer(directory: Path, world: World, message: str) -> str:
@@ -153,12 +188,13 @@ def name_lost_peer(directory: Path, world: World, message: str) -> str:
         return "a peer"
     if here := _lost_here(directory, [beat for beat in others if beat["host"] == socket.gethostname()]):
         return here
-    now = time.time()
-    silent = min(others, key=lambda beat: beat["time"])
-    if now - silent["time"] >= _SILENT_SECONDS:
+    boot = boot_id()
+    ages = [(age, number) for number, beat in enumerate(others) if (age := _age(directory, beat, boot)) is not None]
+    age, number = max(ages, default=(0.0, 0))
+    if age >= _SILENT_SECONDS:
+        silent = others[number]
         return (
-            f"rank {silent['rank']} (node {silent['node_rank']}), "
-            f"silent for {now - silent['time']:.0f} s since step {silent['step']},"
+            f"rank {silent['rank']} (node {silent['node_rank']}), silent for {age:.0f} s since step {silent['step']},"
         )
     address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", message)
     there = [beat for beat in others if address and beat["address"] == address[1]]
@@ -209,16 +245,15 @@ def check_health(output: Path, within: float) -> str:
     """A line about the newest heartbeat of this host's ranks below `output`.
 
     Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a heartbeat is starting up
-    and counts as healthy.
+    and counts as healthy; heartbeats from before its machine has started are none.
     """
-    host, now = socket.gethostname(), time.time()
-    beats = [
-        beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent) if beat["host"] == host
-    ]
+    here = (socket.gethostname(), boot_id())
+    found = [beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent)]
+    beats = [beat for beat in found if (beat["host"], beat.get("boot")) == here]
     if not beats:
         return "no rank of this host has begun yet"
-    last = max(beats, key=lambda beat: beat["time"])
-    age = now - last["time"]
+    last = max(beats, key=lambda beat: float(beat["monotonic"]))
+    age = time.monotonic() - last["monotonic"]
     if age > within:
         raise UserError(f"rank {last['rank']} made its last step ({last['step']}) {age:.0f} s ago", ExitCode.PEERS_LOST)
     return f"rank {last['rank']} at step {last['step']}, {age:.0f} s ago"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.initial_weights import InitialWeights, find_weights
+from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
 
 LENGTH = ("epochs", "max_steps")
@@ -45,14 +46,20 @@ def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Va
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     """The run that `--resume auto` means: the newest unfinished one of this experiment, or a finished one to extend.
 
-    `samples`: of the training data. Runs in which a process works do not count. Raises UserError (3) where the newest
-    unfinished run that could be meant has other settings, and where a run has checkpoints but no record that says what
-    it is: to start anew would lose its work in silence.
+    `samples`: of the training data. Raises UserError (2) where a process works in the newest unfinished run of just
+    this experiment: it would be trained twice in silence. Raises UserError (3) where the newest unfinished run that
+    could be meant has other settings, and where a run has checkpoints but no record that says what it is: to start anew
+    would lose its work in silence.
     """
     _refuse_unrecorded(request)
     runs = _runs_of(request)
-    if (found := _unfinished(runs, request)) is not None:
-        return found
+    unfinished = [directory for directory, record in runs if _is_unfinished(record, request)]
+    if unfinished:
+        try:
+            require_unlocked(unfinished[0].path)
+        except UserError as error:
+            raise UserError(f"--resume auto: {error}; to train it a second time: --resume never") from None
+        return unfinished[0]
     for directory, record in runs:
         if extends(record, request, samples) and not directory.is_live:
             require_continuable(directory, request, samples)
@@ -86,17 +93,14 @@ def _refuse_unrecorded(request: Request) -> None:
 
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
-    return _unfinished(_runs_of(request), request)
+    runs = [directory for directory, record in _runs_of(request) if _is_unfinished(record, request)]
+    return next((directory for directory in runs if not directory.is_live), None)
 
 
-def _unfinished(runs: Iterable[tuple[RunDirectory, RecordedRun]], request: Request) -> RunDirectory | None:
-    experiment = request.loaded.experiment
-    for directory, record in runs:
-        unfinished = record.get("status") != "completed"
-        same = record.get("experiment_sha256") == experiment.digest() and starts_alike(record, request)
-        if unfinished and same and not directory.is_live:
-            return directory
-    return None
+def _is_unfinished(record: Mapping[str, Any], request: Request) -> bool:
+    """Whether the run is of just this experiment and has not come to its end."""
+    same = record.get("experiment_sha256") == request.loaded.experiment.digest() and starts_alike(record, request)
+    return same and record.get("status") != "completed"
 
 
 def _runs_of(request: Request) -> list[tuple[RunDirectory, RecordedRun]]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.documents import BadDocument, read_document
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import replace_file
+from ddp_core.base.refusals import refused
 from ddp_core.config.options import Options
 from ddp_core.data.data_digest import ADVICE, DataDigest, changed_at, digest_files, digest_items
 from ddp_core.data.splits import Splits
@@ -102,7 +103,7 @@ def write_parts(directory: Path, digest: DataDigest) -> None:
     try:
         replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n", durable=True)
     except OSError as error:
-        raise UserError(f"cannot write {directory / FILE}: {error.strerror}", ExitCode.RESOURCES) from None
+        raise refused(error, directory / FILE) from None
 
 
 def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.documents import BadDocument, read_document
-from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_there, make_directory, replace_file
+from ddp_core.base.refusals import MEND_OUTPUT, refused
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import Layout
 from ddp_core.distributed.reports import tell_user
@@ -50,11 +51,7 @@ class RunDirectory:
         try:
             make_directory(path / "checkpoints")
         except OSError as error:
-            raise UserError(
-                f"cannot write to {error.filename or output}: {error.strerror}; "
-                "choose another with --output DIR, or mend its owner and mode",
-                ExitCode.RESOURCES,
-            ) from None
+            raise refused(error, Path(error.filename or output), todo=MEND_OUTPUT) from None
         return cls(path)
 
     def read(self) -> RecordedRun:
@@ -64,8 +61,10 @@ class RunDirectory:
             told = record["weights_sha256"] is not None and "steps" in record["result"]
             if record["status"] == "completed" and not told:
                 raise BadDocument("the run is completed, but its weights or its steps are not told")
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             reason = error.strerror
+        except OSError as error:
+            raise refused(error) from None
         except BadDocument as error:
             reason = str(error)
         else:
@@ -80,7 +79,7 @@ class RunDirectory:
         try:
             replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n", durable=True)
         except OSError as error:
-            raise UserError(f"cannot write {self.path}/run.json: {error.strerror}", ExitCode.RESOURCES) from None
+            raise refused(error, self.path / "run.json") from None
 
     def update(self, **fields: Any) -> None:
         """Change some fields of run.json. Raises UserError (4)."""

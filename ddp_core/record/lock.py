@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from ddp_core.base.documents import BadDocument, Count, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock
+from ddp_core.base.refusals import refused
 from ddp_core.distributed.processes import state_of
 
 _NAME = "run.lock"
@@ -46,10 +47,7 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise UserError(
-                f"cannot write {self.path}: {error.strerror}; give an output directory that this user may write to",
-                ExitCode.RESOURCES,
-            ) from error
+            raise refused(error, self.path) from error
         if not take_lock(descriptor, patience=_PATIENCE_SECONDS):
             os.close(descriptor)
             raise _in_use(self.path)
@@ -61,7 +59,7 @@ class RunLock:
             os.pwrite(descriptor, content.encode(), 0)
         except OSError as error:
             self.release()
-            raise UserError(f"cannot write {self.path}: {error.strerror}", ExitCode.RESOURCES) from error
+            raise refused(error, self.path) from error
         # A forked data loader worker that outlives this process would keep the lock, so every fork closes its copy.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(this()))

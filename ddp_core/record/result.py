@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.digests import first_difference, optimizer_digest, weights_digest
-from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, sync
+from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Fence
 from ddp_core.observe.heartbeat import slowest
 from ddp_core.observe.metrics import each_record
@@ -125,7 +125,7 @@ def save_weights(state: Mapping[str, Any], path: Path, fence: Fence) -> None:
                 new.rename()
         sync(path.parent)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}", ExitCode.RESOURCES) from None
+        raise refused(error, path) from None
 
 
 def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

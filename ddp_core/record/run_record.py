@@ -13,7 +13,7 @@ from typing import Any
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.base.user_code import no_way_out
-from ddp_core.checkpoint import Fence
+from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at, unsteady
 from ddp_core.distributed.process_group import Collectives
@@ -68,11 +68,16 @@ class RunRecord:
         self.notes: list[str] = []
         """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
-        self.started = time.time()
+        self._errors_before: set[tuple[str, int]] = set()
+        """The files with errors of earlier attempts, and when each was written."""
+        self.started, self._began = time.time(), time.monotonic()
 
     def start(self) -> None:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
+        self._errors_before = {
+            (file.name, file.stat().st_mtime_ns) for file in self.directory.path.glob("error-rank-*.txt")
+        }
         request, loaded, data = self.request, self.request.loaded, self.origin.data
         before: Mapping[str, Any] = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
@@ -147,16 +152,13 @@ class RunRecord:
             raise
         except Exception as error:
             step = self.state.step if self.state is not None else 0
-            if is_peer_loss(error):
-                known: UserError | None = peers_lost(error, self.directory.path, self.world, step)
-            else:
-                known = shortage(error, self.world.place, self.directory.path)
-            if known is not None:
-                cause = self._cause_on_another_rank() if is_peer_loss(error) else None
-                self._try_to_end(*(cause or (known.exit_code, str(known))))
-                raise known from error
-            exit_code, message = unforeseen(error)
-            message = f"{self.world.place}: {message}"
+            known = shortage(error, self.world.place)
+            if known is None and is_peer_loss(error):
+                lost = peers_lost(error, self.directory.path, self.world, step)
+                self._try_to_end(*(self._cause_on_another_rank() or (lost.exit_code, str(lost))))
+                raise lost from error
+            exit_code, message = (known.exit_code, str(known)) if known is not None else unforeseen(error)
+            message = message if known is not None else f"{self.world.place}: {message}"
             trace = (
                 f"{self.world.place}, step {step + 1}\n{traceback.format_exc()}{_ENDED} {int(exit_code)}: {message}\n"
             )
@@ -164,6 +166,8 @@ class RunRecord:
             with contextlib.suppress(OSError):
                 file.write_text(trace, encoding="utf-8", errors="backslashreplace")
             self._try_to_end(exit_code, message)
+            if known is not None:
+                raise known from error
             raise
 
     def _cause_on_another_rank(self) -> tuple[int, str] | None:
@@ -174,17 +178,18 @@ class RunRecord:
             for file in sorted(self.directory.path.glob("error-rank-*.txt")):
                 _, found, end = file.read_text(encoding="utf-8").rpartition(f"\n{_ENDED} ")
                 code, _, message = end.partition(": ")
-                if found and code.isdecimal() and file.stat().st_mtime >= self.started:
+                if found and code.isdecimal() and (file.name, file.stat().st_mtime_ns) not in self._errors_before:
                     return int(code), message.strip()
         return None
 
     def _try_to_end(self, exit_code: int, message: str) -> None:
-        """Record a failure; on a full disk record nothing, so that the user is told of the failure itself."""
+        """Record a failure; where the record cannot be read or written, the user is told of the failure itself."""
         try:
             self._end("failed", exit_code, message)
-        except UserError as error:
-            if error.exit_code != ExitCode.RESOURCES:
-                raise
+        except Superseded:
+            raise
+        except (UserError, OSError):
+            return
 
     def _end(self, status: str, exit_code: int, message: str | None, **fields: Any) -> None:
         if not self.world.is_first:
@@ -220,7 +225,7 @@ class RunRecord:
         if not self.world.is_first:
             return None
         assert self.fence is not None
-        result = result_of(trainer, end.state, self.directory.metrics, time.time() - self.started) | end.usage
+        result = result_of(trainer, end.state, self.directory.metrics, time.monotonic() - self._began) | end.usage
         # Before run.json: a record that says "completed" has its weights, whenever the power goes.
         save_weights(end.state, self.directory.path / "model.safetensors", self.fence)
         if (average := trainer.state.average) is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
@@ -33,13 +34,18 @@ _Choice = TypeVar("_Choice")
 
 
 def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _P.args, **named: _P.kwargs) -> _Choice:
-    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError."""
+    """What `choose` returns on rank 0, the only rank that calls it, on every rank; every rank raises its UserError.
+
+    An OSError becomes one (4).
+    """
     answer: tuple[_Choice | None, UserError | None] = (None, None)
     if collectives.world.is_first:
         try:
             answer = (choose(*words, **named), None)
         except UserError as error:
             answer = (None, error)
+        except OSError as error:
+            answer = (None, refused(error))
     choice, failure = collectives.broadcast(answer)
     if failure is not None:
         raise failure

@@ -13,8 +13,10 @@ from typing import Any
 from torch import nn
 
 from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threads
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
+from ddp_core.base.refusals import require_open_files
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
@@ -82,10 +84,10 @@ def run_worker(request: Request, world: World) -> int:
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
+        if known := shortage(error, world.place):
+            return report_end(world, known.exit_code, str(known))
         if is_peer_loss(error):
             return report_end(world, ExitCode.PEERS_LOST, f"{world.place} lost a peer: {short_message(error)}")
-        if known := shortage(error, world.place, Path(request.options.output)):
-            return report_end(world, known.exit_code, str(known))
         exit_code, message = unforeseen(error)
         return report_end(world, exit_code, f"{world.place}: {message}", traceback.format_exc())
     return ExitCode.DONE
@@ -97,6 +99,7 @@ def run(request: Request, world: World) -> None:
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
     began = time.perf_counter()
+    require_open_files(world.world_size, request.options.workers)
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
         if request.options.numerics == "portable":

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.chaos.drill import Drill, load, names
 from ddp_lab.chaos.faults import Breakable
 from ddp_lab.chaos.judge import DrillReport, judge, table

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by
 from ddp_core.record.directory import RunDirectory

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.cli.click_kinds import asked_in
 from ddp_core.cli.commands import train_

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.numerics.limits import LIMITS, require_portable_here
 from ddp_lab.probe.published import Published, published
 

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.errors import ExitCode, UserError, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_lab.projection.costs import Link, all_reduce_seconds
 from ddp_lab.projection.fit import Fitted

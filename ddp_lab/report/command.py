@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_core.base.errors import ExitCode, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode
 from ddp_lab.report.page import write_report
 from ddp_lab.report.serving import address, serve
 from ddp_lab.report.values import plural

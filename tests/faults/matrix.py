@@ -25,6 +25,7 @@ _SAVES = "tests/faults/test_saves.py"
 _NUMBERS = "tests/faults/test_numbers.py"
 _REQUESTS = "tests/faults/test_requests.py"
 _PLACES = "tests/faults/test_places.py"
+_DISKS = "tests/faults/test_disks.py"
 _CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
 _PARTS = "tests/core/checkpoint/test_parts.py"
 _INPUT = "tests/core/test_bad_input.py"
@@ -348,6 +349,30 @@ ROWS = (
             f"{_REQUESTS}::test_a_stopped_run_has_lost_nothing_and_goes_on_elsewhere",
             "tests/distributed/test_resume.py::test_killed_three_times_on_other_layouts",
         ),
+    ),
+    Row(
+        33,
+        "the run directory is removed or renamed while it trains",
+        "4, naming the path and ENOENT",
+        "P",
+        (f"{_DISKS}::test_a_run_whose_directory_is_removed_says_so",),
+    ),
+    Row(
+        34,
+        "the disk fails: its file system is shut down, or becomes read-only",
+        "4, naming the path and EIO or EROFS",
+        "P",
+        (
+            f"{_DISKS}::test_a_run_whose_file_system_is_shut_down_says_so",
+            f"{_DISKS}::test_a_run_whose_file_system_becomes_read_only_says_so",
+        ),
+    ),
+    Row(
+        35,
+        "a limit of open files (ulimit -n) that is too low",
+        "4 before step 0, with how many are needed and the limit",
+        "P",
+        (f"{_DISKS}::test_too_few_open_files_are_refused_before_they_run_out",),
     ),
 )
 

@@ -16,7 +16,7 @@ import pytest
 
 from ddp_core.distributed.processes import await_processes, end_processes, state_of
 from ddp_core.distributed.world import World
-from ddp_core.observe.heartbeat import name_lost_peer, renew_heartbeat
+from ddp_core.observe.heartbeat import boot_id, name_lost_peer, renew_heartbeat
 from ddp_core.observe.lost_peers import short_message
 from tests.support.commands import wait_until
 from tests.support.processes import HANG
@@ -86,7 +86,7 @@ def test_what_gloo_says_is_shortened_to_what_happened(text: str, reason: str) ->
 def beat(directory: Path, rank: int, **fields: object) -> None:
     (directory / "heartbeats").mkdir(exist_ok=True)
     known = {"rank": rank, "node_rank": rank, "host": "elsewhere", "address": f"10.0.0.{rank}", "pid": 1, "step": 7}
-    content = known | {"time": time.time()} | fields
+    content = known | {"boot": boot_id(), "monotonic": time.monotonic()} | fields
     (directory / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
@@ -116,5 +116,5 @@ def test_the_one_at_the_address_of_the_error_is_named(tmp_path: Path) -> None:
 
 def test_the_one_that_has_been_silent_for_longest_is_named(tmp_path: Path) -> None:
     beat(tmp_path, 1)
-    beat(tmp_path, 2, time=time.time() - 60)
+    beat(tmp_path, 2, monotonic=time.monotonic() - 60)
     assert name_lost_peer(tmp_path, World(0, 3), "Timed out") == "rank 2 (node 2), silent for 60 s since step 7,"

@@ -125,14 +125,14 @@ def test_a_full_disk_ends_the_run_and_loses_one_save(tmp_path: Path) -> None:
     words = [*WORDS, *wide, "--output", str(output), "--resume", "auto"]
     [ended] = run_workers(words, 1, partial(_limit_files, 20_000))
     assert ended.code == 4
-    assert "disk full: needs" in ended.errors
-    assert "has 20.0 kB for" in ended.errors
+    assert "file too large (EFBIG): needs" in ended.errors
+    assert "`ulimit -f` allows 20.0 kB for" in ended.errors
     directory, record = trained(output)
     assert (record["status"], record["exit_code"]) == ("failed", 4)
     assert newest_valid(directory.checkpoints) == newest
     assert ddp(*words).code == 0
     check_aftermath(output, expected)
-    record_row(8, "4, 'disk full: needs X, has Y'; resumed from the checkpoint before, same weights")
+    record_row(8, "4, with what is needed and `ulimit -f`; resumed from the checkpoint before, same weights")
 
 
 def _limit_files(limit: int, rank: int) -> None:
@@ -155,7 +155,7 @@ def test_a_full_disk_of_one_rank_ends_a_sharded_run_and_loses_one_save(tmp_path:
     resumed = [*words, "--resume", "auto"]
     for rank, ended in enumerate(run_workers([*resumed, *sharded], 2, partial(_limit_files_of, victim, 20_000))):
         assert ended.code == 4, f"rank {rank}: {ended.errors}"
-        assert f"rank {victim} (node 0): disk full: needs" in ended.errors
+        assert f"rank {victim} (node 0): file too large (EFBIG): needs" in ended.errors
         assert f".part-{victim + 1}-of-2.pt" in ended.errors
     assert newest_valid(trained(output)[0].checkpoints) == newest
     assert ddp(*resumed).code == 0

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_core.base.errors import ExitCode, said_by
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode
 
 
 @said_by("ddp")

@@ -10,12 +10,8 @@ import hashlib
 import os
 import pickle
 import random
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +47,7 @@ from tests.core.checkpoint.children import (
 )
 from tests.faults.matrix import record_row
 from tests.support.commands import wait_until
+from tests.support.mounts import tmpfs
 from tests.support.processes import HANG, ask, start
 
 
@@ -428,29 +425,15 @@ def test_a_file_limit_is_a_full_disk_and_the_checkpoint_before_loads(
     _save(tmp_path, 10)
     where, code, message = ask(save_under_a_file_limit, tmp_path, limit, asynchronous)
     assert (where, code) == ("check" if asynchronous else "save", ExitCode.RESOURCES)
-    assert "disk full: needs 307.1 kB" in message
-    assert f"has {'100.0 kB' if limit == 100_000 else '1.0 kB'} for {tmp_path}" in message
+    assert "file too large (EFBIG): needs 307.1 kB" in message
+    assert f"`ulimit -f` allows {'100.0 kB' if limit == 100_000 else '1.0 kB'} for {tmp_path}" in message
     assert _leftovers(tmp_path) == set()
     assert find_checkpoints(tmp_path)[0].step == 10
     assert _is_whole(newest_valid(tmp_path))
 
 
-@contextmanager
-def _tmpfs(directory: Path, options: str) -> Iterator[Path]:
-    directory.mkdir(exist_ok=True)
-    mount = shutil.which("mount")
-    if mount is None or os.geteuid() != 0:
-        pytest.skip("needs the right to mount a small file system")
-    if subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", str(directory)], capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system, which this container does not have")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None:
-    with _tmpfs(tmp_path / "small", "size=800k") as directory:
+    with tmpfs(tmp_path / "small", "size=800k") as directory:
         filler = directory / "filler"
 
         def fill(point: str) -> None:
@@ -476,7 +459,7 @@ def test_a_full_disk_is_seen_before_and_during_the_write(tmp_path: Path) -> None
 
 def test_a_read_only_directory_is_met_before_the_first_step(tmp_path: Path) -> None:
     with (
-        _tmpfs(tmp_path / "fixed", "ro") as directory,
+        tmpfs(tmp_path / "fixed", "ro") as directory,
         pytest.raises(UserError, match=r"cannot write .*/fixed.*Read-only file system") as caught,
     ):
         Checkpointer(directory)

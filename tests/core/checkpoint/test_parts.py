@@ -320,7 +320,7 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all_and_commits_nothing(
     for error in ended:
         assert isinstance(error, UserError)
         assert error.exit_code == ExitCode.RESOURCES
-        assert re.match(rf"rank {rank}: disk full: needs .*step-000000020\.part-{rank + 1}-of-3\.pt", str(error))
+        assert re.match(rf"rank {rank}: no room for .*step-000000020\.part-{rank + 1}-of-3\.pt", str(error))
     assert names(tmp_path) == before
     assert is_whole(newest_valid(tmp_path))
     assert is_whole(save(tmp_path, 3, 20)[0])

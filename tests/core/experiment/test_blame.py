@@ -126,7 +126,7 @@ def test_what_the_experiment_raised_is_bad_input(cause: Callable[[], None]) -> N
     notes = [f"; {note}" for note in getattr(error, "__notes__", [])]
     assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{type(error).__name__}: {error}{''.join(notes)}")
     assert bool(notes) == (cause is target_that_is_no_class)
-    assert blame.shortage(error, "rank 0", Path()) is None
+    assert blame.shortage(error, "rank 0") is None
 
 
 def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_first_boundary_decides() -> None:
 
 def test_memory_that_torch_cannot_have_is_a_shortage() -> None:
     error = raised_by(lambda: torch.empty(2**60))
-    found = blame.shortage(error, "rank 1 (node 0)", Path())
+    found = blame.shortage(error, "rank 1 (node 0)")
     assert found is not None
     assert found.exit_code == ExitCode.RESOURCES
     assert str(found).startswith("rank 1 (node 0): out of memory (can't allocate memory: you tried to allocate ")
@@ -202,7 +202,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
     ],
 )
 def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception, reason: str) -> None:
-    found = blame.shortage(error, "rank 1 (node 0)", Path())
+    found = blame.shortage(error, "rank 1 (node 0)")
     assert found is not None
     assert found.exit_code == ExitCode.RESOURCES
     assert f"rank 1 (node 0): out of memory ({reason}); use a smaller --set micro_batch=N" in str(found)

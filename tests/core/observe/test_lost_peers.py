@@ -17,6 +17,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.observe import lost_peers
+from ddp_core.observe.heartbeat import boot_id
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost, short_message
 
 
@@ -28,7 +29,7 @@ def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     # A rank writes its heartbeat at most once a second. So the paused rank 0 may have the youngest of the three.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
         beat = {"rank": rank, "node_rank": rank, "host": f"host-{rank}", "address": "10.0.0.1", "pid": 1, "step": 7}
-        text = json.dumps(beat | {"time": time.time() - age})
+        text = json.dumps(beat | {"boot": boot_id(), "monotonic": time.monotonic() - age})
         (tmp_path / "heartbeats" / f"rank-{rank}.json").write_text(text)
     said: dict[int, str] = {}
 
@@ -117,7 +118,7 @@ STACK = "\nException raised from create at /pytorch/torch/csrc/distributed/c10d/
 def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:
     error = dist.DistBackendError(text)
     assert is_peer_loss(error)
-    assert shortage(error, "rank 1 (node 0)", Path()) is None
+    assert shortage(error, "rank 1 (node 0)") is None
     assert short_message(error) == reason
 
 
@@ -141,7 +142,7 @@ def test_what_nccl_says_of_a_lost_peer_is_one(text: str, reason: str) -> None:
 def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str, lack: str) -> None:
     error = dist.DistBackendError(text)
     assert not is_peer_loss(error)
-    found = shortage(error, "rank 1 (node 0)", Path())
+    found = shortage(error, "rank 1 (node 0)")
     assert found is not None
     assert found.exit_code == ExitCode.RESOURCES
     assert re.search(f"^rank 1 \\(node 0\\): .*{lack}", str(found))
@@ -151,5 +152,5 @@ def test_what_nccl_says_of_this_machine_is_a_lack_of_something(text: str, lack: 
 def test_what_nccl_says_of_a_wrong_call_is_a_fault_of_ours(text: str) -> None:
     error = dist.DistBackendError(text)
     assert not is_peer_loss(error)
-    assert shortage(error, "rank 1 (node 0)", Path()) is None
+    assert shortage(error, "rank 1 (node 0)") is None
     assert unforeseen(error)[0] == ExitCode.INTERNAL

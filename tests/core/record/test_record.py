@@ -63,8 +63,8 @@ ENDS: dict[str, tuple[Exception, tuple[str, int]]] = {
 
 
 def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) -> None:
-    with pytest.raises(UserError, match=f"No space left on device in {directory.path}; free some") as caught:
-        end(begun(directory), OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(UserError, match=f"^rank 0 .node 0.: no room for {directory.path}/x .ENOSPC., though") as caught:
+        end(begun(directory), OSError(errno.ENOSPC, "No space left on device", str(directory.path / "x")))
     assert caught.value.exit_code == ExitCode.RESOURCES
 
 
@@ -92,13 +92,17 @@ def test_how_a_run_ended_is_written_by_rank_0_alone(directory: RunDirectory, wha
     assert all("ZeroDivisionError: here" in trace for trace in traces.values())
 
 
-def test_on_a_full_disk_the_user_is_told_of_the_failure_itself(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [UserError("disk full", ExitCode.RESOURCES), UserError("no readable run.json"), OSError(errno.EIO, "Input/output")],
+)
+def test_where_the_record_cannot_be_written_the_user_is_told_of_the_failure_itself(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     record = begun(directory)
 
     def fail(**_: Any) -> None:
-        raise UserError("disk full", ExitCode.RESOURCES)
+        raise error
 
     monkeypatch.setattr(directory, "update", fail)
     with pytest.raises(UserError, match="loss is nan"):

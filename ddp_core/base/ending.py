@@ -1,0 +1,46 @@
+"""How a command ends: whatever it raises becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from ddp_core.base.errors import ExitCode, UserError, in_words, internal
+from ddp_core.base.refusals import refusal
+
+_P = ParamSpec("_P")
+_INTERRUPTED = 130
+
+
+def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
+    """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
+
+    A UserError is printed in one line and gives its own exit code, what the system refuses gives 4, and an interrupt
+    gives 130. Any other exception is a fault of this program: it is printed with its traceback, and gives 70.
+    """
+
+    def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
+        @wraps(main)
+        def guarded(*words: _P.args, **named: _P.kwargs) -> int:
+            try:
+                return main(*words, **named)
+            except UserError as error:
+                print(f"{speaker}: {in_words(error.exit_code, str(error))}", file=sys.stderr, flush=True)
+                return error.exit_code
+            except KeyboardInterrupt:
+                print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
+                return _INTERRUPTED
+            except Exception as error:
+                if (known := refusal(error)) is not None:
+                    print(f"{speaker}: error: {known}", file=sys.stderr, flush=True)
+                    return known.exit_code
+                traceback.print_exc()
+                print(f"{speaker}: error: {internal(error)}", file=sys.stderr, flush=True)
+                return ExitCode.INTERNAL
+
+        return guarded
+
+    return decorate

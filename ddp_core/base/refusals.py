@@ -1,0 +1,253 @@
+"""What the system refuses a process: disk, files, memory, processes. One rule says what, where, and what to do now.
+
+Whoever meets such an error asks here: `refusal` where it may be anything, `refused` where it is of the system, such as
+an OSError of a write. Libraries wrap what the system said into RuntimeErrors; their text is searched for its words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import traceback
+from io import UnsupportedOperation
+from pathlib import Path
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import target_of
+from ddp_core.base.user_code import users
+
+# Where memory runs out, threads and libraries raise RuntimeErrors that quote the first error.
+_OUT_OF_MEMORY = re.compile(
+    r"(?:DefaultCPUAllocator|[A-Z]+ out of memory|CUDA error: out of memory|CU[A-Z]+_STATUS_ALLOC_FAILED|"
+    r"std::bad_alloc|Cannot allocate memory)[^\n]*"
+)
+_NO_THREAD = re.compile(
+    r"can't start new thread|^Resource temporarily unavailable$|[Tt]hread[^\n]*temporarily unavailable"
+)
+_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LACKS = (*_ROOM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO)
+"""What is a lack whoever meets it, the user's code, too."""
+_SAID = {
+    errno.ENOMEM: _OUT_OF_MEMORY,
+    errno.EAGAIN: _NO_THREAD,
+    **{
+        number: re.compile(re.escape(os.strerror(number)))
+        for number in _LACKS
+        if number not in (errno.EAGAIN, errno.ENOMEM)
+    },
+    # The latter is a loader process that has touched a page of /dev/shm for which there was no room.
+    errno.ENOSPC: re.compile("No space left on device|killed by signal: Bus error"),
+}
+_SHARED_MEMORY = re.compile(r"/dev/shm|shared memory|file </?torch_")
+SMALL_ROOM = 1 << 20
+"""Bytes below which a disk counts as full where nobody knows how many were needed."""
+
+_OPEN_FILES_ALONE, _OPEN_FILES = 12, 48
+"""Of a process that trains alone, and of one with peers or loader processes, beside those for each of these."""
+
+_ON_CPU = "use a smaller --set micro_batch=N, fewer processes on this machine, or a machine with more memory"
+_ON_CUDA = (
+    "use a smaller --set micro_batch=N (more of them make up the same global batch), --set precision=bf16, and where "
+    "it happened in an evaluation a smaller --set evaluation.samples_per_batch=N"
+)
+MORE_SHARED_MEMORY = (
+    "give the container more (docker run --shm-size 1g, shm_size: 1gb in compose.yaml, ipc: host), or use --workers 0"
+)
+_DISK_FAILED = "the disk, or the way to it, has failed: the kernel's log (dmesg) tells more; mend it"
+_GONE = "was it removed or renamed meanwhile?"
+MEND_OUTPUT = "choose another with --output DIR, or mend its owner and mode"
+_NOT_YOURS = "give an output directory that this user may write to"
+_TODO = {
+    errno.EIO: _DISK_FAILED,
+    errno.ESHUTDOWN: _DISK_FAILED,
+    errno.ENXIO: _DISK_FAILED,
+    errno.ENODEV: _DISK_FAILED,
+    errno.EUCLEAN: _DISK_FAILED,
+    errno.ESTALE: "the file server has lost it: mount the directory again",
+    errno.EROFS: f"{_NOT_YOURS}; where it could be written before, its disk has failed: see dmesg",
+    errno.ENOENT: _GONE,
+    errno.ENOTDIR: _GONE,
+}
+
+
+def refusal(error: BaseException) -> UserError | None:
+    """The UserError (4) where the system has refused something; None for any other exception.
+
+    An OSError of the user's code is the user's own, unless something is lacking: memory, disk, processes, files.
+    """
+    number = _number(error)
+    if number is None or (users(error) and not is_lack(error)):
+        return None
+    return refused(error)
+
+
+def is_lack(error: BaseException) -> bool:
+    """Whether something is lacking here, whoever's code has met it: memory, disk, processes, open files."""
+    number = _number(error)
+    return number in _LACKS and not (
+        number == errno.EAGAIN and isinstance(error, OSError) and not _starts_process(error)
+    )
+
+
+def refused(error: BaseException, path: Path | None = None, needed: int = 0, todo: str | None = None) -> UserError:
+    """The UserError (4) for what the system has refused.
+
+    `path`: what was to be written, in `needed` bytes; by default the file that the error names. `todo`: what to do
+    where nothing is lacking.
+    """
+    return UserError(_in_words(error, _number(error) or 0, path, needed, todo), ExitCode.RESOURCES)
+
+
+def _number(error: BaseException) -> int | None:
+    """The errno of what the system has refused; None for any other exception."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return errno.ENOMEM
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if isinstance(error, OSError | RuntimeError) and not isinstance(error, UnsupportedOperation):
+        return next((number for number, words in _SAID.items() if words.search(str(error))), None)
+    return None
+
+
+def _starts_process(error: OSError) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    return module.partition(".")[0] in ("subprocess", "multiprocessing")
+
+
+def _in_words(error: BaseException, number: int, path: Path | None, needed: int, todo: str | None) -> str:
+    text = " ".join(str(error).split())
+    reason = (error.strerror if isinstance(error, OSError) else None) or text
+    verb, filename = "write", getattr(error, "filename", None)
+    if path is None and isinstance(filename, str | bytes):
+        verb, path = "use", Path(os.fsdecode(filename))
+        path = path.with_name(target_of(path.name) or path.name)
+    at = f" for {path}" if path is not None else ""
+    match number:
+        case errno.ENOMEM:
+            return _out_of_memory(reason if isinstance(error, OSError) else str(error))
+        case errno.EAGAIN:
+            limit = _limit(resource.RLIMIT_NPROC)
+            allowed = f"`ulimit -u` allows this user {limit}; " if limit is not None else ""
+            return (
+                f"no more processes or threads ({reason}): {allowed}raise that or the container's limit of processes "
+                f"(docker's --pids-limit), or use fewer processes and --workers{_address_space()}"
+            )
+        case errno.EMFILE:
+            return f"too many open files{at} (EMFILE): {_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])}"
+        case errno.ENFILE:
+            return (
+                f"too many open files on this machine{at} (ENFILE): raise fs.file-max (sysctl), or end other programs"
+            )
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            if path is None and _SHARED_MEMORY.search(text):
+                return f"{_shared_memory()} ({reason}): {MORE_SHARED_MEMORY}"
+            return _without_room(number, path, needed)
+    name = f" ({errno.errorcode[number]})" if number in errno.errorcode else ""
+    advice = todo or _TODO.get(number, _NOT_YOURS if path is not None else "")
+    what = f"cannot {verb} {path}" if path is not None else "the system refuses"
+    return f"{what}: {reason}{name}{f'; {advice}' if advice else ''}"
+
+
+def _out_of_memory(text: str) -> str:
+    found = _OUT_OF_MEMORY.search(text)
+    line = found[0] if found is not None else text.strip().partition("\n")[0]
+    reason = line.partition(". GPU ")[0].removeprefix("DefaultCPUAllocator: ")
+    on_cuda = bool(re.match(r"CUDA|CU[A-Z]+_STATUS", reason))
+    return f"out of memory{f' ({reason})' if reason else ''}; {_ON_CUDA if on_cuda else _ON_CPU + _address_space()}"
+
+
+def _address_space() -> str:
+    limit = _limit(resource.RLIMIT_AS)
+    return "" if limit is None else f"; `ulimit -v` allows a process {human_bytes(limit)} here"
+
+
+def _open_files(limit: int) -> str:
+    return f"a process may have {limit} here; raise `ulimit -n` (docker's --ulimit nofile=65536)"
+
+
+def _limit(kind: int) -> int | None:
+    """The limit of this process; None where there is none."""
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_open_files(world_size: int, workers: int) -> None:
+    """Let this process and its children open as many files as they surely need; UserError (4) where they may not.
+
+    Some libraries hang, rather than say so, where they cannot open one more.
+    """
+    needed = (_OPEN_FILES if world_size > 1 or workers else _OPEN_FILES_ALONE) + 2 * world_size + 4 * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < needed and hard != soft:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        raise UserError(f"about {needed} open files are needed (EMFILE): {_open_files(soft)}", ExitCode.RESOURCES)
+
+
+def human_bytes(count: float) -> str:
+    """A count of bytes with a decimal unit, e.g. "94.1 MB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an unprivileged process can still write on the file system of `directory`."""
+    usage = os.statvfs(directory)
+    return usage.f_bavail * usage.f_frsize
+
+
+def disk_full(path: Path, needed: int, available: int) -> UserError:
+    """The error for a disk without room for `path`; `needed` is 0 where that is not known."""
+    return UserError(
+        f"disk full: {f'needs {human_bytes(needed)}, ' if needed else ''}has {human_bytes(available)} for {path}; free "
+        "some space or keep fewer checkpoints, then start again: the run continues from its newest checkpoint",
+        ExitCode.RESOURCES,
+    )
+
+
+def _shared_memory() -> str:
+    usage = None
+    with contextlib.suppress(OSError):
+        usage = os.statvfs("/dev/shm")
+    return "/dev/shm is full" + (f", it has {human_bytes(usage.f_blocks * usage.f_frsize)} in all" if usage else "")
+
+
+def _without_room(number: int, path: Path | None, needed: int) -> str:
+    """What has run out where a write found no room: bytes, inodes, reserved blocks, a quota or the size of a file."""
+    at = f" for {path}" if path is not None else ""
+    if number == errno.EFBIG:
+        limit = _limit(resource.RLIMIT_FSIZE)
+        has = f"`ulimit -f` allows {human_bytes(limit)}" if limit is not None else "its file system allows no more"
+        return (
+            f"file too large (EFBIG): {f'needs {human_bytes(needed)}, ' if needed else ''}{has}{at}; raise that limit"
+        )
+    usage = None
+    with contextlib.suppress(OSError):
+        place = path if path is not None else Path()
+        usage = os.statvfs(place if place.is_dir() else place.parent)
+    if usage is None:
+        return f"disk full ({errno.errorcode[number]}){at}; free some space"
+    free, to_root = usage.f_bavail * usage.f_frsize, usage.f_bfree * usage.f_frsize
+    if number == errno.ENOSPC and usage.f_files and not usage.f_favail:
+        return (
+            f"no inodes are left{at} (ENOSPC), though {human_bytes(free)} are free: its file system may hold "
+            f"{usage.f_files:,} files; remove some, or keep fewer checkpoints"
+        )
+    if number == errno.ENOSPC and free < (needed or SMALL_ROOM):
+        reserved = (
+            f" ({human_bytes(to_root)} more are reserved for root)" if (to_root := to_root - free) > SMALL_ROOM else ""
+        )
+        return f"{disk_full(path or Path.cwd(), needed, free)}{reserved}"
+    why = "a quota" if number == errno.EDQUOT else "a quota, reserved blocks, or files that are gone again by now"
+    return (
+        f"no room{at} ({errno.errorcode[number]}), though {human_bytes(free)} are free on its file system: {why}; "
+        "remove files of this user, or have the limit raised (`quota -s` shows one)"
+    )

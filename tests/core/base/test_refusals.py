@@ -1,0 +1,306 @@
+"""What the user is told where the system refuses something: what it was, the system's own name for it, what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import popen_fork
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.base.refusals import disk_full, free_bytes, human_bytes, is_lack, refusal, refused, require_open_files
+from ddp_core.base.user_code import user_code
+from tests.support.mounts import tmpfs
+from tests.support.processes import ask
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (94_140_000, "94.1 MB"),
+        (2.5e9, "2.5 GB"),
+        (1e12, "1.0 TB"),
+        (4e15, "4000.0 TB"),
+    ],
+)
+def test_a_count_of_bytes_is_said_in_its_unit(count: float, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+def test_room_is_what_any_user_may_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_bfree=5, f_frsize=4096))
+    assert free_bytes(Path("here")) == 3 * 4096
+
+
+def test_a_full_disk_is_said_with_what_is_needed_and_what_is_there() -> None:
+    error = disk_full(Path("here"), 3000, 20)
+    assert str(error).startswith("disk full: needs 3.0 kB, has 20 bytes for here; ")
+    assert error.exit_code == ExitCode.RESOURCES
+    assert str(disk_full(Path("here"), 0, 20)).startswith("disk full: has 20 bytes for here; ")
+
+
+def usage(free: int = 100 * MIB, reserved: int = 0, files: int = 50) -> SimpleNamespace:
+    """What statvfs says of a disk with so many bytes that are free, and reserved for root, and free inodes."""
+    return SimpleNamespace(f_bavail=free, f_bfree=free + reserved, f_frsize=1, f_files=1000, f_favail=files)
+
+
+@pytest.mark.parametrize(
+    ("number", "needed", "disk", "said"),
+    [
+        (errno.ENOSPC, 3000, usage(2000), "disk full: needs 3.0 kB, has 2.0 kB for here; free some space"),
+        (errno.ENOSPC, 0, usage(2000), "disk full: has 2.0 kB for here; free some space"),
+        (
+            errno.ENOSPC,
+            0,
+            usage(0, reserved=5 * MIB),
+            r"disk full: has 0 bytes .* \(5.2 MB more are reserved for root\)$",
+        ),
+        (
+            errno.ENOSPC,
+            0,
+            usage(files=0),
+            "no inodes are left for here .ENOSPC., though 104.9 MB are free: .* 1,000 files",
+        ),
+        (
+            errno.ENOSPC,
+            0,
+            usage(),
+            "no room for here .ENOSPC., though 104.9 MB are free on .*: a quota, reserved blocks",
+        ),
+        (errno.ENOSPC, 3000, usage(5000), "no room for here .ENOSPC., though 5.0 kB are free on .*: a quota"),
+        (
+            errno.EDQUOT,
+            3000,
+            usage(2000),
+            "no room for here .EDQUOT., though 2.0 kB are free on its file system: a quota;",
+        ),
+        (errno.EDQUOT, 0, None, "disk full .EDQUOT. for here; free some space"),
+    ],
+)
+def test_what_has_run_out_is_said_as_it_is(
+    number: int, needed: int, disk: SimpleNamespace | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def statvfs(place: Path) -> SimpleNamespace:
+        if disk is None:
+            raise FileNotFoundError
+        return disk
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    error = refused(OSError(number, os.strerror(number)), Path("here"), needed)
+    with pytest.raises(Exception, match=f"^{said}"):
+        raise error
+    assert error.exit_code == ExitCode.RESOURCES
+
+
+def test_the_last_inode_of_a_real_disk_is_told_from_the_last_byte(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "size=8m,nr_inodes=5") as small:
+        while os.statvfs(small).f_favail:
+            (small / str(os.statvfs(small).f_favail)).touch()
+        with pytest.raises(OSError, match="No space left") as raised:
+            (small / "more").touch()
+        assert str(refused(raised.value)).startswith(f"no inodes are left for {small}/")
+
+
+@pytest.mark.parametrize(("limit", "has"), [(2000, "`ulimit -f` allows 2.0 kB"), (resource.RLIM_INFINITY, "its file")])
+def test_a_limited_file_names_the_limit(limit: int, has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_FSIZE: (limit, 123_000_000)}.__getitem__)
+    error = refused(OSError(errno.EFBIG, "too large"), Path("file"), 9000)
+    assert str(error).startswith(f"file too large (EFBIG): needs 9.0 kB, {has}")
+
+
+@pytest.mark.parametrize(
+    ("met", "said"),
+    [
+        (OSError(errno.EACCES, "Permission denied"), "Permission denied (EACCES); give an output directory"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error (EIO); the disk, or the way to it, has failed"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system (EROFS); give an output directory"),
+        (OSError(errno.ENOENT, "No such file"), "No such file (ENOENT); was it removed"),
+        (OSError("no number"), "no number; give an output directory that this user may write to"),
+    ],
+)
+def test_any_other_error_is_said_as_the_system_says_it(met: OSError, said: str) -> None:
+    error = refused(met, Path("file"))
+    assert str(error).startswith(f"cannot write file: {said}")
+    assert error.exit_code == ExitCode.RESOURCES
+
+
+def test_the_file_that_an_error_names_is_named_without_its_temporary_name() -> None:
+    met = OSError(errno.EIO, "Input/output error", "/run/.fence.json.0123456789ab.tmp")
+    assert str(refused(met)).startswith("cannot use /run/fence.json: Input/output error (EIO)")
+
+
+WRAPPED = [
+    (RuntimeError("[enforce fail at device.cc:186] rv != -1. -1 vs -1. Too many open files"), "too many open files"),
+    (
+        RuntimeError("unable to write to file </torch_7_1>: No space left on device (28)"),
+        "/dev/shm is full .*--shm-size",
+    ),
+    (
+        RuntimeError(
+            "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+            "workers are out of shared memory. Please try to raise your shared memory limit."
+        ),
+        "/dev/shm is full, it has .* in all .*--shm-size.*--workers 0",
+    ),
+    (RuntimeError("can't start new thread"), "no more processes or threads .*ulimit -u.*--workers"),
+    (RuntimeError("Resource temporarily unavailable"), "no more processes or threads"),
+    (RuntimeError("unable to mmap 80 bytes from file: Cannot allocate memory (12)"), "out of memory .*micro_batch"),
+    (RuntimeError("std::bad_alloc"), "out of memory"),
+    (
+        OSError("Caught OSError in DataLoader worker process 0.\nOSError: [Errno 24] Too many open files"),
+        "too many open",
+    ),
+    (MemoryError(), "out of memory; use a smaller"),
+]
+
+
+@pytest.mark.parametrize(("met", "said"), WRAPPED)
+def test_a_lack_is_found_in_the_words_of_libraries_whoever_calls_them(met: Exception, said: str) -> None:
+    with pytest.raises(type(met)), user_code("your model"):
+        raise met
+    found = refusal(met)
+    assert found is not None
+    with pytest.raises(Exception, match=f"^{said}"):
+        raise found
+    assert found.exit_code == ExitCode.RESOURCES
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EAGAIN, errno.ECONNREFUSED])
+def test_what_the_users_code_is_refused_is_its_own_mistake(number: int) -> None:
+    with pytest.raises(OSError, match="no") as raised, user_code("your data set"):
+        raise OSError(number, "no")
+    assert refusal(raised.value) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Connection reset by peer"), ValueError("No space left on device"), io.UnsupportedOperation("x")],
+)
+def test_anything_else_is_no_refusal(error: Exception) -> None:
+    assert refusal(error) is None
+
+
+def _met(action: Callable[[], object], limit: int, value: int) -> tuple[bool, str]:
+    """In a process of its own that may have `value` of something and no more: whether it lacks that, and the line."""
+    if limit == resource.RLIMIT_NPROC:
+        os.setuid(64123)  # root may have any number
+    if limit == resource.RLIMIT_AS:
+        value += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(limit, (value, value))
+    try:
+        action()
+    except Exception as error:
+        return is_lack(error), str(refusal(error))
+    return False, "nothing was refused"
+
+
+def _open_many() -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(2000):
+            stack.enter_context(open(os.devnull))  # noqa: PTH123
+
+
+def _fork() -> None:
+    with user_code("your model"):
+        popen_fork.Popen(multiprocessing.get_context("fork").Process(target=print))
+
+
+def _thread() -> None:
+    threading.Thread(target=print).start()
+
+
+def _bytes() -> None:
+    bytearray(999 * MIB)
+
+
+def _tensor() -> None:
+    torch.empty(999 * MIB)
+
+
+def _run() -> None:
+    with user_code("your model"):
+        subprocess.run([sys.executable, "--version"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("action", "limit", "value", "said"),
+    [
+        (
+            _open_many,
+            resource.RLIMIT_NOFILE,
+            1000,
+            "too many open files for /dev/null (EMFILE): a process may have 1000",
+        ),
+        (
+            _fork,
+            resource.RLIMIT_NPROC,
+            0,
+            "no more processes or threads (Resource temporarily unavailable): `ulimit -u`",
+        ),
+        (
+            _run,
+            resource.RLIMIT_NPROC,
+            0,
+            "no more processes or threads (Resource temporarily unavailable): `ulimit -u`",
+        ),
+        (
+            _thread,
+            resource.RLIMIT_NPROC,
+            0,
+            "no more processes or threads (can't start new",
+        ),
+        (_bytes, resource.RLIMIT_AS, 200 * MIB, "out of memory; use a smaller"),
+        (
+            _tensor,
+            resource.RLIMIT_AS,
+            200 * MIB,
+            "out of memory (can't allocate memory: you tried",
+        ),
+    ],
+    ids=["files", "fork", "command", "thread", "python", "torch"],
+)
+def test_a_limit_of_the_system_is_met_and_named(
+    action: Callable[[], object], limit: int, value: int, said: str
+) -> None:
+    if limit == resource.RLIMIT_NPROC and os.geteuid() != 0:
+        pytest.skip("needs the right to become another user")
+    lacks, line = ask(_met, action, limit, value)
+    assert lacks, line
+    assert line.startswith(said)
+    assert ("`ulimit -v` allows" in line) == (limit == resource.RLIMIT_AS)
+
+
+def _require(soft: int, hard: int, workers: int) -> tuple[int, str | None]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = None
+    try:
+        require_open_files(2, workers)
+    except Exception as error:
+        said = str(error)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0], said
+
+
+def test_a_process_takes_as_many_open_files_as_it_may() -> None:
+    assert ask(_require, 24, 4096, 2) == (60, None)
+    assert ask(_require, 1024, 4096, 2) == (1024, None)
+    soft, said = ask(_require, 24, 40, 2)
+    assert soft == 40
+    assert said is not None
+    assert said.startswith("about 60 open files are needed (EMFILE): a process may have 40 here; raise `ulimit -n`")

@@ -1,0 +1,96 @@
+"""Whole runs whose disk goes away, or that may not have what they need: 4, with place and the system's name."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launches import DOTS, Launch, Watch, train_words
+from tests.faults.matrix import record_row
+from tests.faults.workers import run_workers
+from tests.support.commands import Ended
+from tests.support.mounts import ext4, shut_down
+
+
+def said_once(ended: Ended, *patterns: str) -> None:
+    """Check that the run ended with 4, and told of that in one line with all of these."""
+    assert ended.code == 4, ended.errors
+    lines = ended.errors.splitlines()
+    errors = [line for line in lines if "error: " in line]
+    assert len(errors) == 1, ended.errors
+    assert "Traceback" not in ended.errors
+    assert "please report" not in ended.errors
+    assert all(re.search(pattern, errors[0]) for pattern in patterns), errors[0]
+
+
+def hurt(output: Path, ranks: int, harm: Callable[[], object]) -> Ended:
+    """How a run below `output` ends that meets `harm` after its third step."""
+    words = train_words(output, ranks=ranks)
+    if ranks == 1:
+        words = [
+            "train",
+            DOTS,
+            "--device",
+            "cpu",
+            "--output",
+            str(output),
+            "--checkpoint-every",
+            "4",
+            "--log-every",
+            "1",
+        ]
+    with Launch(*words, pause=0.02) as launch:
+        Watch(output).wait_for_step(3)
+        harm()
+        return launch.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_directory_is_removed_says_so(tmp_path: Path, ranks: int) -> None:
+    output = tmp_path / "outputs"
+
+    def remove() -> None:
+        (run,) = output.glob("dots/*")
+        run.rename(tmp_path / "elsewhere")
+
+    said_once(hurt(output, ranks, remove), r"\(ENOENT\); was it removed", str(output / "dots"))
+    assert not list(output.glob("dots/*"))
+    record_row(33, "4, with the path, ENOENT, and 'was it removed or renamed meanwhile?'")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_file_system_is_shut_down_says_so(tmp_path: Path, ranks: int) -> None:
+    with ext4(tmp_path / "disk") as disk:
+        said_once(
+            hurt(disk / "outputs", ranks, partial(shut_down, disk)), r"\((EIO|ESHUTDOWN)\); the disk, or the way to it"
+        )
+    record_row(34, "shut down: 4, with the path, EIO, and where to look")
+
+
+@pytest.mark.slow
+def test_a_run_whose_file_system_becomes_read_only_says_so(tmp_path: Path) -> None:
+    with ext4(tmp_path / "disk") as disk:
+        mount = shutil.which("mount") or "mount"
+        # What the kernel does by itself to a file system with damaged blocks.
+        remount = partial(subprocess.run, [mount, "-o", "remount,abort", disk], check=True)
+        said_once(hurt(disk / "outputs", 1, remount), r"\(EROFS\); give an output directory", "dmesg")
+    record_row(34, "read-only from now on: 4, with the path and EROFS")
+
+
+def _limit_open_files(rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+
+def test_too_few_open_files_are_refused_before_they_run_out(tmp_path: Path) -> None:
+    words = ["train", "toy_mlp", "--device", "cpu", "--workers", "2", "--output", str(tmp_path)]
+    [ended] = run_workers(words, 1, _limit_open_files)
+    said_once(ended, r"about \d+ open files are needed \(EMFILE\): a process may have 24 here; raise `ulimit -n`")
+    record_row(35, "open files: 4 before step 0, with how many are needed and `ulimit -n`")
