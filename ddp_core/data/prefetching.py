@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from ddp_core.base.determinism import one_thread
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import die_with_parent
+from ddp_core.base.refusals import refusal
 from ddp_core.base.torch_internals import end_loader_workers
 from ddp_core.base.user_code import LeftEarly, user_code
 from ddp_core.data.trees import Batch, Tree, map_tensors, tensors_of
@@ -131,9 +132,14 @@ class _Steps(TorchDataset[Made | UserError | LeftEarly]):
 
     def __getitem__(self, step_ids: StepIds) -> Made | UserError | LeftEarly:
         try:
-            return self.make(step_ids)
+            # Otherwise a thread of the queue does it, which tells nobody where /dev/shm is full.
+            return cast(Made, map_tensors(Tensor.share_memory_, self.make(step_ids)))
         except (UserError, LeftEarly) as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
+        except RuntimeError as error:
+            if (known := refusal(error)) is None:
+                raise
+            return known
 
 
 def _begin_worker(_: int) -> None:

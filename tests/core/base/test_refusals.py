@@ -150,7 +150,7 @@ WRAPPED = [
     (RuntimeError("[enforce fail at device.cc:186] rv != -1. -1 vs -1. Too many open files"), "too many open files"),
     (
         RuntimeError("unable to write to file </torch_7_1>: No space left on device (28)"),
-        "/dev/shm is full .*--shm-size",
+        "/dev/shm is full.*--shm-size",
     ),
     (
         RuntimeError(
