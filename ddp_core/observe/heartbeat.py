@@ -249,10 +249,10 @@ def check_health(output: Path, within: float) -> str:
     """
     here = (socket.gethostname(), boot_id())
     found = [beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent)]
-    beats = [beat for beat in found if (beat["host"], beat.get("boot")) == here]
+    beats = [beat for beat in found if (beat["host"], beat.get("boot")) == here and "monotonic" in beat]
     if not beats:
         return "no rank of this host has begun yet"
-    last = max(beats, key=lambda beat: float(beat["monotonic"]))
+    last = max(beats, key=lambda beat: beat["monotonic"])
     age = time.monotonic() - last["monotonic"]
     if age > within:
         raise UserError(f"rank {last['rank']} made its last step ({last['step']}) {age:.0f} s ago", ExitCode.PEERS_LOST)

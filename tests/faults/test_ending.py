@@ -86,7 +86,7 @@ def test_what_gloo_says_is_shortened_to_what_happened(text: str, reason: str) ->
 def beat(directory: Path, rank: int, **fields: object) -> None:
     (directory / "heartbeats").mkdir(exist_ok=True)
     known = {"rank": rank, "node_rank": rank, "host": "elsewhere", "address": f"10.0.0.{rank}", "pid": 1, "step": 7}
-    content = known | {"boot": boot_id(), "monotonic": time.monotonic()} | fields
+    content = known | {"boot": boot_id(), "monotonic": time.monotonic(), "time": 0.0} | fields
     (directory / "heartbeats" / f"rank-{rank}.json").write_text(json.dumps(content))
 
 

@@ -29,7 +29,7 @@ def test_ranks_that_wait_in_vain_name_the_silent_one_and_not_each_other(
     # A rank writes its heartbeat at most once a second. So the paused rank 0 may have the youngest of the three.
     for rank, age in ((0, 10.2), (1, 10.5), (2, 10.9)):
         beat = {"rank": rank, "node_rank": rank, "host": f"host-{rank}", "address": "10.0.0.1", "pid": 1, "step": 7}
-        text = json.dumps(beat | {"boot": boot_id(), "monotonic": time.monotonic() - age})
+        text = json.dumps(beat | {"boot": boot_id(), "monotonic": time.monotonic() - age, "time": 0.0})
         (tmp_path / "heartbeats" / f"rank-{rank}.json").write_text(text)
     said: dict[int, str] = {}
 
