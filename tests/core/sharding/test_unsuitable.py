@@ -41,7 +41,7 @@ def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -
 
 def test_a_weight_without_elements_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.weight has no elements.*use shard mode gradients"):
-        refuse_unsuitable(nn.Sequential(nn.Linear(0, 3, bias=False), nn.Linear(3, 2)))
+        refuse_unsuitable(nn.Sequential(nn.PReLU(0, init=0.0), nn.Linear(3, 2)))
 
 
 def test_a_layer_that_stands_in_two_blocks_stays_with_the_model() -> None:
