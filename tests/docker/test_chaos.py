@@ -225,7 +225,7 @@ def test_node_out_of_memory_is_named_and_ends_with_4(start: Start) -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "command", "expected"),
     [
-        (22, {"read_only": True}, "ddp train digits --device cpu", "cannot write to /outputs"),
+        (22, {"read_only": True}, "ddp train digits --device cpu", "cannot write /outputs"),
         (23, {}, "ddp train digits --device cuda --layout ddp --nproc-per-node 4", "asked for 4 CUDA devices, found 0"),
         (31, {"shm_size": "64k"}, "ddp train digits --device cpu --workers 2 --output /tmp/o", "shm_size"),
         (31, {"shm_size": "64k"}, "ddp train digits --layout ddp --device cpu --workers 2 --output /tmp/o", "shm_size"),
