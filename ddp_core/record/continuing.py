@@ -76,11 +76,11 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
 
 def _refuse_unrecorded(request: Request) -> None:
     for folder in sorted((Path(request.options.output) / request.loaded.experiment.name).glob("*/checkpoints")):
-        directory, found = RunDirectory(folder.parent), find_checkpoints(folder)
+        directory = RunDirectory(folder.parent)
         try:
             directory.read()
         except UserError as error:
-            if not found:
+            if not (found := find_checkpoints(folder)):
                 continue
             raise UserError(
                 f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
