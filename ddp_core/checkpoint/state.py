@@ -132,6 +132,13 @@ def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> 
     return replace(state, name)
 
 
+def leaves(state: Any) -> dict[str, Any]:
+    """Dotted name → whatever is no dict, list or tuple."""
+    found: dict[str, Any] = {}
+    replaced(state, lambda leaf, name: found.setdefault(name, leaf))
+    return found
+
+
 class Snapshots:
     """Copies of a state on the CPU, in buffers that are kept from one copy to the next.
 

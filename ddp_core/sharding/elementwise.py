@@ -14,7 +14,6 @@ so does what asks for more elements than are tried.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,7 +85,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """Of each parameter group: which entries of a parameter's state have a number for each element."""
+    """Of each parameter group: the dotted names of what has a number for each element in a parameter's state."""
     few = few_representatives(optimizer, 1)
     # The shape of a single number says nothing.
     chosen = [[each for each in members if each.like.dim()] or members for members in few]
@@ -144,7 +143,7 @@ def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
             )
         for *_, parameter in _numbered(wholes):
             for entry, value in whole.state_of(parameter).items():
-                if not _can_be_cut(value):
+                if not (isinstance(value, Tensor) or _is_number(value)):
                     raise _refusal(
                         f"{name} keeps {entry} of a weight as a {type(value).__name__}, of which no rank can keep its "
                         "part: only tensors and plain numbers of a state are cut"
@@ -279,15 +278,6 @@ def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], pa
     return None
 
 
-def _can_be_cut(value: Any) -> bool:
-    """Whether ranks can keep their parts of a state with this value: a tensor, or plain values."""
-    if isinstance(value, Mapping):
-        return all(map(_is_number, value.values()))
-    if isinstance(value, list | tuple | deque):
-        return all(map(_is_number, value))
-    return isinstance(value, Tensor) or _is_number(value)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | None)
 
@@ -300,7 +290,7 @@ def same_values(one: Any, other: Any) -> bool:
         return same_bits(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same_values(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple | deque):
+    if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same_values, one, other))
     if _is_number(one):
         return repr(one) == repr(other)  # since NaN equals nothing

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.user_code import user_code
+from ddp_core.checkpoint.queues import without_queues
+from ddp_core.checkpoint.state import leaves, replaced
 
 
 class Trial:
@@ -53,11 +55,13 @@ class Trial:
         # Some optimizers make their state when they are made.
         cut = _cut_entries(optimizer)
         for parameter in (each for parameters in groups for each in parameters):
-            like, made = of[id(parameter)], dict[str, Any]()
-            for name, value in optimizer.state.get(like, {}).items():
+            like = of[id(parameter)]
+
+            def begun(value: Any, name: str, parameter: Tensor = parameter, like: Tensor = like) -> Any:
                 is_cut = name in cut and value.shape == like.shape
-                made[name] = _resized(value, parameter) if is_cut else _copied(value, copies)
-            if made:
+                return _resized(value, parameter) if is_cut else _copied(value, copies)
+
+            if made := replaced(optimizer.state.get(like, {}), begun):
                 state[parameter] = made
         for name, value in vars(optimizer).items():
             is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
@@ -72,8 +76,8 @@ class Trial:
             self._step(self.optimizer)
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """What the state holds for a parameter."""
-        return self.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
+        """What the state holds for a parameter, by dotted names."""
+        return leaves(without_queues(self.optimizer.state.get(parameter, {})))
 
     def drawn_from(self) -> list[bytes]:
         """The states of all generators of random numbers that a step can reach: equal where none was drawn from."""
@@ -118,12 +122,12 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _cut_entries(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Which entries of the state have the shapes of their parameters; a single number says nothing."""
+    """The dotted names of what has its parameter's shape in the state; a single number says nothing."""
     return {
         name
         for key, state in optimizer.state.items()
         if isinstance(key, Tensor) and key.dim()
-        for name, value in state.items()
+        for name, value in leaves(state).items()
         if isinstance(value, Tensor) and value.shape == key.shape
     }
 

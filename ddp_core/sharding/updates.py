@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from ddp_core.base.errors import UserError
 from ddp_core.checkpoint import CutTensor
-from ddp_core.checkpoint.queues import load_optimizer
+from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
+from ddp_core.checkpoint.state import leaves, replaced
 
 from .elementwise import per_element, same_values
 from .owned import Owned
+
+
+class _Cut(NamedTuple):
+    """Stands for a tensor of which each rank has its part."""
+
+    dtype: torch.dtype
 
 
 class OwnUpdates:
@@ -51,17 +58,14 @@ class OwnUpdates:
         A collective that sends no such tensor: a rank that owns nothing of a parameter hears of its state from others.
         Raises UserError (2) on every rank where the ranks have unlike values of what is not cut.
         """
-        own = self._optimizer.state_dict()
+        own: dict[str, Any] = without_queues(self._optimizer.state_dict())
         states = {key: value for key, value in own["state"].items() if not isinstance(key, int)}
         entries, numbers = self._entries_of_all_ranks(), itertools.count()
         for group, members in zip(own["param_groups"], self._members, strict=True):
             group["params"] = [next(numbers) for _ in members]
             for number, member in zip(group["params"], members, strict=True):
                 if number in entries:
-                    states[number] = {
-                        name: self._cut_tensor(member, name, value) if isinstance(value, torch.dtype) else value
-                        for name, value in entries[number].items()
-                    }
+                    states[number] = self._cut_tensors(member, entries[number])
         return {**own, "state": states}
 
     def load_whole_state(self, state: Mapping[str, Any]) -> None:
@@ -69,6 +73,7 @@ class OwnUpdates:
         lengths = [len(group["params"]) for group in state["param_groups"]]
         if lengths != (here := list(map(len, self._members))):
             raise ValueError(f"the state has {lengths} parameters in its groups, but the optimizer has {here}")
+        state = without_queues(state)
         states = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         groups, numbers = [], itertools.count()
         for group, members, names in zip(state["param_groups"], self._members, self._per_element, strict=True):
@@ -78,23 +83,19 @@ class OwnUpdates:
                     continue
                 kept.append(next(numbers))
                 if saved in state["state"]:
-                    entries = state["state"][saved].items()
-                    states[kept[-1]] = {name: _cut(value, member, name in names) for name, value in entries}
+                    states[kept[-1]] = _own_part(state["state"][saved], member, names)
             groups.append({**group, "params": kept})
-        load_optimizer(self._optimizer, {**state, "state": states, "param_groups": groups})
+        load_optimizer(self._optimizer, with_queues({**state, "state": states, "param_groups": groups}))
 
     def _entries_of_all_ranks(self) -> dict[int, dict[str, Any]]:
-        """By the parameter's number in a whole state_dict: its entries, of those that are cut only the dtype."""
+        """By the parameter's number in a whole state_dict: its entries, with a _Cut for each tensor that is cut."""
         own: dict[int, dict[str, Any]] = {}
         for number, member in enumerate(itertools.chain.from_iterable(self._members)):
             tensor = _updated(member)
             if tensor is None or (isinstance(member, Owned) and tensor.numel() == 0 < member.like.numel()):
                 continue  # what is kept of no element tells nothing of the others
-            if state := self._optimizer.state.get(tensor):
-                own[number] = {
-                    name: value.dtype if isinstance(member, Owned) and _is_cut(value, tensor) else _on_host(value)
-                    for name, value in state.items()
-                }
+            if state := without_queues(self._optimizer.state.get(tensor)):
+                own[number] = _described(state, tensor if isinstance(member, Owned) else None)
         if self._group is None:
             return own
         everyones = [own] * self._group.size()
@@ -117,11 +118,18 @@ class OwnUpdates:
             "rank, and is not cut as the weight is; without shards (--shard none) it can be used"
         )
 
-    def _cut_tensor(self, member: Owned | Tensor, name: str, dtype: torch.dtype) -> Any:
-        assert isinstance(member, Owned)
-        state = self._optimizer.state.get(member.tensor, {}) if member.tensor is not None else {}
-        values = state.get(name)
-        return member.cut_tensor(None if values is None else values[member.inside], dtype)
+    def _cut_tensors(self, member: Owned | Tensor, entries: dict[str, Any]) -> Any:
+        """What all ranks have of a parameter, with its CutTensors."""
+        if not isinstance(member, Owned):
+            return entries
+        own = leaves(without_queues(self._optimizer.state.get(member.tensor, {}))) if member.tensor is not None else {}
+
+        def cut(leaf: Any, name: str) -> Any:
+            if not isinstance(leaf, _Cut):
+                return leaf
+            return member.cut_tensor(own[name][member.inside] if name in own else None, leaf.dtype)
+
+        return replaced(entries, cut)
 
 
 def _updated(member: Owned | Tensor) -> Tensor | None:
@@ -133,8 +141,20 @@ def _is_alike(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bo
     return name in one and name in other and same_values(one[name], other[name])
 
 
-def _is_cut(value: Any, tensor: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == tensor.shape
+def _described(state: Mapping[str, Any], cut: Tensor | None) -> Any:
+    """The state of a parameter in host memory, without the tensors that are cut as the one given is."""
+
+    def described(value: Any, _: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _Cut(value.dtype) if cut is not None and value.shape == cut.shape else value.detach().clone().cpu()
+
+    return replaced(state, described)
+
+
+def _own_part(state: Mapping[str, Any], member: Owned | Tensor, per_element: set[str]) -> Any:
+    """This rank's part of the state of a parameter."""
+    return replaced(state, lambda value, name: _cut(value, member, name in per_element))
 
 
 def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
@@ -149,8 +169,3 @@ def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
     ):
         return value.clone() if isinstance(value, Tensor) else value.whole()
     return member.filled(member.of_whole(value)).clone()
-
-
-def _on_host(value: Any) -> Any:
-    """A value that has its own memory, in host memory where it is a tensor."""
-    return value.detach().clone().cpu() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Optimizers that keep tensors in lists, dicts or queues: resumed as they were, and refused where state is cut."""
+"""Optimizers that keep tensors in lists, dicts or queues: resumed as they were, also where these are cut."""
 
 from __future__ import annotations
 
@@ -19,21 +19,37 @@ def digests(output: Path) -> tuple[str, str]:
     return record["weights_sha256"], record["optimizer_sha256"]
 
 
-@pytest.mark.parametrize("kind", ["deque", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("list", "dict"))])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shard"),
+    [
+        ("deque", "gradients"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("deque", "none"),
+                ("list", "none"),
+                ("dict", "none"),
+                ("dict", "optimizer"),
+                ("list", "parameters"),
+            )
+        ),
+    ],
+)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, kind: str, shard: str) -> None:
     words, env = ("train", NESTED, "--device", "cpu", "--checkpoint-every", "5", "--output"), {"KIND": kind}
     assert ddp(*words, tmp_path / "whole", env=env).code == 0
     assert ddp(*words, tmp_path / "cut", "--fault", "kill@6", "--synchronous-save", env=env).code != 0
-    ended = ddp(*words, tmp_path / "cut", "--resume", "auto", *DDP, env=env)
+    ended = ddp(*words, tmp_path / "cut", "--resume", "auto", *DDP, "--shard", shard, env=env)
     assert ended.code == 0, ended.errors
     assert len(trained(tmp_path / "cut")[1]["attempts"]) == 2
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
 def test_state_that_no_rank_can_cut_is_refused(tmp_path: Path) -> None:
-    ended = ddp("train", NESTED, "--device", "cpu", *DDP, "--shard", "optimizer", "--output", tmp_path)
+    words = ("train", NESTED, "--device", "cpu", *DDP, "--shard", "optimizer", "--output", tmp_path)
+    ended = ddp(*words, env={"KIND": "object"})
     assert ended.code == ExitCode.BAD_INPUT
-    assert "Nested keeps momenta of a weight as a list, of which no rank can keep its part" in ended.errors
+    assert "Nested keeps newest of a weight as a range, of which no rank can keep its part" in ended.errors
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:

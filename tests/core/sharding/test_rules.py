@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import UserList, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -163,12 +165,16 @@ class DistanceOfAll(Rule):
 
 
 class History(Rule):
-    """Elementwise, but its state is a list of tensors, which no checkpoint of a cut state holds."""
+    """Elementwise, with a state in lists and dicts, or in an object, of which a rank can keep no part."""
+
+    def __init__(self, parameters: Any, container: Callable[[], Any] = list) -> None:
+        super().__init__(parameters)
+        self.container = container
 
     def change(self, weight: Tensor, gradient: Tensor, group: dict[str, Any], place: int) -> Tensor:
-        past: list[Tensor] = self.state[weight].setdefault("past", [])
-        past.append(gradient.clone())
-        return past[max(0, len(past) - 3)]
+        past = self.state[weight].setdefault("past", {"newest": self.container(), "name": "past"})
+        past["newest"].append(gradient.clone())
+        return past["newest"][max(0, len(past["newest"]) - 3)]
 
 
 class ByAnotherCopy(Rule):
@@ -332,9 +338,13 @@ def test_a_rule_that_draws_random_numbers_is_refused_as_such(make: type[Rule]) -
     assert torch.equal(before[2], after[2])
 
 
-def test_a_state_that_cannot_be_cut_is_refused_as_such() -> None:
-    with pytest.raises(UserError, match="History keeps past of a weight as a list, of which no rank can keep its part"):
-        require_elementwise(History(parameters()))
+def test_containers_of_a_state_are_cut_and_objects_are_refused_as_such() -> None:
+    for container in (list, partial(deque, maxlen=3)):
+        require_elementwise(History(parameters(), container))
+    with pytest.raises(
+        UserError, match=r"History keeps past\.newest of a weight as a UserList, of which no rank can keep its part"
+    ):
+        require_elementwise(History(parameters(), UserList))
 
 
 def test_a_step_in_the_place_of_the_method_is_what_is_tried() -> None:
