@@ -55,6 +55,7 @@ WAYS: dict[str, Way] = {
     "single": Way(1, ("--layout", "single")),
     "dp x 2": Way(1, ("--layout", "dp", "--nproc-per-node", "2")),
     "ddp x 2": _ddp(2),
+    "ddp x 2, strict": _ddp(2, "--guard", "strict"),
     "ddp x 3": _ddp(3),
     "shard optimizer": _ddp(2, "--shard", "optimizer"),
     "shard gradients": _ddp(2, "--shard", "gradients"),

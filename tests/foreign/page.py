@@ -36,9 +36,11 @@ def _lines(kept: Mapping[str, Row]) -> Iterator[str]:
     yield ""
     yield from _table(["layout", *OUTCOMES], ([way, *_counts(kept.values(), [way])] for way in COLUMNS))
     yield ""
-    plain = Counter(row["outcomes"].get(way) for row in kept.values() for way in COLUMNS if way not in SHARDED)
+    plain = Counter(each for row in kept.values() for way, each in row["outcomes"].items() if way not in SHARDED)
     share = plain["identical"] / plain.total() if plain.total() else 0.0
     yield f"Of the results without shards {share:.1%} are identical."
+    if waiting := [key for key, row in kept.items() if any(way not in row["outcomes"] for way in COLUMNS)]:
+        yield f"Without some of the layouts yet: {len(waiting)} cases."
     yield ""
     yield from (f"- Left out: {key}: {reason}." for key, reason in LEFT_OUT.items())
     for group in GROUPS:
@@ -100,7 +102,7 @@ def _name(key: str) -> str:
 
 
 def _commits(kept: Mapping[str, Row]) -> str:
-    return ", ".join(sorted({row["commit"][:12] for row in kept.values()})) or "no commit"
+    return ", ".join(sorted({each[:12] for row in kept.values() for each in row["commit"].split(", ")})) or "no commit"
 
 
 def _versions(kept: Mapping[str, Row]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.files import replace_file
+from tests.foreign.driver import COLUMNS
 from tests.foreign.fleet import GROUPS, Case, every_case
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +31,28 @@ def versions(group: str) -> dict[str, str]:
     return {package: metadata.version(package) for package in ("torch", *GROUPS[group])}
 
 
-def is_current(case: Case, known: Mapping[str, Row]) -> bool:
-    """Whether the case has run with the versions that are installed."""
-    return case.key in known and known[case.key]["versions"] == versions(case.group)
+def missing(case: Case, known: Mapping[str, Row]) -> tuple[str, ...]:
+    """The columns that the case has not run in with the versions that are installed."""
+    row = known.get(case.key)
+    if row is None or row["versions"] != versions(case.group):
+        return COLUMNS
+    return tuple(way for way in COLUMNS if way not in row["outcomes"])
 
 
 def keep(case: Case, found: Mapping[str, Any], commit: str, kept: Path = KEPT) -> None:
-    """Put what `driver.run` has found in the place of the case's older row."""
+    """Put what `driver.run` has found into the case's row, in the place of what is older."""
     known, date = rows(kept), datetime.now(UTC).strftime("%Y-%m-%d")
-    known[case.key] = {"case": case.key, **found, "versions": versions(case.group), "commit": commit, "date": date}
+    row: Row = {"case": case.key, **found, "versions": versions(case.group), "commit": commit, "date": date}
+    older = known.get(case.key)
+    if older is not None and older["versions"] == row["versions"]:
+        together = older["outcomes"] | row["outcomes"]
+        row["outcomes"] = {way: together[way] for way in COLUMNS if way in together}
+        row["said"] = {way: said for way, said in older["said"].items() if way not in found["outcomes"]} | row["said"]
+        row["on"] = older["on"] | row["on"]
+        if len(found["outcomes"]) < len(row["outcomes"]):
+            row["seconds"] = round(older["seconds"] + row["seconds"], 1)
+            row["commit"] = ", ".join(dict.fromkeys([*older["commit"].split(", "), commit]))
+    known[case.key] = row
     place = {each.key: number for number, each in enumerate(every_case())}
     ordered = sorted((row for row in known.values() if row["case"] in place), key=lambda row: place[row["case"]])
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in ordered)
