@@ -13,20 +13,24 @@ exact, and none overflows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddp_core.base.torch_internals import foreach_mul_
+from ddp_core.base.torch_internals import foreach_copy_, foreach_mul_
 
 from .flat import in_memory_order
 
 BLOCK = 1024
 """Elements whose squares are added up in halves."""
-_ROWS = 128
-"""Blocks that are squared and folded at once: as float64 they stay in a core's cache."""
+_AT_ONCE = {"cpu": 2**7, "cuda": 2**14}
+"""Blocks that are squared and folded at once: on a CPU as many as stay in a core's cache, and many more on a GPU, where
+an operation takes the host longer than the device."""
+
+Piece = tuple[int, Tensor]
+"""The number of a block among those of all parameters, and a flat tensor that begins with this block."""
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -36,9 +40,14 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """
     begins = first_blocks(parameter.numel() for parameter in parameters)
     sums = torch.zeros(begins[-1], dtype=torch.float64, device=parameters[0].device)
-    for begin, parameter in zip(begins, parameters, strict=False):
-        if parameter.grad is not None:
-            put_block_sums(sums[begin:], in_memory_order(parameter.grad, parameter))
+    put_block_sums(
+        sums,
+        (
+            (begin, in_memory_order(parameter.grad, parameter))
+            for begin, parameter in zip(begins, parameters, strict=False)
+            if parameter.grad is not None
+        ),
+    )
     return norm_of(sums)
 
 
@@ -65,12 +74,47 @@ def clip_gradients_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
 
 
 @torch.no_grad()
-def put_block_sums(sums: Tensor, flat: Tensor) -> None:
-    """Write the sums of the squares of the blocks of `flat` to the beginning of `sums`."""
-    for number, part in enumerate(flat.split(_ROWS * BLOCK)):
-        rows = -(-part.numel() // BLOCK)
-        blocks = pad(part.double(), (0, rows * BLOCK - part.numel())).view(rows, BLOCK)
-        sums[number * _ROWS : number * _ROWS + rows] = _folded_(blocks * blocks)
+def put_block_sums(sums: Tensor, pieces: Iterable[Piece]) -> None:
+    """Write the sums of the squares of the blocks of these pieces to their places in `sums`.
+
+    A piece ends with a block or with its parameter.
+    """
+    for group in _groups(pieces, _AT_ONCE[sums.device.type]):
+        counts = [_blocks(part) for _, part in group]
+        rows = _laid_out([part for _, part in group], counts).double().view(-1, BLOCK)
+        begin = group[0][0]
+        sums[begin : begin + len(rows)] = _folded_(rows * rows)
+
+
+def _groups(pieces: Iterable[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Neighbouring pieces of one dtype, together of `limit` blocks at most; a larger one is cut."""
+    group: list[Piece] = []
+    end = 0
+    for first, piece in pieces:
+        for number, part in enumerate(piece.split(limit * BLOCK)):
+            begin = first + number * limit
+            fits = begin == end and begin + _blocks(part) - group[0][0] <= limit if group else True
+            if not fits or (group and part.dtype != group[0][1].dtype):
+                yield group
+                group = []
+            group.append((begin, part))
+            end = begin + _blocks(part)
+    if group:
+        yield group
+
+
+def _blocks(part: Tensor) -> int:
+    return -(-part.numel() // BLOCK)
+
+
+def _laid_out(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """The parts end to end in one flat tensor, each filled with zeros up to whole blocks; without a copy if it can."""
+    if len(parts) == 1 and parts[0].numel() == counts[0] * BLOCK:
+        return parts[0]
+    flat = parts[0].new_zeros(sum(counts) * BLOCK)
+    places = flat.split([count * BLOCK for count in counts])
+    foreach_copy_([place[: part.numel()] for place, part in zip(places, parts, strict=True)], list(parts))
+    return flat
 
 
 def _folded_(rows: Tensor) -> Tensor:
@@ -78,5 +122,5 @@ def _folded_(rows: Tensor) -> Tensor:
     width = rows.shape[1]
     while width > 1:
         width //= 2
-        rows[:, :width] += rows[:, width : 2 * width]
+        rows[:, :width].add_(rows[:, width : 2 * width])
     return rows[:, 0]

@@ -28,6 +28,7 @@ def norm_of_owned(owned: Sequence[Owned], channel: Channel, world_size: int) -> 
     places = {where: place for place, where in enumerate(cut)}
     both = torch.zeros(begins[-1] + len(cut) * BLOCK, dtype=torch.float64, device=channel.device)
     sums, table = both[: begins[-1]], both[begins[-1] :]
+    whole_blocks = []
     for number, each in enumerate(owned):
         if each.tensor is None or each.tensor.grad is None:
             continue
@@ -40,9 +41,10 @@ def norm_of_owned(owned: Sequence[Owned], channel: Channel, world_size: int) -> 
         first = -(-start // BLOCK)
         last = stop if stop == each.like.numel() else stop // BLOCK * BLOCK
         if first * BLOCK < last:
-            put_block_sums(sums[begins[number] + first :], own[first * BLOCK - start : last - start])
+            whole_blocks.append((begins[number] + first, own[first * BLOCK - start : last - start]))
+    put_block_sums(sums, whole_blocks)
     # One rank at most has a number in each place, and zeros change none.
     channel.sum([both], both, world_size)
-    for (number, block), elements in zip(cut, table.split(BLOCK), strict=bool(cut)):
-        put_block_sums(sums[begins[number] + block :], elements)
+    numbers = (begins[number] + block for number, block in cut)
+    put_block_sums(sums, zip(numbers, table.split(BLOCK), strict=bool(cut)))
     return norm_of(sums)
