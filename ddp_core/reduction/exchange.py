@@ -104,9 +104,18 @@ def _messages(
     return ThroughHost(messages) if device.type != "cpu" and _backend(group, device) == "gloo" else messages
 
 
+def carries_host_memory(group: dist.ProcessGroup) -> bool:
+    """Whether the group sums tensors in host memory, which one of NCCL alone does not."""
+    return "cpu" in _backends(group)
+
+
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    return _backends(group)[device.type]
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     # Such as "cpu:gloo,cuda:nccl".
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))[device.type]
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def cut(elements: int, parts: int, dtype: torch.dtype) -> list[slice]:
