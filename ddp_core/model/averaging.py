@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_core.base.torch_internals import foreach_copy_
@@ -26,13 +26,17 @@ class WeightAverage(AveragedModel):
         ]
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Average with the model's weights as they are now.
+    def update_parameters(self, model: nn.Module, held_back: Tensor | None = None) -> None:
+        """Average with the model's weights as they are now, unless `held_back` is 1: a number on the weights' device.
 
         This overrides AveragedModel's own method, which copies its counter to the device at each step, for the sake of
         other kinds of average, and makes the host wait for that.
         """
         averages, current = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        if held_back is not None:
+            # The average of a number and itself is that number, so the host need not know.
+            stays = held_back.bool()
+            current = [torch.where(stays, ours, theirs) for ours, theirs in zip(averages, current, strict=True)]
         pairs = list(zip(averages, current, self._is_averaged, strict=True))
         is_first = int(self.n_averaged) == 0  # on the CPU, wherever the model is
         averaged = [] if is_first else [(ours, theirs) for ours, theirs, is_averaged in pairs if is_averaged]

@@ -122,7 +122,8 @@ class InPrecision(nn.Module):
 class WeightUpdate:
     """Updates the weights of a state from the gradients in `.grad`.
 
-    `clip(max_norm)` limits the norm of the gradients.
+    `clip(max_norm)` limits the norm of the gradients. From the step on where `held_back`, a number on the device, is 1,
+    the optimizer updates nothing (see `LossGate`), and no average moves.
 
     A built-in schedule sets each parameter group's rate, from the rate that the group was made with. A schedule of the
     experiment's own takes a step after each update, but not where the update was skipped.
@@ -134,7 +135,9 @@ class WeightUpdate:
         state: TrainState,
         steps_per_epoch: int,
         clip: Callable[[float], object],
+        held_back: Tensor | None = None,
     ) -> None:
+        self._held_back = held_back
         self._state, self._clip_norm = state, experiment.clip_norm
         self._clip = clip
         self._rule = experiment.schedule if isinstance(experiment.schedule, Schedule) else None
@@ -169,7 +172,7 @@ class WeightUpdate:
             with user_code("your schedule"):
                 state.schedule.step()
         if state.average is not None:
-            state.average.update_parameters(state.model)
+            state.average.update_parameters(state.model, self._held_back)
 
     def _step_scaled(self, scaler: torch.amp.GradScaler) -> bool:
         """Step with scaled gradients, unless one of them overflowed; returns whether the weights were updated."""

@@ -142,13 +142,14 @@ def steps_between_reading(options: Options, state: TrainState, device: torch.dev
     """After how many steps the host reads the losses: `log_every` on CUDA, where reading makes it wait for the device.
 
     1 on the CPU, and wherever a LossGate cannot hold an update back: with an optimizer that is not one of torch's fused
-    ones, with a schedule or an average, which move after each update, and where bad steps are to be skipped.
+    ones, and where bad steps are to be skipped. A schedule of the experiment's own goes on after a bad loss; nobody
+    sees that, since the run ends where the loss is read, before anything is saved.
     """
     groups = state.optimizer.param_groups
     holds_back = type(state.optimizer) in _FUSED and all(group.get("fused") for group in groups)
     if device.type == "cpu" or options.on_nan == "skip" or not holds_back:
         return 1
-    return options.log_every if state.schedule is None and state.average is None else 1
+    return options.log_every
 
 
 class LossGate:
@@ -160,17 +161,18 @@ class LossGate:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._closed = torch.zeros((), device=device)
+        self.closed = torch.zeros((), device=device)
+        """1 from the first loss on that is not finite, else 0."""
         optimizer.register_step_pre_hook(self._before_step)
 
     def see(self, losses: Tensor) -> None:
         """Take in a step's losses, before its update."""
-        self._closed.masked_fill_(losses.isfinite().all().logical_not(), 1.0)
+        self.closed.masked_fill_(losses.isfinite().all().logical_not(), 1.0)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         # A GradScaler sets `found_inf` for the step that it makes, and removes it afterwards.
-        found = getattr(optimizer, "found_inf", self._closed)
-        optimizer.found_inf = torch.maximum(found, self._closed)
+        found = getattr(optimizer, "found_inf", self.closed)
+        optimizer.found_inf = torch.maximum(found, self.closed)
 
 
 def first_bad(reports: Iterable[StepReport]) -> StepReport | None:

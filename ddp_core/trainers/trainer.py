@@ -93,7 +93,10 @@ class Trainer(ABC):
             require_scalable(self.model)
         self.state = self._fresh_state()
         self.trained = TrainedParameters(self.model)
-        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients)
+        self._read_every = steps_between_reading(job.options, self.state, job.device)
+        self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
+        held_back = None if self._gate is None else self._gate.closed
+        self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients, held_back)
         # Where parameters are cut, others take their place, and a hook on these would be lost.
         is_watched = not job.options.cuda_graph and job.layout.shard != "parameters"
         overlaps = world.world_size > 1 and is_watched
@@ -109,8 +112,6 @@ class Trainer(ABC):
         reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
         ours = [self.clock, self.saving, ResumeRehearsal(self), self.figures, *reads, *copies, *called]
         self.observers = StepObservers([*ours, *job.observers])
-        self._read_every = steps_between_reading(job.options, self.state, job.device)
-        self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
