@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 from torch.distributed import DistError
@@ -11,6 +12,9 @@ from ddp_core.base.refusals import refusal
 from ddp_core.base.user_code import LeftEarly, users
 from ddp_core.distributed.nccl_errors import lack_of
 from ddp_core.experiment.file import MODULE_PREFIX
+
+_NOT_REPEATED = re.compile(r"(\w+) does not have a deterministic implementation")
+"""How torch.use_deterministic_algorithms refuses an operation (at::Context::alertNotDeterministic)."""
 
 
 def shortage(error: BaseException, speaker: str) -> UserError | None:
@@ -28,6 +32,12 @@ def unforeseen(error: BaseException) -> tuple[ExitCode, str]:
     """The exit code and the line for any other exception: 2 where the user's code raised it, 70 where ours did."""
     if isinstance(error, LeftEarly):
         return ExitCode.BAD_INPUT, str(error)
+    if found := _NOT_REPEATED.match(str(error)):
+        return ExitCode.BAD_INPUT, (
+            f"{_place_in_experiment(error)}{found[1]}: this operation has no kernel here that repeats its bits; use "
+            "another layer in the model (nn.AvgPool2d of a fixed size for an adaptive one), or do without the same "
+            "bits: --reduction plain --deterministic never"
+        )
     if users(error) or _is_refusal(error):
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
         return ExitCode.BAD_INPUT, f"{_place_in_experiment(error)}{type(error).__name__}: {error}{notes}"

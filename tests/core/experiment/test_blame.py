@@ -208,3 +208,17 @@ def test_memory_that_a_gpu_does_not_have_is_a_shortage(error: Exception, reason:
     assert f"rank 1 (node 0): out of memory ({reason}); use a smaller --set micro_batch=N" in str(found)
     assert "--set precision=bf16" in str(found)
     assert "evaluation.samples_per_batch" in str(found)
+
+
+def test_an_operation_that_does_not_repeat_its_bits_is_named_with_a_way_out() -> None:
+    """As adaptive average pooling on CUDA, which AlexNet and VGG use."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            torch.zeros(3).put_(torch.zeros(2, dtype=torch.int64), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    code, message = blame.unforeseen(raised.value)
+    assert code == ExitCode.BAD_INPUT
+    assert message.startswith("put_: this operation has no kernel here that repeats its bits; use another layer")
+    assert "--reduction plain --deterministic never" in message
