@@ -14,8 +14,9 @@ from .collectives import BatchedMessages, CollectiveExchange
 from .host_memory import ThroughHost
 from .messages import PointToPoint
 
-LINE_BYTES = 128
-"""GPUs read, add and send memory in lines of so many bytes, so the parts of a tensor begin at multiples of it."""
+LINE_BYTES = 512
+"""The parts of a tensor begin at multiples of so many bytes, as tensors do where torch gets them memory on CUDA devices
+(kMinBlockSize in c10/cuda/CUDACachingAllocator.h): libraries choose kernels by how their operands are aligned."""
 
 Arrival = tuple[Tensor, dist.Work | None]
 """A tensor that another member sends, and the work to wait for until it is there (None: it is there already)."""
