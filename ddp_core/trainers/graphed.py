@@ -51,10 +51,20 @@ class CudaRecorder:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def record(self, function: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        # In the other modes, what the threads do that load data or watch NCCL would end the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
+        graph, cause = torch.cuda.CUDAGraph(), None
+        # Puts the stream back also where the end of a recording raises.
+        with torch.cuda.stream(self._stream):
+            try:
+                # In the other modes, what the threads do that load data or watch NCCL would end the recording.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    try:
+                        function()
+                    except Exception as error:
+                        cause = error
+                        raise
+            except Exception as error:
+                # The end of a recording that was broken off raises an error of its own, which says less.
+                raise cause or error from None
         return graph.replay
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
 from ddp_core.cli.prepare import check_request, prepare
 from ddp_core.config.options import Asked
-from ddp_core.trainers.graphed import GraphedPasses, Replay
+from ddp_core.trainers.graphed import CudaRecorder, GraphedPasses, Replay
 from tests.core.trainers.test_trainers import (
     CPU,
     batch_norm_and_dropout,
@@ -176,6 +177,42 @@ def test_a_model_that_cannot_be_recorded_is_named_in_one_line() -> None:
     with pytest.raises(UserError, match=r"capturing\); leave out --cuda-graph") as raised:
         passes.loss(model, torch.ones(3, 2), torch.zeros(3, 1))
     assert "\n" not in str(raised.value)
+
+
+def test_what_broke_a_recording_is_raised_and_the_stream_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a broken recording raises, too, before torch.cuda.graph puts the stream back."""
+    current = ["the usual one"]
+
+    @contextlib.contextmanager
+    def stream(chosen: str) -> Iterator[None]:
+        before, current[0] = current[0], chosen
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Graph:
+        def __init__(self, *_: Any, **named: Any) -> None:
+            self.stream = named["stream"]
+
+        def __enter__(self) -> None:
+            current[0] = self.stream
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    for name, value in {"stream": stream, "graph": Graph, "CUDAGraph": object, "Stream": lambda _: "aside"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+    def reads_the_device() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        CudaRecorder(torch.device("cuda", 0)).record(reads_the_device)
+    assert current == ["the usual one"]
+    with pytest.raises(RuntimeError, match="due to a previous error"):
+        CudaRecorder(torch.device("cuda", 0)).record(lambda: None)
 
 
 @pytest.mark.parametrize(
