@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,13 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
             "capability": f"{properties.major}.{properties.minor}",
             # A GPU that is cut into parts (MIG) keeps its name, but has fewer of these for its kernels.
             "multiprocessors": properties.multi_processor_count,
+            # cuDNN and cuBLAS choose kernels by the memory that they may have.
+            "memory_bytes": properties.total_memory,
+            "driver": _driver(),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
+            "cublas": _installed("nvidia-cublas", "nvidia-cublas-cu12"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
             **cuda_switches(),
         }
     else:
@@ -64,8 +70,32 @@ def cuda_switches() -> dict[str, Any]:
             "fp16": cuda.matmul.allow_fp16_reduced_precision_reduction,
             "bf16": cuda.matmul.allow_bf16_reduced_precision_reduction,
         },
-        "cuda_environment": _set_among("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+        "blas": str(cuda.preferred_blas_library()),
+        "cuda_environment": _set_among(
+            "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"
+        ),
     }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None where its library does not tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _installed(*names: str) -> str | None:
+    """The version of the first of these packages that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _set_among(*names: str) -> dict[str, str]:
@@ -81,6 +111,16 @@ def cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def of_all_ranks(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fingerprint of a run from those of its ranks: rank 0's, and in `unlike_ranks` how others differ from it."""
+    unlike = {
+        str(rank): differences
+        for rank, theirs in enumerate(every)
+        if (differences := fingerprint_differences(every[0], theirs))
+    }
+    return {**every[0], **({"unlike_ranks": unlike} if unlike else {})}
 
 
 def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

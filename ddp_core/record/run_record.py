@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences, of_all_ranks
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
@@ -72,6 +72,10 @@ class RunRecord:
         """The files with errors of earlier attempts, and when each was written."""
         self.started, self._began = time.time(), time.monotonic()
 
+    def compare_fingerprints(self, collectives: Collectives) -> None:
+        """Note which ranks compute on something else than rank 0; a collective, before `start`."""
+        self.fingerprint = of_all_ranks(collectives.gather(self.fingerprint))
+
     def start(self) -> None:
         """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
         self.fence = Fence.take(self.directory.path)
@@ -82,6 +86,15 @@ class RunRecord:
         before: Mapping[str, Any] = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
+        if request.options.reduction == "exact":
+            self.notes += [
+                not_promised(
+                    f"rank {rank} computes on something else than rank 0 ({'; '.join(differences)}), so other layouts "
+                    "need not end with the same bits",
+                    request.options,
+                )
+                for rank, differences in self.fingerprint.get("unlike_ranks", {}).items()
+            ]
         if before and before["data_sha256"] is None:
             data = recorded_digest(self.directory.path, before)  # what is random stays so
         write_parts(self.directory.path, data)

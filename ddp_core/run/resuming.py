@@ -136,6 +136,7 @@ def open_record(
                 # without it: the fence keeps the other one from writing.
                 if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
                     raise
+        record.compare_fingerprints(collectives)
         by_rank_0(collectives, record.start)
         if world.is_first:
             clear_heartbeats(directory.path)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import Superseded
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
@@ -41,9 +42,18 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return RunDirectory.create(tmp_path, experiment(), Layout())
 
 
-def begun(directory: RunDirectory, world: World | None = None, start: bool = True) -> RunRecord:
-    request = Request(LoadedExperiment(experiment(), {}, Path("mine.py"), "", ""), Layout(), Options())
+def begun(
+    directory: RunDirectory,
+    world: World | None = None,
+    start: bool = True,
+    collectives: Collectives | None = None,
+    **options: Any,
+) -> RunRecord:
+    loaded = LoadedExperiment(experiment(), {}, Path("mine.py"), "", "")
+    request = Request(loaded, Layout(), Options(**options))
     record = RunRecord(request, Collectives(world or World(), CPU), directory, ORIGIN, steps_per_epoch=4)
+    if collectives is not None:
+        record.compare_fingerprints(collectives)
     if start:
         record.start()
     return record
@@ -66,6 +76,28 @@ def test_a_full_disk_is_told_with_the_place_of_the_run(directory: RunDirectory) 
     with pytest.raises(UserError, match=f"^rank 0 .node 0.: no room for {directory.path}/x .ENOSPC., though") as caught:
         end(begun(directory), OSError(errno.ENOSPC, "No space left on device", str(directory.path / "x")))
     assert caught.value.exit_code == ExitCode.RESOURCES
+
+
+class Unlike(Collectives):
+    """Of three ranks, the last of which has another GPU."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value, {**value, "device": "H100"}]
+
+
+def test_ranks_on_unlike_devices_are_named_and_refused_in_strict(directory: RunDirectory) -> None:
+    unlike = Unlike(World(), CPU)
+    record = begun(directory, collectives=unlike, reduction="exact")
+    assert record.notes == [
+        "warning: rank 2 computes on something else than rank 0 (device: here cpu, there H100), so other layouts need "
+        "not end with the same bits"
+    ]
+    fingerprint = directory.read()["fingerprint"]
+    assert fingerprint["unlike_ranks"] == {"2": ["device: here cpu, there H100"]}
+    assert fingerprint_differences(fingerprint, begun(directory, start=False).fingerprint)
+    with pytest.raises(UserError, match="rank 2 computes on something else than rank 0"):
+        begun(directory, collectives=unlike, reduction="exact", guard="strict")
+    assert begun(directory, collectives=unlike, reduction="plain").notes == []
 
 
 def files_of(directory: RunDirectory) -> dict[Path, bytes]:
