@@ -35,6 +35,12 @@ def test_without_shards_at_most_one_result_in_twenty_is_not_identical() -> None:
     assert len(others) <= 0.05 * len(every_case()) * len(plain)
 
 
+def test_a_strict_guard_refuses_nothing_that_is_identical() -> None:
+    rows = [row["outcomes"] for row in KEPT.values() if "ddp x 2, strict" in row["outcomes"]]
+    assert len(rows) > 300
+    assert [row for row in rows if row["ddp x 2, strict"] != row["ddp x 2"]] == []
+
+
 def test_every_case_has_a_name_of_its_own_and_the_promised_numbers_are_there() -> None:
     keys = [case.key for case in every_case()]
     assert len(keys) == len(set(keys))
