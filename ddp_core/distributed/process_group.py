@@ -159,12 +159,16 @@ def process_group(
     with gloo_towards(world.store_host, world.nnodes > 1):
         try:
             store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
+            backends = agreed_backend(store, world, device, backend)
             dist.init_process_group(
-                backend=agreed_backend(store, world, device, backend),
+                backend=backends,
                 store=store,
                 rank=world.rank,
                 world_size=world.world_size,
                 timeout=timedelta(seconds=timeout),
+                # NCCL connects now, and each further group when it is made, on all ranks in one sequence. Else it would
+                # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
+                device_id=device if "nccl" in backends else None,
             )
         except dist.DistError as error:
             raise UserError(

@@ -69,7 +69,8 @@ def test_no_shipped_experiment_needs_a_kernel_that_does_not_repeat_its_bits(name
 
 def test_the_hook_uses_no_memory_before_it_is_written(tmp_path: Path) -> None:
     """torch's sanitizer raises where streams use the same memory without waiting for each other."""
-    digest(tmp_path, *ON_ONE_GPU, env={"TORCH_CUDA_SANITIZER": "1"})
+    everywhere = str(Path(__file__).parent / "sanitized")
+    digest(tmp_path, *ON_ONE_GPU, env={"TORCH_CUDA_SANITIZER": "1", "PYTHONPATH": everywhere})
 
 
 @pytest.fixture

@@ -76,6 +76,20 @@ def test_nccl_is_refused_on_every_rank_where_two_share_a_gpu(monkeypatch: pytest
         assert refusal.exit_code == ExitCode.RESOURCES
 
 
+@pytest.mark.parametrize(("backends", "connects"), [(NCCL, True), (GLOO, False)])
+def test_nccl_connects_at_once_and_not_in_the_first_step(
+    backends: str, connects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(process_group, "agreed_backend", lambda *_: backends)
+    monkeypatch.setattr(dist, "init_process_group", lambda **named: asked.update(named))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    device = torch.device("cuda", 1)
+    with process_group.process_group(World(), device, timeout=5, even_alone=True):
+        pass
+    assert (asked["backend"], asked["device_id"]) == (backends, device if connects else None)
+
+
 @pytest.fixture
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done to the process group, which seems to be one of NCCL."""
