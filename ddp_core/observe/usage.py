@@ -27,6 +27,8 @@ class _Used(TypedDict):
     """The peak of the first steps."""
     peak_memory_bytes: int
     """The peak of all steps, evaluations and saves."""
+    device_free_bytes: int | None
+    """Of the CUDA device, what neither this process nor another one holds, at last; None without a CUDA device."""
     cpu_utilisation: float
     """Cores that the process kept busy: 1.0 is one core all the time."""
     gpu_utilisation: float | None
@@ -98,6 +100,7 @@ class Usage:
             "step_memory_bytes": self._step_memory,
             # Pages that other processes share are not counted, and may be more by now than after the first steps.
             "peak_memory_bytes": max(self._step_memory, _peak_memory(self._device)),
+            "device_free_bytes": torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else None,
             "cpu_utilisation": (time.process_time() - self._processor) / seconds,
             "gpu_utilisation": fmean(self._shares) if self._shares else None,
             "machine": _machine(),
@@ -108,6 +111,7 @@ class Usage:
 
 def of_all(parts: list[RankTotals]) -> Totals:
     """The usage of all ranks: the most memory, the mean of each share, and the cores that other programs kept busy."""
+    free = [part["device_free_bytes"] for part in parts if part["device_free_bytes"] is not None]
     busy = [part["gpu_utilisation"] for part in parts if part["gpu_utilisation"] is not None]
     machines = {part["machine"]: [other for other in parts if other["machine"] == part["machine"]] for part in parts}
     others = [
@@ -118,6 +122,7 @@ def of_all(parts: list[RankTotals]) -> Totals:
         "memory_at_start_bytes": max(part["memory_at_start_bytes"] for part in parts),
         "step_memory_bytes": max(part["step_memory_bytes"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
+        "device_free_bytes": min(free, default=None),
         "cpu_utilisation": fmean(part["cpu_utilisation"] for part in parts),
         "gpu_utilisation": fmean(busy) if busy else None,
         "other_cores_busy": max(0.0, *others),

@@ -127,6 +127,7 @@ class RecordedResult(TypedDict):
     samples_per_second: NotRequired[_Figure]
     data_wait: NotRequired[_Figure]
     peak_memory_bytes: NotRequired[_Figure]
+    device_free_bytes: NotRequired[_Figure]
     step_memory_bytes: NotRequired[_Figure]
     predicted_memory_bytes: NotRequired[_Figure]
     cpu_utilisation: NotRequired[_Figure]

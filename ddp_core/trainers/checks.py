@@ -11,6 +11,7 @@ from ddp_core.data.data_digest import ADVICE
 from ddp_core.observe.step import StepBatch, StepReport
 from ddp_core.trainers.between_updates import BetweenUpdates, OwnPart
 from ddp_core.trainers.cross_check import RANDOM, CrossCheck
+from ddp_core.trainers.device_memory import DeviceMemory
 from ddp_core.trainers.guard import Guard
 from ddp_core.trainers.read_twice import ReadTwice
 from ddp_core.trainers.same_state import require_same_state
@@ -38,6 +39,7 @@ class Checks:
         elif self.has_random_data:
             self.guard.figures["not computed again"] = RANDOM
         self.read_twice = ReadTwice(trainer.batches) if self._job.on_random_data is not None else None
+        self._memory = DeviceMemory(trainer.job.collectives)
         self._began_at = 0
         self._has_evaluated = False
         self.changed: list[str] = []
@@ -79,6 +81,7 @@ class Checks:
         """At the end of a step, before it is saved."""
         if self.compares_after(self._trainer.state.step):
             self._tell_of_random_data(batch)
+            self._require_memory()
             self.require_same_state()
 
     def before_evaluation(self) -> None:
@@ -120,6 +123,13 @@ class Checks:
                 if not trainer.state.ownership.has_whole_weights:
                     self._require_same_changes(self._between_updates.changed())
                 self._own_part.require_same(step, self._job.collectives, self._so)
+
+    def _require_memory(self) -> None:
+        if self.guard.checks and self._trainer.device.type == "cuda":
+            step = self._trainer.state.step
+            with self.guard.check("device memory", step):
+                if (warning := self._memory.require_enough(step)) is not None:
+                    self._job.console.say(warning)
 
     def compare_states(self, when: str) -> None:
         """Raises UserError for the first tensor that the ranks do not have alike."""

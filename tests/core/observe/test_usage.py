@@ -42,6 +42,7 @@ def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(answers))
     peaks = iter([5, 6, 7])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9, 10))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     usage = Usage(CUDA)
     for _ in range(5):
@@ -55,16 +56,17 @@ def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch
 
 def of_rank(machine: str = "here", all_cores: float = 2.0, own: float = 1.0, **fields: Any) -> RankTotals:
     memory = {"memory_at_start_bytes": 1, "step_memory_bytes": 1, "peak_memory_bytes": 1}
-    used = memory | {"cpu_utilisation": 1.0, "gpu_utilisation": None} | fields
+    used = memory | {"device_free_bytes": None, "cpu_utilisation": 1.0, "gpu_utilisation": None} | fields
     return RankTotals(machine=machine, machine_cores_busy=all_cores, own_cores_busy=own, **used)
 
 
 def test_several_ranks_are_the_most_memory_and_the_mean_of_the_rest() -> None:
-    parts = [of_rank(), of_rank(peak_memory_bytes=3, cpu_utilisation=0.5, gpu_utilisation=0.8)]
+    parts = [of_rank(), of_rank(peak_memory_bytes=3, device_free_bytes=7, cpu_utilisation=0.5, gpu_utilisation=0.8)]
     assert of_all(parts) == {
         "memory_at_start_bytes": 1,
         "step_memory_bytes": 1,
         "peak_memory_bytes": 3,
+        "device_free_bytes": 7,
         "cpu_utilisation": 0.75,
         "gpu_utilisation": 0.8,
         "other_cores_busy": 0.0,

@@ -230,8 +230,14 @@ def _with_another(place: int, tensor: str) -> Callable[[Any], Any]:
 
 
 def _ends(trainer: Trainer) -> Any:
-    usage = {"machine": "here", "machine_cores_busy": 0.0, "own_cores_busy": 0.0, "peak_memory_bytes": 0}
-    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0}
+    usage = {
+        "machine": "here",
+        "machine_cores_busy": 0.0,
+        "own_cores_busy": 0.0,
+        "peak_memory_bytes": 0,
+        "device_free_bytes": None,
+    }
+    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0, "device_free_bytes": None}
     return gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
 
 

@@ -74,8 +74,14 @@ class Three(Collectives):
 
 def test_the_slowest_rank_is_named_at_the_end() -> None:
     trainer = finished(experiment(max_steps=1), collectives=Three(World(), CPU))
-    usage = {"machine": "here", "machine_cores_busy": 0.0, "own_cores_busy": 0.0, "peak_memory_bytes": 0}
-    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0}
+    usage = {
+        "machine": "here",
+        "machine_cores_busy": 0.0,
+        "own_cores_busy": 0.0,
+        "peak_memory_bytes": 0,
+        "device_free_bytes": None,
+    }
+    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0, "device_free_bytes": None}
     ends = gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
     assert ends.slowest is not None
     assert ends.slowest.startswith("slowest: rank 2 (node 0), p95 200 ms per step")
