@@ -40,8 +40,12 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && /opt/pip/bin/pip install --disable-pip-version-check -c /constraints.txt pip \
     && python3 -m venv --without-pip /opt/venv
 COPY --from=requirements /runtime.txt /
+# For which CUDA torch is built: cu128 or cu126 for a host whose driver is older than 580. Without a value it is that of
+# the package index, 13.0.
+ARG TORCH_CUDA=
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt hatchling
+    /opt/pip/bin/pip --python /opt/venv/bin/python install \
+    ${TORCH_CUDA:+--extra-index-url https://download.pytorch.org/whl/$TORCH_CUDA} -c /constraints.txt -r /runtime.txt hatchling
 
 
 # What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.

@@ -76,6 +76,16 @@ def test_nccl_is_refused_on_every_rank_where_two_share_a_gpu(monkeypatch: pytest
         assert refusal.exit_code == ExitCode.RESOURCES
 
 
+def test_nodes_that_see_the_same_gpus_take_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two containers of two ranks do on a machine with four GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    ranks = [World(rank=rank, local_rank=rank % 2, world_size=4) for rank in range(4)]
+    assert [process_group.local_device(world, "cuda").index for world in ranks] == [0, 1, 0, 1]
+    monkeypatch.setenv("DDP_NODES_SHARE_GPUS", "1")
+    assert [process_group.local_device(world, "cuda").index for world in ranks] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("backends", "connects"), [(NCCL, True), (GLOO, False)])
 def test_nccl_connects_at_once_and_not_in_the_first_step(
     backends: str, connects: bool, monkeypatch: pytest.MonkeyPatch
