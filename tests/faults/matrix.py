@@ -331,15 +331,22 @@ ROWS = (
     Row(
         30,
         "two runs in one directory",
-        "the second exits 2 within 1 s and names the holder",
+        "the second exits 2 within 1 s and names the holder; a second launch is told so, unless --resume never",
         "P",
         (
             f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
+            f"{_PLACES}::test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to",
             "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
         ),
         limits={COMMAND: 1},
     ),
-    Row(31, "/dev/shm is too small", "4, naming the setting", "D"),
+    Row(
+        31,
+        "/dev/shm is too small, or filled up while a run trains",
+        "4 at once, naming the setting",
+        "P, D",
+        (f"{_DISKS}::test_a_run_whose_shared_memory_is_filled_by_others_says_so_at_once",),
+    ),
     Row(
         32,
         "a resume on another layout",
