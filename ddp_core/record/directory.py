@@ -7,14 +7,13 @@ outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `d
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.documents import BadDocument, read_document
+from ddp_core.base.documents import BadDocument, json_text, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_there, make_directory, replace_file
 from ddp_core.base.refusals import MEND_OUTPUT, refused
@@ -77,7 +76,7 @@ class RunDirectory:
         Raises UserError (4).
         """
         try:
-            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n", durable=True)
+            replace_file(self.path / "run.json", json_text(record, indent=1) + "\n", durable=True)
         except OSError as error:
             raise refused(error, self.path / "run.json") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,12 @@ def test_a_directory_is_named_by_experiment_layout_time_and_an_id(tmp_path: Path
     assert one.path.name.startswith("ddp-1x2-cpu-20")
     assert one.checkpoints.is_dir()
     assert {one.metrics.name, one.log.name} == {"metrics.jsonl", "log.txt"}
+
+
+def test_a_record_is_strict_json(tmp_path: Path) -> None:
+    directory = make(tmp_path, result={"steps": 3, "test_loss": float("inf"), "values": [float("nan"), 0.5]})
+    assert not re.search("NaN|Infinity", (directory.path / "run.json").read_text())
+    assert directory.read()["result"] == {"steps": 3, "test_loss": None, "values": [None, 0.5]}
 
 
 def test_an_output_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
