@@ -95,11 +95,15 @@ def find_runs(
 ) -> Iterator[tuple[RunDirectory, RecordedRun]]:
     """Every readable run at or below `place`, with its record, oldest first.
 
-    `on_bad` is called for each other directory with a run.json, with the line that says what is wrong with that.
+    `on_bad` is called for each other directory with a run.json or with files in checkpoints/, with the line that says
+    what is wrong with its run.json.
     """
-    files = [place / "run.json"] if is_there(place / "run.json") else sorted(place.glob("**/run.json"))
+    folders = {place}
+    if not is_there(place / "run.json"):
+        folders = {file.parent for file in place.glob("**/run.json")}
+        folders |= {file.parents[1] for file in place.glob("**/checkpoints/*")}
     found: list[tuple[RunDirectory, RecordedRun]] = []
-    for directory in [RunDirectory(file.parent) for file in files]:
+    for directory in map(RunDirectory, sorted(folders)):
         try:
             found.append((directory, directory.read()))
         except UserError as error:

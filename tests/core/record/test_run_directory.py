@@ -69,6 +69,17 @@ def test_what_is_no_run_is_said(tmp_path: Path, content: str | None) -> None:
     assert list(find_runs(tmp_path)) == []
 
 
+def test_a_folder_with_checkpoints_and_no_record_is_told(tmp_path: Path) -> None:
+    begun, lost = (RunDirectory.create(tmp_path, EXPERIMENT, Layout()) for _ in range(2))
+    (lost.checkpoints / "step-4.json").write_text("{}")
+    told: list[tuple[Path, str]] = []
+    for place in (tmp_path, lost.path):
+        assert list(find_runs(place, lambda directory, problem: told.append((directory.path, problem)))) == []
+    problem = f"{lost.path} is not a run directory: it has no readable run.json (No such file or directory)"
+    assert told == [(lost.path, problem)] * 2
+    assert begun.path.is_dir()
+
+
 def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
     directory = make(tmp_path, launch_id="a")
     directory.update(status="failed", exit_code=2)
