@@ -11,6 +11,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -88,6 +89,19 @@ def require_kind(document: Any, kind: type[_Kind]) -> _Kind:
         raise BadDocument(f"{words}: {first['msg']}" if words else first["msg"]) from None
     found: _Kind = document
     return found
+
+
+def json_text(document: Any, indent: int | None = None) -> str:
+    """The document as JSON, in which NaN and infinities are null, as they are read back. Raises TypeError."""
+    return json.dumps(_without_gaps(document), indent=indent, allow_nan=False)
+
+
+def _without_gaps(document: Any) -> Any:
+    if isinstance(document, Mapping):
+        return {name: _without_gaps(value) for name, value in document.items()}
+    if isinstance(document, list | tuple):
+        return [_without_gaps(value) for value in document]
+    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 @cache

@@ -60,6 +60,8 @@ _unkeyed = _Stream(None)
 
 class _Here(threading.local):
     stream: _Stream | None = None
+    stream_around: _Stream | None = None
+    """The stream around the innermost block of `without_key`, which goes on after it."""
 
 
 _here = _Here()
@@ -81,7 +83,7 @@ def key_draws(key: int) -> None:
     if not _watched:
         return
     stream = _here.stream
-    if stream is None:
+    if stream is None or stream is _here.stream_around:
         stream = _here.stream = _Stream(random.Random(0))
         if threading.current_thread() is threading.main_thread():
             _of_process = stream
@@ -106,13 +108,17 @@ def seed_draws(key: int) -> None:
 
 @contextlib.contextmanager
 def without_key() -> Iterator[None]:
-    """After this block this thread draws from the stream that it had before: without a key where it had none."""
+    """After this block this thread draws from the stream that it had before: without a key where it had none.
+
+    A key that is told in the block begins another stream.
+    """
     global _of_process
-    stream, of_process = _here.stream, _of_process
+    stream, around, of_process = _here.stream, _here.stream_around, _of_process
+    _here.stream_around = stream
     try:
         yield
     finally:
-        _here.stream = stream
+        _here.stream, _here.stream_around = stream, around
         if threading.current_thread() is threading.main_thread():
             _of_process = of_process
 
@@ -251,6 +257,15 @@ def _watch_numpy() -> None:
 
     class MT19937(module.MT19937):  # numpy's states have the name of the class
         lock: Any = turn
+
+        @property
+        def state(self) -> Any:
+            with turn:  # a copy asks here, and must not get the numbers of the stream that drew last
+                return super().state
+
+        @state.setter
+        def state(self, state: Any) -> None:
+            module.MT19937.state.__set__(self, state)  # type: ignore[attr-defined]
 
         def __reduce__(self) -> Any:
             return _plain_bits, (self.state,)

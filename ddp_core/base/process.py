@@ -47,6 +47,34 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
 
 
+def leave_first_process() -> None:
+    """Go on in a child where this process is the first of its container; returns there, and everywhere else at once.
+
+    What is orphaned in a container becomes a child of its first process, and stays a zombie until that has waited for
+    it. And the kernel keeps from it each signal that it does not handle. So the first process does nothing but that: it
+    passes signals on, waits, and ends with the child's exit code.
+    """
+    if os.getpid() != 1:
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)  # otherwise a terminal's Ctrl-C would come twice
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        number = signal.sigwait(signal.valid_signals())
+        if number != signal.SIGCHLD:
+            os.kill(child, number)
+            continue
+        ended = -1
+        while ended:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == child:
+                code = os.waitstatus_to_exitcode(status)
+                os._exit(code if code >= 0 else 128 - code)
+
+
 def make_patient() -> None:
     """Let prints succeed when nobody reads them any more, also those of a user's own code; harmless when repeated.
 

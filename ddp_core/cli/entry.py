@@ -13,7 +13,7 @@ from click.shell_completion import shell_complete
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
-from ddp_core.base.process import make_patient
+from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import meant_by
 from ddp_core.cli.commands import COMPLETION_VARIABLE, IS_OWN_PROCESS, ddp
 from ddp_core.cli.config import DEFAULT_MAP, config_of
@@ -24,6 +24,8 @@ from ddp_core.distributed.world import World
 @said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; any error is printed in one line."""
+    if arguments is None:
+        leave_first_process()
     make_patient()
     words = list(sys.argv[1:] if arguments is None else arguments)
     # A program that calls this function with words may go on afterwards; a worker's process ends with the command.

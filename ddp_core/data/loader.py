@@ -231,4 +231,8 @@ def _aligned(batch: Any, source: str) -> Batch:
 
 
 def _as_torch_allocates(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.layout is torch.strided and tensor.data_ptr() % _ALIGNMENT else tensor
+    if tensor.layout is not torch.strided:
+        return tensor
+    # A conjugate that is still to be computed would be lost on the way from a loader process.
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor

@@ -10,8 +10,9 @@ import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def made_by_workers(
                 break
             if isinstance(step, UserError | LeftEarly):
                 raise step
-            yield step
+            made: Made = ForkingPickler.loads(step)
+            yield made
     finally:
         end_loader_workers(ahead)
 
@@ -99,7 +101,8 @@ def _require_shared_memory(step_ids: StepIds, make: Callable[[StepIds], object],
     if not place.exists():
         return
     epoch, micro_batches = step_ids[:2]
-    pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in tensors_of(make((epoch, micro_batches[:1])))]
+    dense = [tensor for tensor in tensors_of(make((epoch, micro_batches[:1]))) if tensor.layout is torch.strided]
+    pages = [-(-tensor.nbytes // _PAGE) * _PAGE for tensor in dense]
     needed = sum(pages) * len(micro_batches) * (_AHEAD_BY_WORKER * workers + 1) + _SEMAPHORES
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -124,22 +127,37 @@ def _all_or_none() -> Iterator[None]:
         raise
 
 
-class _Steps(TorchDataset[Made | UserError | LeftEarly]):
-    """`make` as a data set whose index is a step's ids: so torch's DataLoader hands work to its processes."""
+class _Steps(TorchDataset[bytes | UserError | LeftEarly]):
+    """What `make` returns, as a data set whose index is a step's ids: so torch's DataLoader hands it to processes."""
 
-    def __init__(self, make: Callable[[StepIds], Made]) -> None:
+    def __init__(self, make: Callable[[StepIds], object]) -> None:
         self.make = make
 
-    def __getitem__(self, step_ids: StepIds) -> Made | UserError | LeftEarly:
+    def __getitem__(self, step_ids: StepIds) -> bytes | UserError | LeftEarly:
         try:
-            # Otherwise a thread of the queue does it, which tells nobody where /dev/shm is full.
-            return cast(Made, map_tensors(Tensor.share_memory_, self.make(step_ids)))
+            return _packed(self.make(step_ids))
         except (UserError, LeftEarly) as error:
             return error  # raised in a worker, it would arrive with the worker's traceback for a message
         except RuntimeError as error:
             if (known := refusal(error)) is None:
                 raise
             return known
+
+
+def _packed(step: object) -> bytes:
+    """A step as its process sends it, the tensors' contents in /dev/shm.
+
+    Otherwise a thread of the queue packs it, which tells nobody where it cannot. Raises UserError: (4) where something
+    is lacking, (2) for what cannot leave its process.
+    """
+    try:
+        return bytes(ForkingPickler.dumps(step))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise refusal(error) or UserError(
+            f"your data set returns what a loader process cannot send ({type(error).__name__}: {reason}); let it "
+            "return tensors without a gradient's history, arrays and plain values, or use --workers 0"
+        ) from None
 
 
 def _begin_worker(_: int) -> None:

@@ -8,7 +8,6 @@ records of later steps before this line were rolled back) and `checkpoint` (step
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import IO, Any, NotRequired, Self
 
 from typing_extensions import TypedDict
 
-from ddp_core.base.documents import BadDocument, Count, parse_document
+from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
@@ -66,8 +65,7 @@ class MetricsWriter:
             return
         self._may_write()
         record = {"kind": kind, "time": round(time.time(), 3)} | fields
-        gaps = {name: None for name, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
-        self._file.write(json.dumps(record | gaps) + "\n")
+        self._file.write(json_text(record) + "\n")
         values = {name: value for name, value in fields.items() if isinstance(value, float)}
         for logger in self._loggers:
             logger.record(kind, fields.get("step", 0), values)

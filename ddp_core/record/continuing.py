@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,7 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     could be meant has other settings, and where a run has checkpoints but no record that says what it is: to start anew
     would lose its work in silence.
     """
-    _refuse_unrecorded(request)
-    runs = _runs_of(request)
+    runs = _runs_of(request, partial(_refuse_unrecorded, request))
     unfinished = [directory for directory, record in runs if _is_unfinished(record, request)]
     if unfinished:
         try:
@@ -74,26 +74,22 @@ def find_resumable(request: Request, samples: int) -> RunDirectory | None:
     return None
 
 
-def _refuse_unrecorded(request: Request) -> None:
-    for folder in sorted((Path(request.options.output) / request.loaded.experiment.name).glob("*/checkpoints")):
-        directory = RunDirectory(folder.parent)
-        try:
-            directory.read()
-        except UserError as error:
-            if not (found := find_checkpoints(folder)):
-                continue
-            raise UserError(
-                f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
-                f"whether it is the run to continue ({error}). Bring its run.json back from a copy; or move the folder "
-                f"away and begin with its weights: --init-from {found[0].path}; or leave it there and start anew: "
-                f"{_command(request, resume='never')}",
-                ExitCode.NO_CHECKPOINT,
-            ) from None
+def _refuse_unrecorded(request: Request, directory: RunDirectory, problem: str) -> None:
+    """Pass over a directory without a readable record, unless it has a checkpoint: UserError (3)."""
+    if not (found := find_checkpoints(directory.checkpoints)):
+        return pass_over(directory, problem)
+    raise UserError(
+        f"--resume auto: {directory.path} has a checkpoint of step {found[0].step}, but no record that tells "
+        f"whether it is the run to continue ({problem}). Bring its run.json back from a copy; or move the folder "
+        f"away and begin with its weights: --init-from {found[0].path}; or leave it there and start anew: "
+        f"{_command(request, resume='never')}",
+        ExitCode.NO_CHECKPOINT,
+    )
 
 
 def find_unfinished(request: Request) -> RunDirectory | None:
     """The newest unfinished run of just this experiment in which no process works; None if there is none."""
-    runs = [directory for directory, record in _runs_of(request) if _is_unfinished(record, request)]
+    runs = [directory for directory, record in _runs_of(request, pass_over) if _is_unfinished(record, request)]
     return next((directory for directory in runs if not directory.is_live), None)
 
 
@@ -103,9 +99,9 @@ def _is_unfinished(record: Mapping[str, Any], request: Request) -> bool:
     return same and record.get("status") != "completed"
 
 
-def _runs_of(request: Request) -> list[tuple[RunDirectory, RecordedRun]]:
-    """The runs of all experiments of the same name, newest first; those without a readable record are passed over."""
-    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name, pass_over))[::-1]
+def _runs_of(request: Request, on_bad: Callable[[RunDirectory, str], None]) -> list[tuple[RunDirectory, RecordedRun]]:
+    """The runs of all experiments of the same name, newest first; `on_bad`: as for `find_runs`."""
+    return list(find_runs(Path(request.options.output) / request.loaded.experiment.name, on_bad))[::-1]
 
 
 def _could_be_meant(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> bool:

@@ -7,14 +7,13 @@ outputs/<experiment>/<layout>-<UTC time>-<short id>/ holds `run.json` (format `d
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.documents import BadDocument, read_document
+from ddp_core.base.documents import BadDocument, json_text, read_document
 from ddp_core.base.errors import UserError
 from ddp_core.base.files import is_there, make_directory, replace_file
 from ddp_core.base.refusals import MEND_OUTPUT, refused
@@ -77,7 +76,7 @@ class RunDirectory:
         Raises UserError (4).
         """
         try:
-            replace_file(self.path / "run.json", json.dumps(record, indent=1) + "\n", durable=True)
+            replace_file(self.path / "run.json", json_text(record, indent=1) + "\n", durable=True)
         except OSError as error:
             raise refused(error, self.path / "run.json") from None
 
@@ -96,11 +95,15 @@ def find_runs(
 ) -> Iterator[tuple[RunDirectory, RecordedRun]]:
     """Every readable run at or below `place`, with its record, oldest first.
 
-    `on_bad` is called for each other directory with a run.json, with the line that says what is wrong with that.
+    `on_bad` is called for each other directory with a run.json or with files in checkpoints/, with the line that says
+    what is wrong with its run.json.
     """
-    files = [place / "run.json"] if is_there(place / "run.json") else sorted(place.glob("**/run.json"))
+    folders = {place}
+    if not is_there(place / "run.json"):
+        folders = {file.parent for file in place.glob("**/run.json")}
+        folders |= {file.parents[1] for file in place.glob("**/checkpoints/*")}
     found: list[tuple[RunDirectory, RecordedRun]] = []
-    for directory in [RunDirectory(file.parent) for file in files]:
+    for directory in map(RunDirectory, sorted(folders)):
         try:
             found.append((directory, directory.read()))
         except UserError as error:

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.base.refusals import is_lack, refused
+
 if TYPE_CHECKING:
     from ddp_core.experiment.request import Request
 
@@ -164,9 +166,17 @@ def _version(package: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s."""
+    """What the command printed, stripped; None where the command is missing, failed, or took longer than 5 s.
+
+    Raises UserError (4) where it could not be started because something is lacking, such as processes: this rank would
+    seem to have other code than its peers.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError as error:
+        if is_lack(error):
+            raise refused(error) from None
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -28,6 +28,7 @@ _PLACES = "tests/faults/test_places.py"
 _DISKS = "tests/faults/test_disks.py"
 _CHECKPOINTS = "tests/core/checkpoint/test_checkpoint_faults.py"
 _PARTS = "tests/core/checkpoint/test_parts.py"
+_PROCESS = "tests/core/base/test_process.py"
 _INPUT = "tests/core/test_bad_input.py"
 _GROUP = "tests/distributed/test_process_group.py"
 _LAYOUTS = "tests/distributed/test_layouts.py"
@@ -122,7 +123,10 @@ ROWS = (
         "a slow worker, a slow link",
         "nobody is taken for dead; the slowest rank is named with its p95 step time",
         "P, D",
-        (f"{_LOSSES}::test_a_slow_worker_is_named_not_killed",),
+        (
+            f"{_LOSSES}::test_a_slow_worker_is_named_not_killed",
+            f"{_LOSSES}::test_a_throttled_worker_is_named_not_killed",
+        ),
     ),
     Row(
         8,
@@ -331,15 +335,22 @@ ROWS = (
     Row(
         30,
         "two runs in one directory",
-        "the second exits 2 within 1 s and names the holder",
+        "the second exits 2 within 1 s and names the holder; a second launch is told so, unless --resume never",
         "P",
         (
             f"{_PLACES}::test_a_second_run_in_a_directory_is_told_who_is_there",
+            f"{_PLACES}::test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to",
             "tests/core/record/test_run_lock.py::test_the_second_run_in_a_directory_is_told_who_holds_it",
         ),
         limits={COMMAND: 1},
     ),
-    Row(31, "/dev/shm is too small", "4, naming the setting", "D"),
+    Row(
+        31,
+        "/dev/shm is too small, or filled up while a run trains",
+        "4 at once, naming the setting",
+        "P, D",
+        (f"{_DISKS}::test_a_run_whose_shared_memory_is_filled_by_others_says_so_at_once",),
+    ),
     Row(
         32,
         "a resume on another layout",
@@ -373,6 +384,17 @@ ROWS = (
         "4 before step 0, with how many are needed and the limit",
         "P",
         (f"{_DISKS}::test_too_few_open_files_are_refused_before_they_run_out",),
+    ),
+    Row(
+        36,
+        "`ddp` is process 1 of a container without an init, and processes are orphaned",
+        "none stays a zombie; signals reach the run, and its exit code is the container's",
+        "P",
+        (
+            f"{_PROCESS}::test_process_1_waits_for_what_is_orphaned",
+            f"{_PROCESS}::test_process_1_passes_signals_on",
+            f"{_PROCESS}::test_a_launcher_that_is_process_1_leaves_no_zombie",
+        ),
     ),
 )
 

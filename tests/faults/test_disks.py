@@ -6,7 +6,9 @@ import re
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tests.faults.launches import DOTS, Launch, Watch, train_words
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
 from tests.support.commands import Ended
-from tests.support.mounts import ext4, shut_down
+from tests.support.mounts import ext4, see_instead, shut_down, tmpfs
 
 
 def said_once(ended: Ended, *patterns: str) -> None:
@@ -83,6 +85,27 @@ def test_a_run_whose_file_system_becomes_read_only_says_so(tmp_path: Path) -> No
         remount = partial(subprocess.run, [mount, "-o", "remount,abort", disk], check=True)
         said_once(hurt(disk / "outputs", 1, remount), r"\(EROFS\); give an output directory", "dmesg")
     record_row(34, "read-only from now on: 4, with the path and EROFS")
+
+
+def _see_as_shared_memory(directory: Path, rank: int) -> None:
+    see_instead(Path("/dev/shm"), directory)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_shared_memory_is_filled_by_others_says_so_at_once(tmp_path: Path, ranks: int) -> None:
+    output = tmp_path / "outputs"
+    words = train_words(output, "--workers", "1", "--guard", "off", "--set", "epochs=100000", ranks=ranks)
+    with tmpfs(tmp_path / "shm", "size=4m") as shared, ThreadPoolExecutor(1) as beside:
+        run = beside.submit(run_workers, words, ranks, partial(_see_as_shared_memory, shared))
+        Watch(output).wait_for_step(3)
+        started = time.monotonic()
+        with pytest.raises(OSError, match="No space left"):
+            (shared / "others").write_bytes(bytes(8 << 20))
+        first, *others = sorted(run.result(), key=lambda ended: ended.code)
+        seconds = time.monotonic() - started
+    said_once(first, r"/dev/shm is full, it has 4\.2 MB in all", "--shm-size", "--workers 0")
+    assert all(ended.code == 4 or "lost rank" in ended.errors for ended in others)
+    record_row(31, "filled by others in mid-run: 4, with what it has in all, and the setting", {"all left": seconds})
 
 
 def _limit_open_files(rank: int) -> None:

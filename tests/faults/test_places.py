@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.record.directory import find_runs
 from tests.faults.launches import DOTS, Launch, Watch, train_words
 from tests.faults.matrix import COMMAND, record_row
-from tests.support.commands import Ended, running, trained
+from tests.support.commands import Ended, ddp, running, trained
 
 
 @pytest.fixture
@@ -83,3 +84,18 @@ def test_a_second_run_in_a_directory_is_told_who_is_there(tmp_path: Path) -> Non
         assert launch.lives
         assert directory.read()["status"] == "running"
     record_row(30, "2, naming process, host and since when, before torch is loaded", {COMMAND: seconds})
+
+
+def test_a_second_launch_beside_a_live_run_trains_only_where_it_is_told_to(tmp_path: Path) -> None:
+    with Launch(*train_words(tmp_path, "--layout", "single", ranks=1), pause=600) as launch:
+        Watch(tmp_path).wait_for_record()
+        directory, _ = trained(tmp_path)
+        words = ["train", DOTS, "--device", "cpu", "--output", tmp_path]
+        ended = ddp(*words, "--resume", "auto")
+        assert ended.code == 2
+        assert re.search(rf"using {directory.path}: process {launch.pid} on .*--resume never", ended.errors)
+        assert ended.errors.count("\n") == 1
+        assert ddp(*words, "--resume", "never", "--set", "epochs=1").code == 0
+        assert launch.lives
+    assert sorted(record["status"] for _, record in find_runs(tmp_path)) == ["completed", "running"]
+    record_row(30, "a second launch: 2, naming the directory, its process and --resume never; with that, it trains")

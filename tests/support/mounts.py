@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest
 
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 _WITHOUT_FLUSH = 2
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS of linux/sched.h
 
 
 @contextlib.contextmanager
@@ -59,3 +61,11 @@ def shut_down(directory: Path) -> None:
         fcntl.ioctl(descriptor, _EXT4_IOC_SHUTDOWN, struct.pack("I", _WITHOUT_FLUSH))
     finally:
         os.close(descriptor)
+
+
+def see_instead(place: Path, directory: Path) -> None:
+    """Let this process, and those that it starts, find `directory` at `place`; all others find there what they did."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for words in (["--make-rprivate", "/"], ["--bind", directory, place]):
+        subprocess.run(["mount", *words], check=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_core.base.documents import BadDocument, read_document
+from ddp_core.base.documents import BadDocument, json_text, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
@@ -132,7 +131,7 @@ def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
 
 def plain(content: Any) -> Any:
     """The content as it will be read back: JSON types only, numbers finite or None. Raises TypeError for others."""
-    return json.loads(json.dumps(_finite(content)))
+    return json.loads(json_text(content))
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -169,13 +168,3 @@ def printer() -> Callable[[str], None]:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {str(name): _finite(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_finite(value) for value in content]
-    return content

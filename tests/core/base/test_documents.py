@@ -9,7 +9,7 @@ from typing import NotRequired
 import pytest
 from typing_extensions import TypedDict
 
-from ddp_core.base.documents import MOST_DEPTH, BadDocument, Count, FilePath, parse_document, read_document
+from ddp_core.base.documents import MOST_DEPTH, BadDocument, Count, FilePath, json_text, parse_document, read_document
 
 
 class Item(TypedDict):
@@ -103,3 +103,10 @@ def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
         read_document(tmp_path, Item)
     with pytest.raises(FileNotFoundError):
         read_document(tmp_path / "none", Item)
+
+
+def test_what_json_has_no_word_for_is_written_as_null() -> None:
+    document = {"a": float("nan"), "b": [1, (float("inf"), 2.5)], 3: {"c": -float("inf")}, "d": True}
+    assert json_text(document) == '{"a": null, "b": [1, [null, 2.5]], "3": {"c": null}, "d": true}'
+    with pytest.raises(TypeError):
+        json_text({"a": object()})

@@ -139,9 +139,12 @@ def test_what_the_experiment_seeds_itself_counts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This function is deprecated")
-def test_what_was_drawn_before_goes_on_afterwards() -> None:
+@pytest.mark.parametrize("key_before", [None, KEY])
+def test_what_was_drawn_before_goes_on_afterwards(key_before: int | None) -> None:
     watch_draws()
     with generators_kept():
+        if key_before is not None:
+            key_draws(key_before)
         random.seed(4)
         np.random.seed(4)
         expected = [(random.random(), np.random.rand()) for _ in range(2)]
@@ -155,6 +158,19 @@ def test_what_was_drawn_before_goes_on_afterwards() -> None:
                 everything()
         found.append((random.random(), np.random.rand()))
         assert found == expected
+
+
+@pytest.mark.filterwarnings("ignore:This function is deprecated")
+def test_a_key_before_a_block_still_counts_after_it() -> None:
+    watch_draws()
+    with without_key():
+        key_draws(KEY)
+        expected = random.random(), np.random.rand()
+        key_draws(KEY)
+        with without_key():
+            key_draws(KEY + 1)
+            everything()
+        assert (random.random(), np.random.rand()) == expected
 
 
 def unseeded() -> list[tuple[float, float]]:
@@ -180,6 +196,9 @@ def test_what_nobody_has_seeded_can_be_seeded() -> None:
 def test_a_generator_can_still_be_copied_and_pickled() -> None:
     watch_draws()
     behind = np.random.rand.__self__
+    with without_key():
+        key_draws(KEY)
+        np.random.rand()
     for other in (copy.deepcopy(behind), pickle.loads(pickle.dumps(behind))):
         with generators_kept():
             assert other.rand() == np.random.rand()

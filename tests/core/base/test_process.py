@@ -1,17 +1,22 @@
-"""A reader that has gone, a terminal that knows few letters: neither ends a command."""
+"""A reader that has gone, a terminal that knows few letters, a container without an init: none ends a command."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_core.cli import main
-from tests.support.commands import ROOT, command, trained
+from tests.faults.matrix import record_row
+from tests.support.commands import ROOT, command, trained, wait_until
 from tests.support.processes import HANG, ask
 
 TRAIN = ["train", "toy_mlp", "--device", "cpu", "--set", "epochs=3"]
@@ -117,3 +122,77 @@ def test_files_folders_and_modules_may_have_any_letter(tmp_path: Path, locale: s
     assert record["status"] == "completed"
     assert (directory.path / "source" / "spät.py").read_text(encoding="utf-8") == text
     assert "Ergebnisse für alle" in directory.log.read_text(encoding="utf-8")
+
+
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+FIRST = """
+import os, signal, sys, time
+from pathlib import Path
+from ddp_core.base.process import leave_first_process
+leave_first_process()
+assert os.getpid() != 1
+"""
+ORPHAN = """
+reader, writer = os.pipe()
+if not os.fork():
+    orphan = os.fork()
+    os.write(writer, str(orphan).encode() if orphan else b"")
+    os._exit(0)
+place = Path("/proc", os.read(reader, 20).decode())
+deadline = time.monotonic() + 60
+while place.exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+sys.exit(1 if place.exists() else 7)
+"""
+LISTENS = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("listens", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def container() -> tuple[str, ...]:
+    """The words before a command that is to be process 1."""
+    if shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare, and the right to make namespaces")
+    return (*CONTAINER, sys.executable, "-c")
+
+
+def test_process_1_waits_for_what_is_orphaned(container: tuple[str, ...]) -> None:
+    assert subprocess.run([*container, FIRST + ORPHAN], cwd=ROOT, timeout=HANG).returncode == 7
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 128 + signal.SIGUSR1)])
+def test_process_1_passes_signals_on(container: tuple[str, ...], number: signal.Signals, code: int) -> None:
+    with subprocess.Popen([*container, FIRST + LISTENS], cwd=ROOT, stdout=subprocess.PIPE) as outside:
+        assert outside.stdout is not None
+        assert outside.stdout.readline() == b"listens\n"
+        (first,) = psutil.Process(outside.pid).children()
+        first.send_signal(number)
+        assert outside.wait(HANG) == code
+    record_row(36, f"{number.name}: {code}")
+
+
+def zombies_below(process: psutil.Process) -> list[int]:
+    found = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+    return found
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_process_1_leaves_no_zombie(container: tuple[str, ...], tmp_path: Path) -> None:
+    words = ["train", "toy_mlp", "--device", "cpu", "--layout", "ddp", "--nproc-per-node", "2", "--workers", "2"]
+    words += ["--fault", "kill@2:1", "--fault", "pause@3:0", "--timeout", "600", "--output", str(tmp_path)]
+    inside = ["-m", "ddp_core", *words]
+    with subprocess.Popen([*container[:-1], *inside], cwd=ROOT, stdout=subprocess.DEVNULL) as outside:
+        try:
+            wait_until(lambda: bool(list(tmp_path.glob("*/*/.fault-pause*"))), HANG, "the second fault")
+            (first,) = psutil.Process(outside.pid).children()
+            wait_until(lambda: not zombies_below(first), 10, "all that has ended is waited for")
+            record_row(36, "a worker with two loader processes is killed: no zombie is left")
+        finally:
+            outside.kill()

@@ -10,9 +10,11 @@ import os
 import shutil
 import signal
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -60,6 +62,73 @@ def test_room_in_shared_memory_is_asked_for_each_worker(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"4 loader processes need about 0\.3 MiB") as refused:
         next(made)
     assert refused.value.exit_code == ExitCode.RESOURCES
+
+
+class Marked(Tensor):
+    """A subclass of a user's own."""
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def of_every_kind(_: StepIds) -> dict[str, Any]:
+    square = torch.arange(16.0).reshape(4, 4)
+    return {
+        "sparse": [square.to_sparse(), square.to_sparse_csr(), torch.zeros(3).to_sparse()],
+        "not coalesced": torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=True),
+        "of other lengths": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "not contiguous": (square.t(), square[:, ::2], square[:1].expand(4, 4)),
+        "one storage": Pair(square, square[1:]),
+        "empty": [torch.empty(0, 3), torch.tensor(3.0), [], {}],
+        "types": {kind: square.to(kind) for kind in (torch.bfloat16, torch.bool, torch.int8, torch.complex64)},
+        "subclass": square.as_subclass(Marked),
+        "with gradient": square.clone().requires_grad_(),
+        "containers": [OrderedDict(b=square, a=1), defaultdict(list, a=[square]), Pair((), None)],
+        "arrays": [np.arange(6).reshape(2, 3).T, np.array(["a", "bc"]), np.float32(0.5)],
+        "words": ["é", b"\xff", bytearray(b"x"), 2**70, 1.5, {"a", "b"}, Path("a")],
+    }
+
+
+def described(value: Any) -> Any:
+    """All that is to arrive as it was sent, in values that can be compared."""
+    if isinstance(value, Tensor):
+        facts = type(value), value.layout, value.dtype, value.requires_grad
+        if value.is_nested:
+            return facts, [described(part) for part in value.unbind()]
+        if value.layout is torch.strided:
+            return facts, value.shape, value.stride(), value.storage_offset(), value.tolist()
+        return facts, value.is_sparse and value.is_coalesced(), value.to_dense().tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.strides, value.tolist()
+    if isinstance(value, dict):
+        return type(value), [(key, described(part)) for key, part in value.items()]
+    return (type(value), [described(part) for part in value]) if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.filterwarnings("ignore:(Sparse|The PyTorch API of nested)")
+def test_what_a_loader_process_makes_arrives_as_it_is() -> None:
+    (arrived,) = made_by_workers(IDS[:1], of_every_kind, 1)
+    expected = of_every_kind(IDS[0])
+    for name, value in expected.items():
+        assert described(arrived[name]) == described(value), name
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda _: [lambda: 1], "[A-Za-z]+Error: Can't pickle"),
+        (lambda _: [torch.ones(2, requires_grad=True) * 2], "RuntimeError: Cowardly refusing"),
+        (lambda _: [torch.eye(3).to_mkldnn()], "NotImplementedError: Cannot access storage"),
+        (lambda _: [threading.Lock()], "TypeError: cannot pickle"),
+    ],
+    ids=["function", "gradient's history", "opaque", "lock"],
+)
+def test_what_no_process_can_send_is_refused_by_name(make: Callable[[StepIds], Any], reason: str) -> None:
+    with pytest.raises(UserError, match=rf"a loader process cannot send \({reason}.*--workers 0") as refused:
+        list(made_by_workers(IDS, make, 1))
+    assert refused.value.exit_code == ExitCode.BAD_INPUT
 
 
 def test_items_are_made_in_their_sequence_by_one_other_thread() -> None:

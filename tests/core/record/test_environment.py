@@ -5,12 +5,15 @@ Installed packages are written as pins, and compared with those of a run.
 
 from __future__ import annotations
 
+import os
 import platform
+import resource
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.record.environment import describe_code, package_differences, pins, version_line
 
 COMMIT = "0123456789abcdef"
@@ -46,6 +49,20 @@ def test_without_git_nothing_is_known(git: Path) -> None:
     assert not git.exists()
     code = describe_code()
     assert (code["commit"], code["dirty"]) == (None, None)
+
+
+def test_what_the_system_refuses_is_not_taken_for_other_code(git: Path) -> None:
+    answer(git, ":")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"EMFILE.*ulimit -n") as raised:
+            describe_code()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert raised.value.exit_code == ExitCode.RESOURCES
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,12 @@ def test_a_directory_is_named_by_experiment_layout_time_and_an_id(tmp_path: Path
     assert {one.metrics.name, one.log.name} == {"metrics.jsonl", "log.txt"}
 
 
+def test_a_record_is_strict_json(tmp_path: Path) -> None:
+    directory = make(tmp_path, result={"steps": 3, "test_loss": float("inf"), "values": [float("nan"), 0.5]})
+    assert not re.search("NaN|Infinity", (directory.path / "run.json").read_text())
+    assert directory.read()["result"] == {"steps": 3, "test_loss": None, "values": [None, 0.5]}
+
+
 def test_an_output_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="--output DIR") as raised:
@@ -60,6 +67,17 @@ def test_what_is_no_run_is_said(tmp_path: Path, content: str | None) -> None:
         RunDirectory(tmp_path).read()
     assert raised.value.exit_code == 2
     assert list(find_runs(tmp_path)) == []
+
+
+def test_a_folder_with_checkpoints_and_no_record_is_told(tmp_path: Path) -> None:
+    begun, lost = (RunDirectory.create(tmp_path, EXPERIMENT, Layout()) for _ in range(2))
+    (lost.checkpoints / "step-4.json").write_text("{}")
+    told: list[tuple[Path, str]] = []
+    for place in (tmp_path, lost.path):
+        assert list(find_runs(place, lambda directory, problem: told.append((directory.path, problem)))) == []
+    problem = f"{lost.path} is not a run directory: it has no readable run.json (No such file or directory)"
+    assert told == [(lost.path, problem)] * 2
+    assert begun.path.is_dir()
 
 
 def test_an_update_changes_what_it_names(tmp_path: Path) -> None:
