@@ -64,6 +64,13 @@ def replace_devices() -> None:
         "_host_emptyCache": lambda: None,
         "_cuda_getCurrentRawStream": lambda index: streams.current_stream(index).cuda_stream,
         "_cuda_ipc_collect": lambda: None,
+        "_accelerator_exchangeDevice": _exchange_device,
+        "_accelerator_maybeExchangeDevice": _exchange_device,
+        "_accelerator_getDeviceIndex": lambda: WORLD.here.device,
+        "_accelerator_setDeviceIndex": _set_device,
+        "_accelerator_getStream": streams.current_stream,
+        "_accelerator_setStream": streams.set_stream,
+        "_accelerator_synchronizeDevice": lambda *_: streams._refuse_while_recording(),
     }
     for name, function in driver.items():
         setattr(torch._C, name, function)

@@ -44,9 +44,9 @@ class CUDAGraph:
     def _put_back(self) -> None:
         for memory, values in self._before.values():
             memory.copy_(values)
-        for _, tensor in self._new.values():
-            if tensor.is_floating_point():
-                tensor.fill_(torch.nan)
+        for memory, tensor in self._new.values():
+            # NaN, or a number that is an index at least. Not written through the tensor, which autograd would notice.
+            memory.fill_(255 if tensor.is_floating_point() else 0)
 
     def spoil(self) -> None:
         """Something was done that no graph can hold."""
@@ -89,7 +89,7 @@ class CUDAGraph:
             made = _draw(func, args, given, device) if facts.draws else func(*args, **given)
             for old, new, is_new in zip(results, _tensors(made), fresh, strict=True):
                 if is_new and old.numel():
-                    old.copy_(new)
+                    old.data.copy_(new)
 
     def pool(self) -> tuple[int, int]:
         return (0, 1)

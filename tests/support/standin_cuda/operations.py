@@ -68,6 +68,8 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         given = dict(kwargs or {})
         asked = given.get("device")
+        if asked is not None and asked.type == "meta":
+            return func(*args, **given)
         asked = resolved(asked) if asked is not None and asked.type == "cuda" else WORLD.here.factory
         if "device" in given and given["device"] is not None and given["device"].type == "cuda":
             given["device"] = tags.CPU

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.support.standin_cuda.world import WORLD
 
 CPU = torch.device("cpu")
+_plain_device: Any = torch._C.StorageBase.device if hasattr(torch._C.StorageBase, "device") else None
 _TAG, _PINNED = "stand_in_device", "stand_in_pinned"
 
 
@@ -52,7 +53,7 @@ def is_tagged(tensor: Tensor) -> bool:
 def tag_memory(memory: Any, device: torch.device | None) -> None:
     if device is None or device.type != "cuda":
         vars(memory).pop(_TAG, None)
-    elif of_memory(memory) != device:
+    elif of_memory(memory) != device and _plain_device.__get__(memory).type == "cpu":
         WORLD.refuse_bad_fork()
         vars(memory)[_TAG] = _Allocation(device, memory.nbytes())
 

@@ -63,6 +63,11 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and not isinstance(device, bool) and resolved(device).type == "cuda"
 
 
+def _in_fake() -> bool:
+    """Whether torch only asks what an operation would give."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def _on(device: torch.device, tensor: Tensor) -> Tensor:
     torch.cuda._lazy_init()
     return tags.tag(tensor, device)
@@ -72,7 +77,7 @@ def _factory(original: Callable[..., Tensor], draws: bool) -> Callable[..., Tens
     @wraps(original)
     def make(*arguments: Any, **named: Any) -> Tensor:
         device = named.get("device")
-        if not _is_cuda(device):
+        if not _is_cuda(device) or _in_fake():
             return original(*arguments, **named)
         torch.cuda._lazy_init()
         device = resolved(device)
@@ -109,6 +114,8 @@ def _from_data(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def make(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if _in_fake():
+            return original(tensor, *arguments, **named)
         asked = named.pop("device", None)
         device = tensor.device if asked is None else resolved(asked)
         if device.type == "cuda":
