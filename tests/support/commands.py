@@ -221,7 +221,8 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
     # The image names its folders by DDP_OUTPUT and DDP_DATA; a test names its own.
     others = (*LAUNCHER_VARIABLES, "DDP_OUTPUT", "DDP_DATA")
     clean = {name: value for name, value in os.environ.items() if name not in others}
-    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark} | dict(env or {})
+    path = clean["PYTHONPATH"] if "DDP_STANDIN_CUDA" in clean else str(ROOT)
+    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark} | dict(env or {})
     failed = True
     try:
         yield settings

@@ -47,6 +47,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return WORLD.here.recording is not None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (self.device, self.stream_id) == (other.device, other.stream_id)
 

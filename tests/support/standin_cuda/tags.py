@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.standin_cuda.world import WORLD
 
 CPU = torch.device("cpu")
-_plain_device: Any = torch._C.StorageBase.device if hasattr(torch._C.StorageBase, "device") else None
+_plain_device: Any = torch._C.StorageBase.device
 _TAG, _PINNED = "stand_in_device", "stand_in_pinned"
 
 
@@ -50,12 +50,12 @@ def is_tagged(tensor: Tensor) -> bool:
     return device_of(tensor) is not None
 
 
-def tag_memory(memory: Any, device: torch.device | None) -> None:
+def tag_memory(memory: Any, device: torch.device | None, size: int | None = None) -> None:
     if device is None or device.type != "cuda":
         vars(memory).pop(_TAG, None)
     elif of_memory(memory) != device and _plain_device.__get__(memory).type == "cpu":
         WORLD.refuse_bad_fork()
-        vars(memory)[_TAG] = _Allocation(device, memory.nbytes())
+        vars(memory)[_TAG] = _Allocation(device, memory.nbytes() if size is None else size)
 
 
 def tag(tensor: Tensor, device: torch.device | None) -> Tensor:

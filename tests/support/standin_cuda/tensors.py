@@ -46,6 +46,7 @@ def replace_tensors() -> None:
     changed.tolist, changed.numpy = _tolist(Tensor.tolist), _numpy(Tensor.numpy)
     changed.share_memory_ = _unless_on_cuda(Tensor.share_memory_)
     changed.__deepcopy__ = _deepcopy(Tensor.__deepcopy__)
+    torch.from_dlpack = _from_dlpack(torch.from_dlpack)
     memory: Any = torch.UntypedStorage
     memory.device = property(lambda own: tags.of_memory(own) or tags.CPU)
     memory.is_cuda = property(lambda own: tags.of_memory(own) is not None)
@@ -231,6 +232,16 @@ def _deepcopy(original: Callable[[Tensor, Any], Tensor]) -> Callable[[Tensor, An
         return made
 
     return deepcopy
+
+
+def _from_dlpack(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def from_dlpack(data: Any, **named: Any) -> Tensor:
+        made = original(data, **named)
+        if isinstance(data, Tensor) and (device := tags.device_of(data)) is not None:
+            tags.tag_memory(made.untyped_storage(), device, size=0)  # the memory is counted once
+        return made
+
+    return from_dlpack
 
 
 def _memory_clone(memory: Any) -> Any:
