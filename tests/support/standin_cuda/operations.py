@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -87,7 +88,12 @@ class Watch(TorchDispatchMode):
         recording = WORLD.here.recording
         if recording is not None:
             recording.before(func, facts, args, given)
-        result = _draw(func, args, given, device) if facts.draws else func(*args, **given)
+        try:
+            result = _draw(func, args, given, device) if facts.draws else func(*args, **given)
+        except RuntimeError as error:
+            if lack := re.search("can't allocate memory: you tried to allocate ([0-9]+) bytes", str(error)):
+                WORLD.refuse_memory(device.index if device else 0, int(lack[1]))
+            raise
         if WORLD.here.factory is None or found or asked is not None:
             _tag_results(func, args, result, operands, device)
         if pinned:

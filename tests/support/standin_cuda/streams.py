@@ -71,6 +71,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
         self._is_timed = enable_timing
         self._time: float | None = None
+        self._was_asked = True
         self.device: torch.device | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -78,17 +79,20 @@ class Event:
         if self.device is not None and self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
         self.device, self._time = stream.device, time.perf_counter()
+        self._was_asked = False
 
     def wait(self, stream: Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
 
     def query(self) -> bool:
-        if self._time is not None:
-            _refuse_while_recording()
-        return True
+        """Whether the device has come so far: not where one asks for the first time."""
+        _refuse_while_recording()
+        before, self._was_asked = self._was_asked, True
+        return before
 
     def synchronize(self) -> None:
         _refuse_while_recording()
+        self._was_asked = True
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds. Raises ValueError or RuntimeError where one of the two has no time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -76,13 +76,17 @@ class World:
         with self.lock:
             memory = self.memory[device]
             if memory.now + size > self.bytes_each:
-                left = self.bytes_each - memory.now
-                raise torch.OutOfMemoryError(
-                    f"CUDA out of memory. Tried to allocate {size} bytes. GPU {device} has a total capacity of "
-                    f"{self.bytes_each} bytes of which {left} bytes is free."
-                )
+                self.refuse_memory(device, size)
             memory.now += size
             memory.peak = max(memory.peak, memory.now)
+
+    def refuse_memory(self, device: int, size: int) -> NoReturn:
+        """Raises OutOfMemoryError."""
+        left = self.bytes_each - self.memory[device].now
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {size} bytes. GPU {device} has a total capacity of "
+            f"{self.bytes_each} bytes of which {left} bytes is free."
+        )
 
     def free(self, device: int, size: int) -> None:
         with self.lock:
