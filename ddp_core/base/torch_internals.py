@@ -331,9 +331,10 @@ def process_groups() -> list[dist.ProcessGroup]:
 def nccl_failure(device: torch.device) -> str | None:
     """How NCCL failed in any process group: TIMEOUT, COMM_ERROR or REMOTE_ERROR; None where it has not.
 
-    For processes whose groups all use NCCL on `device`: gloo cannot be asked.
+    Groups of gloo alone, such as that of ranks that save together, cannot be asked, and are passed over.
     """
-    failures = [cast(Any, group._get_backend(device)).get_error().name for group in process_groups()]
+    groups = [group for group in process_groups() if "nccl" in dist.get_backend_config(group)]
+    failures = [cast(Any, group._get_backend(device)).get_error().name for group in groups]
     return next((failure for failure in failures if failure != "SUCCESS"), None)
 
 

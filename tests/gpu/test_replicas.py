@@ -229,5 +229,5 @@ def test_nn_data_parallel_drops_what_one_process_drops(tmp_path: Path) -> None:
         weights.append(load_file(trained(output)[0].path / "model.safetensors"))
     alone, together = weights
     for name, tensor in alone.items():
-        if "running" not in name:  # nn.DataParallel keeps the statistics of the first device's part
+        if "running" not in name and "tracked" not in name:  # nn.DataParallel keeps those of the first device's part
             torch.testing.assert_close(together[name], tensor, rtol=1e-3, atol=1e-4)

@@ -23,6 +23,7 @@ import psutil
 from ddp_core.numerics.limits import LIMITS
 from ddp_core.record.directory import RunDirectory, find_runs
 from tests.support.processes import CONTEXT, HANG, run_processes
+from tests.support.standin_cuda.installing import VARIABLE, install
 
 ROOT = Path(__file__).parents[2]
 MARK = "DDP_TEST_MARK"
@@ -191,6 +192,8 @@ def _enter(module: str, words: list[str], settings: dict[str, str], scratch: str
     os.setsid()
     os.environ.clear()
     os.environ.update(settings)
+    if VARIABLE in settings:
+        install(int(settings[VARIABLE]))
     os.chdir(ROOT)
     for number, name in ((1, "output"), (2, "errors")):
         descriptor = os.open(Path(scratch) / name, os.O_WRONLY)
@@ -221,7 +224,8 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
     # The image names its folders by DDP_OUTPUT and DDP_DATA; a test names its own.
     others = (*LAUNCHER_VARIABLES, "DDP_OUTPUT", "DDP_DATA")
     clean = {name: value for name, value in os.environ.items() if name not in others}
-    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark} | dict(env or {})
+    path = clean["PYTHONPATH"] if VARIABLE in clean else str(ROOT)
+    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark} | dict(env or {})
     failed = True
     try:
         yield settings

@@ -1,0 +1,189 @@
+"""What the stand-in for CUDA says, refuses and plays: as CUDA does, as far as its docstring says."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.gpu_standin.playing import on_devices
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda tensor: tensor.sum().item(),
+    "bool": lambda tensor: bool(tensor.sum() > 0),
+    "cpu": lambda tensor: tensor.cpu(),
+    "tolist": lambda tensor: tensor.tolist(),
+    "nonzero": lambda tensor: tensor.nonzero(),
+    "mask": lambda tensor: tensor[tensor > 0],
+    "equal": lambda tensor: torch.equal(tensor, tensor.clone()),
+    "upload": lambda _: torch.ones(3).cuda(),
+    "tensor": lambda tensor: torch.tensor([1.0], device=tensor.device),
+    "copy_": lambda tensor: torch.zeros(4).copy_(tensor),
+}
+GOES_ON: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda tensor: tensor.sum() * 2 + 1,
+    "download beside": lambda tensor: tensor.to("cpu", non_blocking=True),
+    "upload beside": lambda tensor: tensor.copy_(torch.ones(4).pin_memory(), non_blocking=True),
+    "between devices": lambda tensor: tensor.to("cuda:1"),
+    "fill": lambda tensor: torch.full((), 3.0, device=tensor.device),
+    "indices": lambda tensor: tensor[torch.zeros(2, dtype=torch.int64, device=tensor.device)],
+}
+
+
+def _waits() -> dict[str, str]:
+    tensor = torch.ones(4, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    said = {}
+    for name, call in {**WAITS, **GOES_ON}.items():
+        try:
+            call(tensor)
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_what_waits_for_the_device_raises_where_waiting_is_an_error() -> None:
+    said = on_devices(2, _waits)
+    assert all(said[name].startswith("called a synchronizing CUDA operation") for name in WAITS), said
+    assert not any(said[name] for name in GOES_ON), said
+
+
+def _devices() -> None:
+    first, second = torch.randn(4, device="cuda"), torch.zeros(4, device="cuda:1")
+    assert str(first.device) == "cuda:0"
+    assert first.is_cuda
+    assert [each.device for each in (second[1:], second.data, second * 2, torch.zeros_like(second), second.exp_())] == [
+        torch.device("cuda:1")
+    ] * 5
+    assert not torch.zeros_like(second, device="cpu").is_cuda
+    for meeting in (lambda: first + second, lambda: first * torch.ones(4), lambda: torch.cat([first, second])):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            meeting()
+    assert (first * torch.tensor(2.0)).is_cuda, "a number of the host may meet a device's tensor"
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        first.numpy()
+    with pytest.raises(torch.AcceleratorError, match="invalid device ordinal"):
+        first.to("cuda:2")
+    with torch.cuda.device(1):
+        assert torch.empty(1, device="cuda").device.index == 1
+    layer = nn.Linear(4, 2).to("cuda:1")
+    moved = torch.ones(3, 4, requires_grad=True)
+    layer(moved.to("cuda:1")).sum().backward()
+    assert layer.weight.grad is not None
+    assert moved.grad is not None
+    assert (layer.weight.grad.device.index, moved.grad.device.type) == (1, "cpu")
+    seen: list[torch.device] = []
+    thread = threading.Thread(target=lambda: seen.append((second + 1).device))
+    thread.start()
+    thread.join()
+    assert seen == [second.device]
+
+
+def test_tensors_know_their_device_and_unlike_devices_do_not_meet() -> None:
+    on_devices(2, _devices)
+
+
+def _memory() -> None:
+    before = torch.cuda.memory_allocated()
+    tensor = torch.empty(1000, device="cuda")
+    views = [tensor[1:], tensor.view(10, 100)]
+    assert torch.cuda.memory_allocated() == before + 4000
+    del tensor, views
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() >= before + 4000
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+        torch.empty(2**45, dtype=torch.uint8, device="cuda")
+
+
+def test_memory_is_counted_and_ends() -> None:
+    on_devices(1, _memory)
+
+
+def _deterministic() -> None:
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    torch.use_deterministic_algorithms(True)
+    inputs = torch.randn(1, 2, 9, 9, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match="adaptive_avg_pool2d_backward_cuda does not have a deterministic"):
+        functional.adaptive_avg_pool2d(inputs, 4).sum().backward()
+    with pytest.raises(RuntimeError, match="CUBLAS_WORKSPACE_CONFIG"):
+        torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+    functional.adaptive_avg_pool2d(inputs.detach().cpu().requires_grad_(), 4).sum().backward()
+
+
+def test_kernels_that_do_not_repeat_their_bits_are_refused() -> None:
+    on_devices(1, _deterministic)
+
+
+def _graph() -> None:
+    total, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total += 1
+        double = total * 2
+    assert total.tolist() == [0.0] * 3, "recording changes nothing"
+    assert double.isnan().all(), "and computes nothing"
+    for turn in (1.0, 2.0):
+        graph.replay()
+        assert (total.tolist(), double.tolist()) == ([turn] * 3, [2 * turn] * 3)
+    drawn, graph = torch.zeros(50, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn.copy_(functional.dropout(torch.ones_like(drawn)))
+    masks = []
+    for seed in (1, 2, 1):
+        torch.cuda.manual_seed(seed)
+        graph.replay()
+        masks.append(drawn.tolist())
+    assert masks[0] == masks[2] != masks[1]
+    spoilt = torch.cuda.CUDAGraph()
+    with pytest.raises(torch.AcceleratorError, match="failed due to a previous error during capture"):
+        with torch.cuda.graph(spoilt):
+            total.sum().item()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        spoilt.replay()
+
+
+def test_graphs_record_without_running_and_repeat_what_they_recorded() -> None:
+    on_devices(1, _graph)
+
+
+def _use_a_device() -> int:
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        return 7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1
+    return 0
+
+
+def _fork(start: bool) -> int:
+    if start:
+        assert torch.cuda.is_available()
+    if (child := os.fork()) == 0:
+        os._exit(_use_a_device())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_after_the_drivers_start_may_not_use_a_device() -> None:
+    assert on_devices(1, _fork, True) == 7
+    assert on_devices(1, _fork, False) == 0
+
+
+def _precisions() -> Iterator[torch.dtype]:
+    matrix = torch.ones(2, 2, device="cuda")
+    for precision in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", dtype=precision):
+            yield (matrix @ matrix).dtype
+    yield (matrix @ matrix).dtype
+
+
+def _listed() -> list[torch.dtype]:
+    return list(_precisions())
+
+
+def test_autocast_rounds() -> None:
+    assert on_devices(1, _listed) == [torch.bfloat16, torch.float16, torch.float32]

@@ -1,0 +1,133 @@
+"""The trainers on devices that are played: every line runs that only CUDA reaches, and layouts have one digest."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_core.base.determinism import choose_kernels
+from ddp_core.checkpoint.ranks import Ranks
+from ddp_core.config.layout import SHARD_MODES, Layout
+from ddp_core.distributed.process_group import local_device, process_group
+from ddp_core.distributed.world import World
+from tests.core.trainers.test_trainers import batch_norm_and_dropout, digests, experiment, finished, mlp, samples, trainer_of
+from tests.gpu_standin.playing import on_devices, ranks_on_devices
+from tests.support.commands import ddp, trained
+from tests.support.standin_cuda import NAME, environment
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16, clipped": {"precision": "fp16", "clip_norm": 0.1},
+    "bf16, averaged": {"precision": "bf16", "ema_decay": 0.9},
+}
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "exact": ("none", {}),
+    "exact, as a graph": ("none", {"cuda_graph": True}),
+    "plain": ("none", {"deterministic": True}),
+    "plain, as a graph": ("none", {"deterministic": True, "cuda_graph": True}),
+}
+"""How ranks share the parameters, and further options."""
+
+
+def _trained(fields: dict[str, Any], layout: Layout | None = None, **options: Any) -> tuple[str, str]:
+    choose_kernels()
+    record = experiment(**{"reduction": "exact", **fields})
+    device = torch.device("cuda", 0)
+    return digests(finished(record, _net, layout, train=samples(50), test=samples(20), device=device, **options))
+
+
+def _net() -> nn.Module:
+    return batch_norm_and_dropout()
+
+
+def _in_one_process(fields: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    dp = Layout(kind="dp", device="cuda", nproc_per_node=3)
+    return {
+        "single": _trained(fields),
+        "single, as a graph": _trained(fields, cuda_graph=True),
+        "dp x 3 on two devices": _trained(fields, dp),
+    }
+
+
+def _ranks(rank: int, world_size: int, fields: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """The digests of several trainings, one after another, in one process group."""
+    world = World.from_environment()
+    device = local_device(world, "cuda")
+    found = {}
+    # Where ranks save together, one of the process groups is gloo's alone.
+    with process_group(world, device, 60) as collectives, Ranks.meeting("", 60):
+        for name, (shard, options) in WAYS.items():
+            choose_kernels()
+            layout = Layout(kind="ddp", device="cuda", nproc_per_node=world_size, shard=shard)
+            record = experiment(**{"reduction": "plain" if "plain" in name else "exact", **fields})
+            data = {"train": samples(50), "test": samples(20)}
+            with trainer_of(record, _net, layout, device=device, collectives=collectives, **data, **options) as trainer:
+                trainer.train()
+                found[name] = digests(trainer)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_of_one_process_has_one_digest(kind: str) -> None:
+    found = on_devices(2, _in_one_process, KINDS[kind])
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("devices", [2, 1], ids=["one device each", "one device for both"])
+def test_ranks_have_the_digest_of_one_process(devices: int) -> None:
+    alone = on_devices(1, _trained, KINDS["fp32"])
+    first, second = ranks_on_devices(devices, 2, _ranks, KINDS["fp32"])
+    assert first == second
+    assert {name: found for name, found in first.items() if "plain" not in name and found != alone} == {}
+    assert first["plain"] == first["plain, as a graph"]
+
+
+def test_the_command_trains_and_its_record_names_the_stand_in(tmp_path: Path) -> None:
+    words = ["--device", "cuda", "--set", "max_steps=3", "--output", tmp_path]
+    ended = ddp("train", "toy_mlp", *words, env=environment(1))
+    assert ended.code == 0, ended.errors
+    record = trained(tmp_path)[1]
+    assert record["environment"]["cuda"]["devices"] == [NAME]
+    assert record["fingerprint"]["device"] == NAME
+
+
+def _plain_replicas(fields: dict[str, Any]) -> list[float]:
+    """How far nn.DataParallel's weights are from those of one process."""
+    choose_kernels()
+    record, device = experiment(**{"reduction": "plain", **fields}), torch.device("cuda", 0)
+    layouts = [None, Layout(kind="dp", device="cuda", nproc_per_node=2)]
+    models = [finished(record, mlp, each, train=samples(64), device=device).model for each in layouts]
+    return [(a - b).abs().max().item() for a, b in zip(*(each.parameters() for each in models), strict=True)]
+
+
+def test_replicas_of_torch_end_where_one_process_does() -> None:
+    assert max(on_devices(2, _plain_replicas, {})) < 1e-5
+
+
+def _work(rank: int, world_size: int, words: list[str]) -> int:
+    from ddp_core.cli import main
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with contextlib.redirect_stdout(io.StringIO()):
+        return main(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_way_to_cut_has_the_digest_of_one_process(precision: str, tmp_path: Path) -> None:
+    words = ["train", "digits", "--device", "cuda", "--set", "max_steps=6", "--set", f"precision={precision}"]
+    found = {}
+    for shard in ("", "none", *SHARD_MODES):
+        output = tmp_path / f"{shard or 'single'}"
+        layout = ["--layout", "ddp", "--shard", shard] if shard else []
+        work = [*words, "--output", str(output), *layout]
+        assert ranks_on_devices(2, 2, _work, work) == [0, 0] if shard else on_devices(2, _work, 0, 1, work) == 0
+        found[shard] = trained(output)[1]["weights_sha256"]
+    assert len(set(found.values())) == 1, found

@@ -1,0 +1,120 @@
+"""The devices that are played: how many, how large, what is allocated on them, and where each thread works."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+NAME = "stand-in for CUDA (a CPU)"
+"""The name of each device: in a record it says that no GPU was there."""
+
+
+@dataclass
+class Memory:
+    """Bytes on one device."""
+
+    now: int = 0
+    peak: int = 0
+
+
+class Here(threading.local):
+    """What belongs to one thread."""
+
+    device = 0
+    recording: Any = None
+    """The graph that is being recorded."""
+    factory: torch.device | None = None
+    """Where tensors belong that C++ makes from nothing."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Any] = {}
+
+
+@dataclass
+class World:
+    """The one machine that is played."""
+
+    count: int = 1
+    bytes_each: int = 16 * 2**30
+    memory: list[Memory] = field(default_factory=list)
+    sync_debug: int = 0
+    has_driver: bool = False
+    """Whether the driver is started, which no fork survives."""
+    is_bad_fork: bool = False
+    executed: Counter[str] = field(default_factory=Counter)
+    """How often each operation ran on a device."""
+    here: Here = field(default_factory=Here)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def begin(self, count: int, bytes_each: int | None = None) -> None:
+        self.count, self.bytes_each = count, bytes_each or self.bytes_each
+        self.memory = [Memory() for _ in range(count)]
+
+    def start_driver(self) -> None:
+        """Raises RuntimeError in a fork of a process that has started it."""
+        self.refuse_bad_fork()
+        self.has_driver = True
+
+    def refuse_bad_fork(self) -> None:
+        if self.is_bad_fork:
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+                "'spawn' start method"
+            )
+
+    def forked(self) -> None:
+        """In the child of a fork."""
+        self.is_bad_fork = self.is_bad_fork or self.has_driver
+        self.lock = threading.RLock()
+
+    def allocate(self, device: int, size: int) -> None:
+        """Raises OutOfMemoryError where the device is full."""
+        with self.lock:
+            memory = self.memory[device]
+            if memory.now + size > self.bytes_each:
+                self.refuse_memory(device, size)
+            memory.now += size
+            memory.peak = max(memory.peak, memory.now)
+
+    def refuse_memory(self, device: int, size: int) -> NoReturn:
+        """Raises OutOfMemoryError."""
+        left = self.bytes_each - self.memory[device].now
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {size} bytes. GPU {device} has a total capacity of "
+            f"{self.bytes_each} bytes of which {left} bytes is free."
+        )
+
+    def free(self, device: int, size: int) -> None:
+        with self.lock:
+            self.memory[device].now -= size
+
+
+WORLD = World()
+
+
+def resolved(device: Any) -> torch.device:
+    """The device with its index; "cuda" alone is this thread's. Raises AcceleratorError where there is no such one."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type != "cuda":
+        return device
+    index = WORLD.here.device if device.index is None else device.index
+    if index >= WORLD.count:
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return torch.device("cuda", index)
+
+
+def waits(what: str) -> None:
+    """Say that the host waits for the device here. Raises RuntimeError where that is an error, or ends a recording."""
+    if WORLD.here.recording is not None:
+        WORLD.here.recording.spoil()
+        raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    if WORLD.sync_debug == 2:
+        raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
+    if WORLD.sync_debug == 1:
+        import warnings
+
+        warnings.warn(f"called a synchronizing CUDA operation ({what})", stacklevel=3)

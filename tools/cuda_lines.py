@@ -1,0 +1,106 @@
+"""Lists the lines of ddp_core that only CUDA reaches, and which of them no test executes.
+
+python -m tools.cuda_lines               # counts by file, and the lines that are left
+python -m tools.cuda_lines --slow        # with the slow tests of the stand-in, too
+
+Such a line names CUDA or NCCL in its code, or stands below an `if`, a function or a class that does. What executes them
+are the tests with the stand-in for CUDA, in tests/gpu_standin; on a GPU none of them need have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tools.executed_map import ROOT
+from tools.record_tests import combined, run_recorded
+
+TESTS = "tests/gpu_standin"
+_NAMES = re.compile(r"cuda|nccl", re.IGNORECASE)
+
+
+def cuda_lines(source: str) -> set[int]:
+    """The lines of a file's functions that only CUDA reaches: for each statement its first line."""
+    found: set[int] = set()
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= set(_below(function.body, is_within=bool(_NAMES.search(function.name))))
+        elif isinstance(function, ast.ClassDef) and _NAMES.search(function.name):
+            methods = [each for each in function.body if isinstance(each, ast.FunctionDef)]
+            found |= {line for method in methods for line in _below(method.body, is_within=True)}
+    return found
+
+
+def _below(statements: Iterable[ast.stmt], is_within: bool) -> Iterator[int]:
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.Global | ast.Nonlocal):
+            continue  # a function is looked at by itself
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        head, bodies = _parts(statement)
+        names = any(_names_cuda(each) for each in head)
+        if is_within or names:
+            yield statement.lineno
+        is_if = isinstance(statement, ast.If) and names and not isinstance(statement.test, ast.UnaryOp)
+        for place, body in enumerate(bodies):
+            yield from _below(body, is_within or (is_if and place == 0))
+
+
+def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[list[ast.stmt]]]:
+    """What belongs to the statement itself, and the blocks below it."""
+    head: list[ast.AST] = []
+    bodies: list[list[ast.stmt]] = []
+    for _, value in ast.iter_fields(statement):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            bodies.append(value)
+        elif isinstance(value, list):
+            for each in value:
+                if isinstance(each, ast.ExceptHandler):
+                    bodies.append(each.body)
+                elif isinstance(each, ast.AST):
+                    head.append(each)
+        elif isinstance(value, ast.AST):
+            head.append(value)
+    return head, bodies
+
+
+def _names_cuda(expression: ast.AST) -> bool:
+    """Whether code names CUDA or NCCL; a sentence that does, does not count."""
+    for node in ast.walk(expression):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Constant) and node.value in ("cuda", "nccl"):
+            return True
+        if name is not None and _NAMES.search(name):
+            return True
+    return False
+
+
+def main() -> int:
+    """Print the counts and the lines; the exit code is pytest's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slow", action="store_true", help="run the slow tests of the stand-in, too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ddp-cuda-lines-") as folder:
+        slow = ["-m", "not gpu and not gpu2"] if options.slow else []
+        code = run_recorded(Path(folder), [TESTS, *slow])
+        data = combined(Path(folder))
+        executed = {file: set(data.lines(file) or ()) for file in data.measured_files()}
+    every = missing = 0
+    for file in sorted((ROOT / "ddp_core").rglob("*.py")):
+        wanted = cuda_lines(file.read_text())
+        left = sorted(wanted - executed.get(str(file), set()))
+        every, missing = every + len(wanted), missing + len(left)
+        lines = file.read_text().splitlines()
+        for line in left:
+            print(f"{file.relative_to(ROOT)}:{line}: {lines[line - 1].strip()}")
+    print(f"{every} lines of ddp_core only CUDA reaches; {every - missing} executed with the stand-in, {missing} not")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
