@@ -37,7 +37,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,8 +107,12 @@ test-cluster: setup ## A real SLURM, a real Docker Swarm, power cuts on real fil
 	DDP_INSTALL=1 $(BIN)/python -m pytest -m "cluster and not slow" --durations=10 tests/cluster
 
 test-gpu: setup ## The tests that need a GPU; without one, says what it skips. Records what ran in benchmarks/results
-	DDP_GPU_RECORD=benchmarks/results/gpu_tests.json $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu
+	DDP_GPU_LINES=benchmarks/results/gpu_check.jsonl $(BIN)/python -m pytest -m "gpu or gpu2" tests/gpu
 	@$(BIN)/python -m benchmarks.gpu_runs
+
+gpu-check: ## What holds on this GPU, most telling first, without setup or network: PYTHON=python3 MINUTES=9 OUT=folder SLICE=2/6 WHEELS=folder
+	@$(or $(PYTHON),python3) -m benchmarks.gpu_check --minutes $(or $(MINUTES),9) $(if $(OUT),--out $(OUT)) \
+	  $(if $(SLICE),--slice $(SLICE)) $(if $(ONLY),--only $(ONLY)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(AGAIN),--again)
 
 bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
 	$(BIN)/python -m benchmarks.gpu

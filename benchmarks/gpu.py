@@ -1,13 +1,13 @@
 """Images per second of a ResNet-18 on one GPU: the article's own loop, and `ddp train` in its precisions.
 
-    python -m benchmarks.gpu [--rounds 3] [--case NAME ...] [--quick] [--json PATH]
+    python -m benchmarks.gpu [--rounds 1] [--case NAME ...] [--quick] [--json PATH]
 
 The article's script (224x224 random images made once on the device, 256 per step, float32, SGD with Nesterov momentum,
 the loss read at every step) is the reference. Ours is the command, with data that come from the host's memory, metrics,
 heartbeat and checks on. Every turn is a process of its own; contenders take turns, and each figure is the median over
-the rounds, of the median over the windows of steps within a run. A run has a checkpoint every 50 steps: how long
-training stands still for it is in the record, too, and one trace of three steps, which ui.perfetto.dev shows.
-`--quick` takes a tiny model through it on the CPU, to see that it runs.
+the rounds, of the median over the windows of steps within a run. What is measured is recorded after each turn. A run
+has a checkpoint every 50 steps: how long training stands still for it is in the record, too, and one trace of three
+steps, which ui.perfetto.dev shows. `--quick` takes a tiny model through it on the CPU, to see that it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,26 +36,27 @@ from ddp_core.model.builders import MODELS
 TARGET = 5.0
 ARTICLE = "the article's loop"
 _FAST = ["precision=bf16", "memory_format=channels_last"]
+TRACED = "exact bf16 channels_last, micro-batches of 64"
 CASES: dict[str, tuple[list[str], list[str]]] = {
-    "plain fp32": ([], ["--reduction", "plain"]),
-    "plain tf32": (["precision=tf32"], ["--reduction", "plain"]),
-    "plain bf16": (["precision=bf16"], ["--reduction", "plain"]),
-    "plain bf16 channels_last": (_FAST, ["--reduction", "plain"]),
     **{
         f"{reduction} bf16 channels_last, micro-batches of {size}": (
             [*_FAST, f"micro_batch={size}"],
             ["--reduction", reduction],
         )
-        for size in (16, 32, 64)
-        for reduction in ("plain", "exact")
+        for size in (64, 32, 16)
+        for reduction in ("exact", "plain")
     },
-    "exact bf16 channels_last, one micro-batch": ([*_FAST, "micro_batch=256"], ["--reduction", "exact"]),
+    "plain bf16 channels_last": (_FAST, ["--reduction", "plain"]),
     "exact bf16 channels_last, micro-batches of 64, graph": (
         [*_FAST, "micro_batch=64"],
         ["--reduction", "exact", "--cuda-graph"],
     ),
+    "exact bf16 channels_last, one micro-batch": ([*_FAST, "micro_batch=256"], ["--reduction", "exact"]),
+    "plain tf32": (["precision=tf32"], ["--reduction", "plain"]),
+    "plain fp32": ([], ["--reduction", "plain"]),
+    "plain bf16": (["precision=bf16"], ["--reduction", "plain"]),
 }
-"""Settings of the experiment, and options of the run."""
+"""Settings of the experiment, and options of the run; what says most comes first."""
 QUICK = {
     **{"data.image_size": 32, "data.samples": 64, "data.pool": 16},
     **{"global_batch_size": 8, "micro_batch": 4, "max_steps": 6},
@@ -85,24 +86,19 @@ def article(steps: int, size: int, samples: int, device: str) -> float:
     return samples * (steps - skipped) / (time.perf_counter() - began)
 
 
-def ours(output: Path, settings: Sequence[str], options: Sequence[str], quick: bool) -> dict[str, Any]:
-    """One run: images per second, seconds per checkpoint, and the seconds of each part of a step."""
+def words_of(name: str, output: Path, device: str, quick: bool, *more: str) -> list[str]:
+    """What the command is asked for in a turn of this case."""
+    settings, options = CASES[name]
     wanted: dict[str, Any] = QUICK if quick else {"max_steps": 200}
     chosen = [setting for setting in settings if not (quick and setting.startswith("micro_batch="))]
-    chosen += [f"{name}={value}" for name, value in wanted.items()]
+    chosen += [f"{setting}={value}" for setting, value in wanted.items()]
     words = [word for setting in chosen for word in ("--set", setting)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "ddp_core", "train", "resnet18_synthetic", "--output", str(output), *words),
-            *("--device", "cpu" if quick else "cuda", "--checkpoint-every", "3" if quick else "50", *options),
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "4"},
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    place = ["--output", str(output), "--device", device, "--checkpoint-every", "3" if quick else "50"]
+    return ["train", "resnet18_synthetic", *words, *place, *options, *more]
+
+
+def figures(output: Path) -> dict[str, Any]:
+    """Of the one run in `output`: images per second, seconds per checkpoint, and the seconds of each part of a step."""
     (file,) = output.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     result = json.loads((file.parent / "run.json").read_text())["result"]
@@ -116,8 +112,45 @@ def ours(output: Path, settings: Sequence[str], options: Sequence[str], quick: b
     }
 
 
-def measure(names: Sequence[str], rounds: int, quick: bool) -> dict[str, Any]:
-    """Every contender's turns, by name; a contender that fails has its reason instead."""
+def article_arguments(device: str, quick: bool) -> tuple[int, int, int, str]:
+    """The steps, side, images per step and device of the article's loop."""
+    return (4, 32, 8, device) if quick else (110, 224, 256, device)
+
+
+def keep_trace(output: Path, target: Path) -> None:
+    """Pack the trace of the one run in `output`."""
+    (found,) = output.rglob("trace/rank-0.json")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with found.open("rb") as plain, gzip.open(target, "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+
+
+TRACING = {False: ("--profile", "60:62"), True: ("--profile", "4:5")}
+"""The options for a trace of a whole turn, and of a quick one."""
+
+
+def _ours(name: str, output: Path, quick: bool, *more: str) -> dict[str, Any]:
+    """One turn of a case, in a process of its own."""
+    _run(["-m", "ddp_core", *words_of(name, output, "cpu" if quick else "cuda", quick, *more)])
+    return figures(output)
+
+
+def _article_alone(quick: bool) -> float:
+    """The article's loop in a process of its own."""
+    arguments = article_arguments("cpu" if quick else "cuda", quick)
+    return float(_run(["-c", f"from benchmarks.gpu import article; print(article{arguments})"]))
+
+
+def _run(words: Sequence[str]) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "4"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout
+
+
+def measure(names: Sequence[str], rounds: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """The results so far, after each turn: every contender's turns by name; one that fails has its reason instead."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in (ARTICLE, *names)}
     failed: dict[str, str] = {}
     for number in range(rounds):
@@ -127,25 +160,15 @@ def measure(names: Sequence[str], rounds: int, quick: bool) -> dict[str, Any]:
                     found = (
                         {"images_per_second": _article_alone(quick)}
                         if name == ARTICLE
-                        else ours(Path(folder), *CASES[name], quick)
+                        else _ours(name, Path(folder), quick)
                     )
                 except RuntimeError as error:
                     failed[name] = str(error)
                     print(f"{name}: {error}", file=sys.stderr)
-                    continue
-            turns[name].append(found)
-            print(f"round {number + 1}: {name:58} {found['images_per_second']:9.0f} images/s", flush=True)
-    return {"turns": turns, "failed": failed} | _summary(turns)
-
-
-def _article_alone(quick: bool) -> float:
-    """The article's loop in a process of its own."""
-    steps, size, samples, device = (4, 32, 8, "cpu") if quick else (110, 224, 256, "cuda")
-    call = f"from benchmarks.gpu import article; print(article({steps}, {size}, {samples}, {device!r}))"
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return float(done.stdout)
+                else:
+                    turns[name].append(found)
+                    print(f"round {number + 1}: {name:58} {found['images_per_second']:9.0f} images/s", flush=True)
+            yield {"turns": turns, "failed": failed} | _summary(turns)
 
 
 def _summary(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -166,21 +189,10 @@ def _summary(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
     return {"table": table, "summary": said, "target": TARGET}
 
 
-def trace(target: Path, quick: bool) -> None:
-    """Keep a trace of three steps of the fastest exact way."""
-    with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
-        settings, options = CASES["exact bf16 channels_last, micro-batches of 64"]
-        ours(Path(folder), settings, [*options, "--profile", "4:5" if quick else "60:62"], quick)
-        (found,) = Path(folder).rglob("trace/rank-0.json")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with found.open("rb") as plain, gzip.open(target, "wb") as packed:
-            shutil.copyfileobj(plain, packed)
-
-
 def main() -> None:
     """Measure and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--quick", action="store_true", help="one round of a tiny model on the CPU")
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
@@ -188,14 +200,18 @@ def main() -> None:
     if not arguments.quick and not torch.cuda.is_available():
         print("benchmarks.gpu: torch finds no CUDA device here; --quick shows on the CPU that it runs", file=sys.stderr)
         raise SystemExit(4)
-    cases = ["plain fp32", "exact bf16 channels_last, micro-batches of 64"] if arguments.quick else arguments.case
-    results = measure(cases, 1 if arguments.quick else arguments.rounds, arguments.quick)
+    cases = ["plain fp32", TRACED] if arguments.quick else arguments.case
+    target = arguments.json or RESULTS / "gpu.json"
+    results: dict[str, Any] = {}
+    for results in measure(cases, 1 if arguments.quick else arguments.rounds, arguments.quick):
+        record("gpu", "python -m benchmarks.gpu", results, target)
     for name, row in results["table"].items():
         print(f"{name:58} {row['images_per_second']:9} images/s   {row['ratio'] or 0:6.2f}x")
     print(results["summary"])
-    target = arguments.json or RESULTS / "gpu.json"
-    trace(target.with_name(f"{target.stem}-trace.json.gz"), arguments.quick)
-    print(record("gpu", "python -m benchmarks.gpu", results, target))
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-") as folder:
+        _ours(TRACED, Path(folder), arguments.quick, *TRACING[arguments.quick])
+        keep_trace(Path(folder), target.with_name(f"{target.stem}-trace.json.gz"))
+    print(target)
 
 
 if __name__ == "__main__":

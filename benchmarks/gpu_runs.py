@@ -1,53 +1,145 @@
-"""Say what has run on a GPU so far and what has not, from the records of `make test-gpu` and `make bench-gpu`.
+"""Say what has run on a GPU so far and what has not, from the records of `make gpu-check`, `test-gpu` and `bench-gpu`.
 
-python -m benchmarks.gpu_runs
+`python -m benchmarks.gpu_runs` writes docs/reference/gpu-runs.md, and prints the lines that the README has.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from benchmarks.gpu import ARTICLE
+from benchmarks.gpu_lines import NAME, Line, newest, read
 from benchmarks.record import RESULTS
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs.md"
+BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
 _NOT_YET = "has not run on a GPU yet"
+
+Lines = Mapping[str, Line]
+"""The last line of each item, of one commit on one machine."""
 
 
 def what_ran(folder: Path = RESULTS) -> list[str]:
-    """A line for the tests, and a line for the benchmark, from the records in `folder`."""
-    return [_tests(_read(folder / "gpu_tests.json")), _benchmark(_read(folder / "gpu.json"))]
+    """A line each for the digests, the tests and the benchmark, from the records in `folder`."""
+    lines = newest(read(folder / NAME))
+    return [_digests(lines), _tests(lines), _benchmark(folder / "gpu.json")]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+def failures(lines: Lines) -> list[str]:
+    """What has failed, and the exact trainings that have other bits than `single`."""
+    failed = [item for item, line in lines.items() if line["outcome"] == "failed"]
+    return failed + [f"{group}: {way} has another digest" for group, way in _unlike(lines)]
 
 
-def _tests(record: dict[str, Any] | None) -> str:
-    if record is None:
+def in_words(lines: Lines) -> list[str]:
+    """A summary for a terminal."""
+    outcomes = Counter(line["outcome"] for line in lines.values())
+    counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    return [f"gpu-check: {counted}", *(f"  {each}" for each in failures(lines))]
+
+
+def _digests(lines: Lines) -> str:
+    found = _exact(lines)
+    if not found:
+        return f"`make gpu-check` {_NOT_YET}."
+    unlike = len(_unlike(lines))
+    groups = len({line["group"] for line in found})
+    said = f"{len(found) - unlike} of {len(found)} exact trainings in {groups} settings have the digest of one process"
+    return f"`make gpu-check` {_on(found)}: {said}."
+
+
+def _tests(lines: Lines) -> str:
+    found = [line for item, line in lines.items() if item.startswith("tests/gpu/")]
+    if not found:
         return f"`make test-gpu` {_NOT_YET}."
-    results = record["results"]
-    counts = [f"{len(results[kind])} {kind}" for kind in ("passed", "failed") if results[kind]]
-    counts += [f"{count} skipped ({reason})" for reason, count in sorted(results["skipped"].items())]
-    code = results["code"]
-    changed = ", with changes" if code.get("dirty") else ""
-    return f"`make test-gpu` {_on(record)}, commit {str(code['commit'])[:12]}{changed}: {', '.join(counts)}."
+    outcomes = Counter(line["outcome"] for line in found)
+    skipped = Counter(" ".join(line["said"]) for line in found if line["outcome"] == "skipped")
+    counts = [f"{outcomes[kind]} {kind}" for kind in ("passed", "failed") if outcomes[kind]]
+    counts += [f"{count} skipped ({reason})" for reason, count in sorted(skipped.items())]
+    return f"`make test-gpu` {_on(found)}: {', '.join(counts)}."
 
 
-def _benchmark(record: dict[str, Any] | None) -> str:
-    if record is None:
+def _benchmark(path: Path) -> str:
+    if not path.exists():
         return f"`make bench-gpu` {_NOT_YET}."
-    return f"`make bench-gpu` {_on(record)}: {record['results']['summary']}."
+    record = json.loads(path.read_text())
+    machine, devices = record["machine"], record["machine"]["gpus"]
+    on = f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {record['date'][:10]}"
+    return f"`make bench-gpu` {on}: {record['results']['summary']}."
 
 
-def _on(record: dict[str, Any]) -> str:
-    machine, day = record["machine"], record["date"][:10]
-    devices = machine["gpus"]
-    return f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {day}"
+def _on(found: list[Line]) -> str:
+    last = max(found, key=lambda line: str(line["date"]))
+    on, changed = last["on"], ", with changes" if last["dirty"] else ""
+    machine = f"{on['devices']} x {on['device']}, torch {on['torch']}"
+    return f"ran on {machine}, {last['date'][:10]}, commit {str(last['commit'])[:12]}{changed}"
+
+
+def _exact(lines: Lines) -> list[Line]:
+    return [line for line in lines.values() if "digest" in line and line["group"].startswith("exact")]
+
+
+def _unlike(lines: Lines) -> list[tuple[str, str]]:
+    """Exact trainings with another digest than `single` of their group, or than the first where that is missing."""
+    wanted: dict[str, str] = {}
+    for line in _exact(lines):
+        if line["way"] == "single" or line["group"] not in wanted:
+            wanted[line["group"]] = line["digest"]
+    return [(line["group"], line["way"]) for line in _exact(lines) if line["digest"] != wanted[line["group"]]]
+
+
+def between_marks(lines: Lines) -> str:
+    """What stands between the marks of the page."""
+    if not lines:
+        return "Nothing has run on a GPU yet.\n"
+    return "\n".join([*_head(lines), *_digest_table(lines), *_speed_table(lines), *_test_list(lines)]) + "\n"
+
+
+def _head(lines: Lines) -> Iterator[str]:
+    on = next(iter(lines.values()))["on"]
+    yield f"What the last recorded commit did: it {_on(list(lines.values()))}."
+    yield f"{on['multiprocessors']} multiprocessors, driver {on['driver']}."
+
+
+def _digest_table(lines: Lines) -> Iterator[str]:
+    unlike = set(_unlike(lines))
+    yield from ("", "| training | digest of its weights | |", "|---|---|---|")
+    for item, line in lines.items():
+        if "digest" in line:
+            is_exact = line["group"].startswith("exact")
+            said = "other bits" if (line["group"], line["way"]) in unlike else "as one process" if is_exact else "-"
+            yield f"| {item} | `{line['digest'][:16]}` | {said} |"
+
+
+def _speed_table(lines: Lines) -> Iterator[str]:
+    speeds = {line["case"]: line["images_per_second"] for line in lines.values() if "images_per_second" in line}
+    base = speeds.get(ARTICLE)
+    yield from ("", "| ResNet-18, 224x224 | images/s | of the article's loop |", "|---|---|---|")
+    for case, speed in speeds.items():
+        yield f"| {case} | {speed:.0f} | {f'{speed / base:.2f}' if base else '-'} |"
+
+
+def _test_list(lines: Lines) -> Iterator[str]:
+    yield from ("", _tests(lines))
+    said = [(item, line) for item, line in lines.items() if line["outcome"] == "failed"]
+    yield from ("", f"Failed: {len(said)}.", *([""] if said else []))
+    for item, line in said:
+        yield f"- {item}: `{(line.get('said') or ['no word'])[-1].replace('`', '')}`"
+
+
+def write() -> None:
+    """Write the page's part that comes from the records."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks(newest(read(RESULTS / NAME)))}\n{END}{after}")
 
 
 def main() -> None:
-    """Print the lines."""
+    """Write the page and print the lines."""
+    write()
     print("\n".join(what_ran()))
 
 

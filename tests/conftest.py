@@ -39,6 +39,12 @@ if sys.platform == "linux":
 _LEAVING_SECONDS = 30
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Know the marker of pytest-timeout where that is missing: `make gpu-check` runs with what there is."""
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): needs pytest-timeout")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need packages that are not installed, or more CUDA devices than there are.

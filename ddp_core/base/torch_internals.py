@@ -149,7 +149,8 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     ),
     "_fsdp_param_group": PrivateName(
         "torch.distributed.fsdp.fully_shard.state(module)",
-        "see which gradients travel together, in which sequence, and which of them a backward has made",
+        "see which gradients travel together, in which sequence, and which of them a backward has made; before torch "
+        "2.13, give those that it has not made as zeros",
         "FSDPModule shows neither the sequence nor the whole parameters",
         "2.2",
         "https://github.com/pytorch/pytorch/pull/117867",
@@ -300,6 +301,33 @@ def gathered_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Paramet
     group = cast(Any, fully_shard).state(module)._fsdp_param_group
     members = [] if group is None else group.fsdp_params
     return [(each.sharded_param, each.unsharded_param) for each in members]
+
+
+def reduce_zeros_too(module: FSDPModule) -> None:
+    """Let a module of `fully_shard` reduce zeros for what a backward has given no gradient, on every rank alike.
+
+    torch does it by itself from 2.13 on (`set_reduce_scatter_unused_params`).
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    group = cast(Any, fully_shard).state(module)._fsdp_param_group
+    if group is None:
+        return
+    usual = group.post_backward
+
+    def after_backward(*nothing: Any) -> None:
+        for each in group.fsdp_params if group.reduce_grads else ():
+            whole = getattr(each, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is None and each.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        usual(*nothing)
+
+    group.post_backward = after_backward
 
 
 def forget_that_it_is_cut(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_core.base.torch_internals import sent_together
+from ddp_core.base.torch_internals import reduce_zeros_too, sent_together
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.flat import record_use
 
@@ -43,7 +43,8 @@ class BlockParcel(Parcel):
         ]
         part.set_gradient_divide_factor(1)
         part.set_force_sum_reduction_for_comms(True)
-        part.set_reduce_scatter_unused_params(world_size > 1, recurse=False)
+        if world_size > 1:
+            reduce_zeros_too(part)
         part.set_custom_reduce_scatter(_Handover(self._receive, self.cuts[-1].stop, unread))  # type: ignore[arg-type]
 
     def open(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import foreach_mul_, sent_together
+from ddp_core.base.torch_internals import foreach_mul_, reduce_zeros_too, sent_together
 from ddp_core.base.user_code import our_code
 from ddp_core.reduction.norm import clip_gradients_
 
@@ -40,7 +40,7 @@ class PlainRounds:
             # Sums, not means: gloo has nothing else.
             part.set_gradient_divide_factor(1)
             part.set_force_sum_reduction_for_comms(True)
-            part.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_zeros_too(part)
 
     @property
     def share(self) -> range:

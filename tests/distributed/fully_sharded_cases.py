@@ -360,6 +360,13 @@ def glance(rank: int, world_size: int) -> Glance | None:
     return Glance(digests, distance(ends[1], ends[3], "clipped momentum"), whole)
 
 
+def everything_before_2_13(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """As `everything`, on a torch that has no name for zeros in the place of gradients that are missing."""
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        del FSDPModule.set_reduce_scatter_unused_params
+    return everything(rank, world_size, names)
+
+
 def distance(one: Any, other: Any, name: str) -> float:
     """The largest difference between the parameters of two states of a case."""
     names = [name for name, _ in CASES[name].net().named_parameters()]

@@ -43,6 +43,12 @@ def test_three_ranks_end_with_the_state_of_one_process() -> None:
     assert found.whole == [1, 1, 1], "no block is whole while another is used"
 
 
+def test_a_torch_before_2_13_ends_with_the_state_of_one_process() -> None:
+    names = ("sometimes unused",)
+    found = run_processes(cases.everything_before_2_13, 2, names)[0]["digests"]
+    assert [found] == run_processes(cases.alone, 1, names)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", "residual network", "transformer", "partly frozen"])
 def test_a_state_goes_from_one_world_size_to_any_other(name: str) -> None:

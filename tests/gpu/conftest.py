@@ -1,41 +1,34 @@
-"""Records what ran on this machine's GPUs, where the variable DDP_GPU_RECORD names a file: `make test-gpu` does."""
+"""Records what ran on this machine's GPUs: a line for each test as it ends, in the file that DDP_GPU_LINES names."""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
-import time
-from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.record import record
-from ddp_core.record.environment import describe_code
+from benchmarks.gpu_lines import HEAD, LINES, append, head_of, place
 
-_BEGAN = time.monotonic()
-_passed: list[str] = []
-_failed: list[str] = []
-_skipped: Counter[str] = Counter()
+_LAST_LINES = 15
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count a test by its outcome; setup and teardown count where they fail or skip."""
-    if report.failed:
-        _failed.append(report.nodeid)
-    elif report.skipped and isinstance(report.longrepr, tuple):
-        _skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
-    elif report.when == "call":
-        _passed.append(report.nodeid)
+    """Append a line where a test ends: by its call, or by a setup or teardown that fails or skips."""
+    target = os.environ.get(LINES)
+    # Not in a worker of pytest-xdist, which hands its reports on.
+    if target is None or "PYTEST_XDIST_WORKER" in os.environ or not (report.when == "call" or not report.passed):
+        return
+    line: dict[str, Any] = {"item": report.nodeid, "part": "tests", "outcome": report.outcome}
+    if report.skipped and isinstance(report.longrepr, tuple):
+        line["said"] = [report.longrepr[2].removeprefix("Skipped: ")]
+    elif report.failed:
+        line["said"] = [text[:300] for text in report.longreprtext.splitlines()][-_LAST_LINES:]
+    append(Path(target), _head(), line | {"seconds": round(report.duration, 1)})
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the record; nothing where no test ran."""
-    target = os.environ.get("DDP_GPU_RECORD")
-    if target and (_passed or _failed):
-        results = {
-            "code": describe_code(),
-            "seconds": round(time.monotonic() - _BEGAN),
-            "passed": sorted(set(_passed) - set(_failed)),
-            "failed": sorted(set(_failed)),
-            "skipped": dict(_skipped),
-        }
-        print(f"\n{record('gpu_tests', 'make test-gpu', results, target)}")
+@functools.cache
+def _head() -> dict[str, Any]:
+    return json.loads(os.environ[HEAD]) if HEAD in os.environ else head_of(place())

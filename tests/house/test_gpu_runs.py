@@ -8,21 +8,45 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_runs import what_ran
+from benchmarks.gpu import ARTICLE
+from benchmarks.gpu_lines import NAME, append, newest, read
+from benchmarks.gpu_runs import BEGIN, END, PAGE, between_marks, what_ran
+from benchmarks.record import RESULTS
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
 
-MACHINE = {"gpus": ["NVIDIA H100", "NVIDIA H100"], "torch": "2.13.0+cu130"}
-TESTS: dict[str, Any] = {
+ON = {"device": "NVIDIA H100", "devices": 2, "multiprocessors": 132, "driver": "580.1", "torch": "2.13.0+cu130"}
+HEAD = {"commit": "0123456789abcdef", "dirty": True, "on": ON, "stand_in": False}
+TESTS = {"a": "passed", "b": "passed", "c": "failed", "d": "skipped"}
+WAYS = {"single": "11", "ddp x 2": "11", "dp x 1": "22"}
+BENCHMARK: dict[str, Any] = {
     "date": "2026-12-01T10:00:00Z",
-    "machine": MACHINE,
-    "results": {
-        "code": {"commit": "0123456789abcdef", "dirty": True},
-        "passed": ["a", "b"],
-        "failed": ["c"],
-        "skipped": {"needs 2 CUDA device(s), torch finds 1": 3},
-    },
+    "machine": {"gpus": ["NVIDIA H100", "NVIDIA H100"], "torch": "2.13.0+cu130"},
+    "results": {"summary": "5.2x the article's loop"},
 }
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A folder with records, and with lines of an older commit and of a stand-in that must not count."""
+
+    def line(**fields: Any) -> dict[str, Any]:
+        return {"date": "2026-12-01T10:00:00Z", "part": "", "outcome": "done"} | fields
+
+    file = tmp_path / NAME
+    append(file, HEAD | {"commit": "older"}, line(item="tests/gpu/x.py::old", outcome="failed", date="2026-11-01"))
+    for way, digest in WAYS.items():
+        fields = {"group": "exact fp32", "way": way, "digest": digest}
+        append(file, HEAD, line(item=f"exact fp32: {way}", **fields))
+    append(file, HEAD, line(item="plain fp32: single", group="plain fp32", way="single", digest="33"))
+    for name, outcome in TESTS.items():
+        said = ["needs 2 CUDA device(s), torch finds 1"] if outcome == "skipped" else ["E assert 1 == 2"]
+        append(file, HEAD, line(item=f"tests/gpu/x.py::{name}", outcome=outcome, said=said))
+    for case, speed in ((ARTICLE, 100.0), ("exact bf16", 250.0)):
+        append(file, HEAD, line(item=f"images/s: {case}", case=case, images_per_second=speed))
+    append(file, HEAD | {"stand_in": True}, line(item="tests/gpu/x.py::c", outcome="passed", date="2027-01-01"))
+    (tmp_path / "gpu.json").write_text(json.dumps(BENCHMARK))
+    return tmp_path
 
 
 def test_readme_says_what_the_records_say() -> None:
@@ -33,11 +57,11 @@ def test_readme_says_what_the_records_say() -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_every_test_is_skipped_aloud_and_nothing_is_recorded(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
+    record = tmp_path / "lines.jsonl"
     ended = command(
         *("-m", "pytest", "-m", "gpu or gpu2", "-p", "no:cacheprovider", "tests/gpu"),
         program=(),
-        env={"CUDA_VISIBLE_DEVICES": "", "DDP_GPU_RECORD": str(record)},
+        env={"CUDA_VISIBLE_DEVICES": "", "DDP_GPU_LINES": str(record)},
     )
     assert ended.code == 0, ended.output + ended.errors
     assert "needs 1 CUDA device(s), torch finds 0" in ended.output
@@ -45,18 +69,34 @@ def test_without_a_gpu_every_test_is_skipped_aloud_and_nothing_is_recorded(tmp_p
     assert not record.exists()
 
 
-def test_records_in_words(tmp_path: Path) -> None:
-    assert what_ran(tmp_path) == [
+def test_records_in_words(tmp_path: Path, recorded: Path) -> None:
+    assert what_ran(tmp_path / "nothing") == [
+        "`make gpu-check` has not run on a GPU yet.",
         "`make test-gpu` has not run on a GPU yet.",
         "`make bench-gpu` has not run on a GPU yet.",
     ]
-    (tmp_path / "gpu_tests.json").write_text(json.dumps(TESTS))
-    (tmp_path / "gpu.json").write_text(json.dumps(TESTS | {"results": {"summary": "5.2x the article's loop"}}))
-    assert what_ran(tmp_path) == [
-        "`make test-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01, commit 0123456789ab, with changes: "
-        "2 passed, 1 failed, 3 skipped (needs 2 CUDA device(s), torch finds 1).",
-        "`make bench-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01: 5.2x the article's loop.",
+    ran = "ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01"
+    assert what_ran(recorded) == [
+        f"`make gpu-check` {ran}, commit 0123456789ab, with changes: "
+        "2 of 3 exact trainings in 1 settings have the digest of one process.",
+        f"`make test-gpu` {ran}, commit 0123456789ab, with changes: "
+        "2 passed, 1 failed, 1 skipped (needs 2 CUDA device(s), torch finds 1).",
+        f"`make bench-gpu` {ran}: 5.2x the article's loop.",
     ]
+
+
+def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
+    text = between_marks(newest(read(recorded / NAME)))
+    assert "| exact fp32: ddp x 2 | `11` | as one process |" in text
+    assert "| exact fp32: dp x 1 | `22` | other bits |" in text
+    assert "| plain fp32: single | `33` | - |" in text
+    assert "| exact bf16 | 250 | 2.50 |" in text
+    assert "- tests/gpu/x.py::c: `E assert 1 == 2`" in text
+
+
+def test_the_page_is_of_the_committed_records() -> None:
+    wanted = between_marks(newest(read(RESULTS / NAME)))
+    assert f"{BEGIN}\n\n{wanted}\n{END}" in PAGE.read_text()
 
 
 @pytest.mark.slow

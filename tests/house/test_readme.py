@@ -43,6 +43,7 @@ ELSEWHERE = {
     "docker compose -f compose.yaml -f compose.cpu.yaml up ddp-4gpu": "tests/docker/test_readme_commands.py",
     "EXPERIMENT=linear_regression docker compose up single-cpu": "tests/docker/test_readme_commands.py",
     "docker compose run --rm test": "tests/docker/test_readme_commands.py",
+    "make gpu-check": "tests/house/test_gpu_check.py",
     "make test-gpu": "tests/house/test_gpu_runs.py",
     "make bench-gpu": "tests/house/test_benchmarks.py",
     "ddp verify-layouts digits --device cuda": "tests/gpu/test_layouts.py",

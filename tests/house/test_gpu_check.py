@@ -1,0 +1,167 @@
+"""`make gpu-check` keeps what it had whenever it is cut off, goes on from there, and counts no stand-in as a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_lines
+from benchmarks.gpu_check import RESOURCES
+from benchmarks.gpu_items import GpuTests, items_of_tests, trainings_and_speeds
+from benchmarks.gpu_lines import NAME
+from ddp_core.base.errors import ExitCode
+from tests.house.gpu_check_cases import HEAD, ITEMS
+from tests.support.commands import ROOT, ddp, forked
+from tests.support.processes import HANG
+
+CASES = "tests.house.gpu_check_cases"
+CARRIED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    return {line["item"]: line["outcome"] for line in gpu_lines.read(folder / NAME)}
+
+
+def test_what_fails_is_recorded_and_ends_nothing(tmp_path: Path) -> None:
+    ended = ddp(tmp_path, "short", module=CASES)
+    assert ended.code == 0, ended.errors
+    found = outcomes(tmp_path)
+    assert set(found) == {item.name for item in ITEMS}
+    assert {item for item, outcome in found.items() if outcome == "failed"} == {"raises", "dies", "outlasts"}
+    said = {line["item"]: line.get("said") for line in gpu_lines.read(tmp_path / NAME)}
+    assert said["raises"] == ["ValueError: no such thing"]
+    assert said["dies"] == ["the process that runs it has died"]
+
+
+def test_what_is_killed_at_any_moment_leaves_whole_lines_and_is_gone_on_with(tmp_path: Path) -> None:
+    kept: dict[str, str] = {}
+    for turn in range(3):
+        with forked(tmp_path, "short", module=CASES) as command:
+            time.sleep(random.Random(turn).uniform(0.05, 0.5))
+            os.kill(command.pid, signal.SIGKILL)
+        found = outcomes(tmp_path)
+        assert kept.items() <= found.items()
+        kept = found
+    assert len(kept) < len(ITEMS), "it was killed too late to show anything"
+    assert ddp(tmp_path, "short", module=CASES).code == 0
+    items = [line["item"] for line in gpu_lines.read(tmp_path / NAME)]
+    assert sorted(items) == sorted(item.name for item in ITEMS), "each once"
+
+
+def test_what_the_end_has_cut_off_is_no_result(tmp_path: Path) -> None:
+    for _ in range(2):
+        ended = ddp(tmp_path, "long", module=CASES)
+        assert "no time for 1 of 2; the same command goes on" in ended.output
+    found = [(line["item"], line["outcome"]) for line in gpu_lines.read(tmp_path / NAME)]
+    assert found == [("outlasts the command", "cut off")] * 2, "it ran again"
+
+
+def test_lines_are_merged_by_commit_and_place_and_never_those_of_a_stand_in(tmp_path: Path) -> None:
+    real = HEAD | {"stand_in": False}
+    first, second, kept = tmp_path / "first", tmp_path / "second", tmp_path / "kept"
+    gpu_lines.append(first, real, {"item": "a", "outcome": "failed"})
+    with first.open("a") as file:
+        file.write('{"commit": "0123456789abcdef", "on": {"dev')  # killed there
+    gpu_lines.append(first, real | {"commit": "another"}, {"item": "a", "outcome": "done"})
+    gpu_lines.append(second, HEAD, {"item": "b", "outcome": "done"})
+    gpu_lines.append(second, real, {"item": "b", "outcome": "passed"})
+    assert gpu_lines.merge([first, second], kept) == 3
+    assert gpu_lines.merge([second, first], kept) == 0
+    found = gpu_lines.by_item(gpu_lines.read(kept), real)
+    assert {item: line["outcome"] for item, line in found.items()} == {"a": "failed", "b": "passed"}
+    assert gpu_lines.newest(gpu_lines.read(second))["b"]["stand_in"] is False
+
+
+def test_the_list_begins_with_what_is_worth_most_and_slices_are_all_of_the_tests() -> None:
+    items = trainings_and_speeds()
+    assert len({item.name for item in items}) == len(items)
+    assert [item.name for item in items[:2]] == ["exact fp32: single", "exact fp32: ddp x 2"]
+    assert [item.part[0] for item in items] == sorted(item.part[0] for item in items)
+    ids = [f"tests/gpu/test_x.py::test_{name}[{case}]" for name in "abcdefg" for case in range(3)]
+    ids.append("tests/gpu/test_speed.py::test_no_step_waits_for_the_device[sgd]")
+    whole = items_of_tests(ids, None)
+    assert whole[0].part.startswith("d")
+    parts = [item for number in (1, 2, 3) for item in items_of_tests(ids, (number, 3))]
+    assert {item.name for item in parts} == {item.name for item in whole[1:]}
+    assert all(isinstance(item, GpuTests) and len(item.ids) == 3 for item in parts)
+
+
+def test_without_a_device_one_line_says_so(tmp_path: Path) -> None:
+    ended = ddp(tmp_path, "true", module=CASES, env={"CUDA_VISIBLE_DEVICES": "", "DDP_GIT_COMMIT": "0123"})
+    assert ended.code == ExitCode.RESOURCES == RESOURCES
+    assert ended.errors == "gpu-check: torch finds no CUDA device here\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stand_in_is_kept_out_of_the_results() -> None:
+    settings = {gpu_lines.STAND_IN: "1", "DDP_GIT_COMMIT": "0123"}
+    ended = ddp(gpu_lines.RESULTS, "true", module=CASES, env=settings)
+    assert ended.code == ExitCode.BAD_INPUT
+    assert "a stand-in's results do not belong into benchmarks/results" in ended.errors
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """The environment in which an interpreter without packages finds all but pydantic, and a stand-in for CUDA."""
+    if importlib.util.find_spec("tests.support.standin_cuda") is None:
+        pytest.skip("there is no stand-in for CUDA")
+    from tests.support.standin_cuda import environment
+
+    for name in ("packages", "wheels"):
+        (tmp_path / name).mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        package = entry.name.partition("-")[0]
+        if not package.startswith(("ddp_core", "_editable", "__editable__", "_virtualenv")):
+            (tmp_path / ("wheels" if package in CARRIED else "packages") / entry.name).symlink_to(entry)
+    given = environment(1)
+    settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DDP_", "VIRTUAL"))}
+    places = os.pathsep.join([given["PYTHONPATH"], str(tmp_path / "packages")])
+    return settings | given | {"PYTHONPATH": places, "DDP_GIT_COMMIT": "0123456789abcdef", "HOME": str(tmp_path)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_runs_without_installed_packages_and_keeps_what_it_had(
+    tmp_path: Path, bare: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    python = getattr(sys, "_base_executable", sys.executable)
+    words = ["make", "-s", "gpu-check", f"PYTHON={python}", f"OUT={out}", f"WHEELS={tmp_path / 'wheels'}", "MINUTES=5"]
+    seconds = random.Random(7)
+    kept: dict[str, Any] = {}
+    for _ in range(3):
+        process = subprocess.Popen(words, cwd=ROOT, env=bare, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            process.communicate(timeout=seconds.uniform(15, 40))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        found = outcomes(out)
+        assert kept.items() <= found.items()
+        kept = found
+    assert kept["exact fp32: single"] == "done"
+    lines = gpu_lines.read(out / NAME)
+    assert all(line["stand_in"] and line["commit"] == "0123456789abcdef" for line in lines)
+    assert gpu_lines.merge([out / NAME], tmp_path / "merged") == 0
+
+
+@pytest.mark.slow
+def test_a_missing_package_is_named(bare: dict[str, str]) -> None:
+    python = getattr(sys, "_base_executable", sys.executable)
+    done = subprocess.run(
+        [python, "-m", "benchmarks.gpu_check"], cwd=ROOT, env=bare, capture_output=True, text=True, timeout=HANG
+    )
+    assert done.returncode == RESOURCES
+    assert "missing here: pydantic" in done.stdout
+    assert "No module named 'pydantic'; name a folder that has it: WHEELS=folder" in done.stderr
+    assert "Traceback" not in done.stderr
