@@ -49,7 +49,7 @@ def fingerprint(device: torch.device, rules: int | None = None) -> dict[str, Any
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "cublas": _installed("nvidia-cublas", "nvidia-cublas-cu12"),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+            "nccl": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
             **cuda_switches(),
         }
     else:
