@@ -141,7 +141,8 @@ def test_what_a_machine_without_a_gpu_says_is_the_name_of_the_same_command_in_th
 
 def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
     needs = {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}
-    assert read("compose.gpu.yaml")["services"] == {"node": {"environment": {"DEVICE": "cuda"}} | needs}
+    environment = {"DEVICE": "cuda", "DDP_NODES_SHARE_GPUS": 1}
+    assert read("compose.gpu.yaml")["services"] == {"node": {"environment": environment} | needs}
 
 
 def test_dockerfile_copies_dependencies_before_source_and_ends_unprivileged() -> None:
