@@ -89,15 +89,16 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def machines(records: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """A letter for each machine that something was measured on."""
+    """A letter for each machine and commit that something was measured on."""
     places = dict.fromkeys(place_of(record) for record in records if "outcome" in record)
     return dict(zip(sorted(places), string.ascii_lowercase, strict=False))
 
 
 def place_of(record: dict[str, Any]) -> str:
-    """Where a record was measured, in words."""
+    """On which machine and commit a record was measured, in words."""
     about = record["measured"]
-    return f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}"
+    commit = f", at commit {about['commit']}" if "commit" in about else ""
+    return f"{about['cores']} cores of {about['cpu']}, torch {about['torch']}{commit}"
 
 
 def busy(records: Iterable[dict[str, Any]], place: str) -> str:

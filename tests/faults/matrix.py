@@ -424,13 +424,15 @@ def above_limits(row: int, seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def here_and_now() -> dict[str, Any]:
-    """The date, this machine, and how busy it is."""
+    """The date, this machine, how busy it is, and which commit was tried."""
     from benchmarks.record import machine
+    from ddp_core.record.environment import describe_code
 
-    about = machine()
+    about, code = machine(), describe_code()
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     return {
         "date": day,
         **{name: about[name] for name in ("cores", "cpu", "torch")},
         "load": round(os.getloadavg()[0], 1),
+        "commit": f"{str(code['commit'])[:7]}{', changed since' if code['dirty'] else ''}",
     }

@@ -48,7 +48,7 @@ def test_a_row_is_recorded_where_a_folder_is_named(tmp_path: Path, monkeypatch: 
     [record] = document.read(tmp_path / "records")
     assert (record["row"], record["outcome"]) == (6, "the minority | left")
     assert record["seconds"] == {LATE: 0.25, "all gone": 7.5}
-    assert record["measured"].keys() == {"date", "cores", "cpu", "torch", "load"}
+    assert record["measured"].keys() == {"date", "cores", "cpu", "torch", "load", "commit"}
     held = {"rows": [6, 7], "test": "a", "result": "passed", "seconds": 1.0}
     (tmp_path / "records" / "test-a.json").write_text(json.dumps(held))
     lines = document.table(document.read(tmp_path / "records")).splitlines()
