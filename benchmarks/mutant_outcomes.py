@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,13 +110,14 @@ class Accepted:
     """The reasons in benchmarks/accepted_mutants.toml.
 
     A key is the name of a mutant, or a whole function, or a change that is accepted wherever it is made
-    (`strict=True -> strict=False`).
+    (`strict=True -> strict=False`), or `any: ` and a regular expression of all that the lines before and after may be.
     """
 
     def __init__(self, reasons: dict[str, str]) -> None:
         self.reasons = reasons
         changes = [key for key in reasons if " -> " in key and ": " not in key]
         self._changes = {key: tuple(key.split(" -> ")) for key in changes}
+        self._patterns = {key: re.compile(key.removeprefix("any: ")) for key in reasons if key.startswith("any: ")}
 
     @classmethod
     def read(cls) -> Accepted:
@@ -127,6 +129,9 @@ class Accepted:
         _, before, after = change
         for key, (old, new) in self._changes.items():
             if any(before[:at] + new + before[at + len(old) :] == after for at in _places(old, before)):
+                return self.reasons[key]
+        for key, pattern in self._patterns.items():
+            if pattern.fullmatch(f"{before} -> {after}"):
                 return self.reasons[key]
         place = place_of(file, function)
         return self.reasons.get(f"{place}: {before} -> {after}", self.reasons.get(place))
@@ -140,7 +145,7 @@ class Accepted:
             there |= {f"{place}: {each.change[1]} -> {each.change[2]}" for each in judged.outcomes if each.change}
         return sorted(
             key
-            for key in self.reasons.keys() - self._changes.keys() - there
+            for key in self.reasons.keys() - self._changes.keys() - self._patterns.keys() - there
             if key not in functions and f"{key.partition(': ')[0]}: " not in functions
         )
 

@@ -381,6 +381,49 @@ def test_rank_and_world_size_come_from_the_process_group() -> None:
     assert [ids for _, _, ids in results] == ranks_of(101, 2)
 
 
+def test_what_is_not_given_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    data = range(9)
+    samplers = [ElasticSampler(data), ElasticSampler(data, 8), ElasticSampler(data, rank=1), ElasticSampler(data, 8, 2)]
+    assert [(each.num_replicas, each.rank) for each in samplers] == [(4, 3), (8, 3), (4, 1), (8, 2)]
+    assert all(each.dataset is data for each in samplers)
+
+
+def test_an_iterator_takes_an_epoch_that_was_chosen_before_its_state_came() -> None:
+    def standing(chosen: int, epoch: int, trained: int = 6) -> tuple[ElasticSampler, list[int]]:
+        """As StatefulDataLoader does, which loads its state when it is iterated: after set_epoch, and after advance."""
+        sampler = ElasticSampler(range(10), 1, 0, shuffle=False)
+        list(sampler)
+        sampler.set_epoch(chosen)
+        sampler.advance(2)
+        sampler.set_epoch(chosen)
+        ids = iter(sampler)
+        ids.load_state_dict(sampler.state_dict() | {"epoch": epoch, "samples_trained": trained})
+        return sampler, list(ids)
+
+    for sampler, ids in (standing(1, 1), standing(0, 0)):
+        assert ids == [6, 7, 8, 9]
+        assert sampler.samples_trained == 6
+    sampler, ids = standing(2, 1)
+    assert (sampler.epoch, sampler.samples_trained, ids) == (2, 0, list(range(10)))
+    with pytest.raises(ValueError, match=r"in epoch 2, but set_epoch\(1\) was called: call set_epoch\(2\)"):
+        standing(1, 2)
+
+
+def test_an_iterator_may_load_a_state_where_no_epoch_was_chosen() -> None:
+    sampler = ElasticSampler(range(10), 1, 0, shuffle=False)
+    for epoch in (1, 0):
+        ids = iter(sampler)
+        assert len(sampler) == 10
+        ids.load_state_dict(sampler.state_dict() | {"epoch": epoch, "samples_trained": 7})
+        assert (sampler.epoch, sampler.samples_trained, len(sampler)) == (epoch, 7, 3)
+        assert list(ids) == [7, 8, 9]
+    sampler.advance(1)
+    iter(sampler)
+    assert len(sampler) == 2
+
+
 @pytest.mark.parametrize("length", [10**9, 10**12])
 def test_a_loop_and_an_iterator_hold_less_than_a_megabyte(length: int) -> None:
     tracemalloc.start()

@@ -97,7 +97,8 @@ def test_a_test_is_another_one_where_it_or_what_it_shares_has_changed(monkeypatc
 
 
 def test_a_mutant_is_argued_away_by_its_name_its_function_or_its_change() -> None:
-    accepted = Accepted({"a.f: x = 1 -> x = 2": "one", "a.g": "all of it", "strict=True -> strict=False": "a guard"})
+    reasons = {"a.f: x = 1 -> x = 2": "one", "a.g": "all of it", "strict=True -> strict=False": "a guard"}
+    accepted = Accepted({**reasons, r"any: (.*)device=\w+(.*) -> \1device=None\2": "no GPU"})
 
     def reason(function: str, before: str, after: str) -> str | None:
         return accepted.reason("a.py", function, (0, before, after))
@@ -108,6 +109,8 @@ def test_a_mutant_is_argued_away_by_its_name_its_function_or_its_change() -> Non
     assert reason("h", "zip(x, y, strict=True)", "zip(x, y, strict=False)") == "a guard"
     assert reason("h", "zip(zip(x, strict=True), strict=True)", "zip(zip(x, strict=True), strict=False)") == "a guard"
     assert reason("h", "zip(x, y, strict=True)", "zip(x, None, strict=True)") is None
+    assert reason("h", "f(device=here, size=2)", "f(device=None, size=2)") == "no GPU"
+    assert reason("h", "f(device=here, size=2)", "f(device=None, size=3)") is None
 
 
 def test_a_reason_for_what_does_not_exist_any_more_is_found() -> None:

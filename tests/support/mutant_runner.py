@@ -274,8 +274,6 @@ class Runner:
                 self._wait_for(self._jobs - 1)
                 self._record(file, tests, kept)
         self._wait_for(0)
-        RECORDED.parent.mkdir(exist_ok=True)
-        RECORDED.write_text(json.dumps(kept))
         calls = defaultdict(list)
         failed = []
         for file in files:
@@ -296,6 +294,8 @@ class Runner:
             recorded = _calls_by_test(target, [self._items[name] for name in tests])
             called = sorted({function.partition("::")[0] for _, _, every in recorded.values() for function in every})
             kept[file] = {"digest": _digest([file, *called]), "files": called, "tests": recorded}
+            RECORDED.parent.mkdir(exist_ok=True)
+            RECORDED.write_text(json.dumps(kept))
             print(f"mutants: recorded {file}", file=sys.stderr, flush=True)
 
         def work(names: list[str], said: int) -> int:
@@ -321,13 +321,14 @@ class Recording:
         self._passed = True
         self._unwritten = b""
 
-    def run(self, items: list[pytest.Item], said: int) -> int:
+    def run(self, items: list[Any], said: int) -> int:
         """Run all tests of a file, also after one has failed."""
         threading.settrace(self._trace)
         sys.settrace(self._trace)
         for number, (item, following) in enumerate(zip(items, [*items[1:], items[-1]], strict=True)):
             os.write(said, number.to_bytes(2))
             self._places, self._passed = [item.nodeid], True
+            _forget(item.module)
             began = time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self._write("=", item.nodeid, f"{time.monotonic() - began:.3f} {int(self._passed)}")
@@ -381,18 +382,15 @@ def _calls_by_test(recorded: Path, items: list[Any]) -> dict[str, tuple[float, b
             for fixtures in item._fixtureinfo.name2fixturedefs.values():
                 for fixture in fixtures:
                     calls |= places[f"fixture {fixture.baseid} {fixture.argname}"]
-            if _remembers(item.module):
-                calls = set().union(*places.values())
             found[item.nodeid] = (*ends[item.nodeid], sorted(calls))
     return found
 
 
-def _remembers(module: Any) -> bool:
-    """Whether what one test of a file computes may be what another one looks at."""
-    return any(
-        isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith("tests")
-        for value in vars(module).values()
-    )
+def _forget(module: Any) -> None:
+    """One test may look at what another one has computed: each is recorded as if it were the first of its file."""
+    for value in vars(module).values():
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith("tests"):
+            value.cache_clear()
 
 
 def _get_ready() -> None:

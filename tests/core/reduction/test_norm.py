@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
+from ddp_core.reduction.norm import BLOCK
 from tests.core.sharding.test_shards import parameters
 
 
@@ -33,6 +36,13 @@ def test_the_norm_is_that_of_torch_and_of_any_sequence_in_memory() -> None:
     assert torch.equal(gradient_norm(trained), norm)
 
 
+@pytest.mark.parametrize("blocks", range(6))
+def test_any_number_of_blocks_is_summed(blocks: int) -> None:
+    one = nn.Parameter(torch.ones(max(0, blocks * BLOCK - 5)))
+    one.grad = torch.ones_like(one)
+    assert gradient_norm([one]).item() == math.sqrt(one.numel())
+
+
 def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     trained = with_gradients(scale=1e30)
     assert gradient_norm(trained).isfinite()
@@ -41,9 +51,9 @@ def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     assert gradient_norm(trained).isnan()
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_clipping_is_that_of_torch(max_norm: float) -> None:
-    ours, theirs = with_gradients(), with_gradients()
+@pytest.mark.parametrize(("max_norm", "scale"), [(0.5, 1.0), (1e9, 1.0), (1e-7, 1e-8)])
+def test_clipping_is_that_of_torch(max_norm: float, scale: float) -> None:
+    ours, theirs = with_gradients(scale), with_gradients(scale)
     clip_gradients_(ours, gradient_norm(ours), max_norm)
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     for one, other in zip(ours, theirs, strict=True):
