@@ -328,7 +328,6 @@ class Recording:
         for number, (item, following) in enumerate(zip(items, [*items[1:], items[-1]], strict=True)):
             os.write(said, number.to_bytes(2))
             self._places, self._passed = [item.nodeid], True
-            _forget(item.module)
             began = time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self._write("=", item.nodeid, f"{time.monotonic() - began:.3f} {int(self._passed)}")
@@ -373,8 +372,7 @@ def _calls_by_test(recorded: Path, items: list[Any]) -> dict[str, tuple[float, b
         if kind == "+":
             places[place].add(what)
         else:
-            seconds, passed = what.split()
-            ends[place] = float(seconds), passed == "1"
+            ends[place] = float(what.split()[0]), what.endswith(" 1")
     found = {}
     for item in items:
         if item.nodeid in ends:
@@ -382,15 +380,20 @@ def _calls_by_test(recorded: Path, items: list[Any]) -> dict[str, tuple[float, b
             for fixtures in item._fixtureinfo.name2fixturedefs.values():
                 for fixture in fixtures:
                     calls |= places[f"fixture {fixture.baseid} {fixture.argname}"]
-            found[item.nodeid] = (*ends[item.nodeid], sorted(calls))
+            seconds, passed = ends[item.nodeid]
+            if _remembers(item.module):
+                calls = set().union(*places.values())
+                seconds = max(each for each, _ in ends.values())
+            found[item.nodeid] = seconds, passed, sorted(calls)
     return found
 
 
-def _forget(module: Any) -> None:
-    """One test may look at what another one has computed: each is recorded as if it were the first of its file."""
-    for value in vars(module).values():
-        if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith("tests"):
-            value.cache_clear()
+def _remembers(module: Any) -> bool:
+    """Whether one test of a file may look at what another one has computed."""
+    return any(
+        isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith("tests")
+        for value in vars(module).values()
+    )
 
 
 def _get_ready() -> None:

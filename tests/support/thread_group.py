@@ -6,6 +6,7 @@ overwritten before it was sent arrives with the wrong values.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class Wires:
         self.waiting: dict[tuple[str, int, int, int], deque[Work]] = defaultdict(deque)
         self.sent: list[tuple[int, int, int]] = []
         """Sender, receiver and bytes of all messages so far."""
+        self.objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
 
     def ask(self, side: str, sender: int, receiver: int, tag: int, tensor: Tensor) -> Work:
         """Start to `send` or `receive`."""
@@ -67,8 +69,13 @@ class Wires:
 class ThreadGroup:
     """One rank's side of a group."""
 
-    def __init__(self, wires: Wires, rank: int, size: int) -> None:
-        self.wires, self._rank, self._size = wires, rank, size
+    def __init__(self, wires: Wires, rank: int, size: int, others: Wires | None = None) -> None:
+        self.wires, self._rank, self._size, self._others = wires, rank, size, others
+
+    def own(self) -> ThreadGroup:
+        """A group of the same ranks whose messages do not mix with those of this one."""
+        assert self._others is not None
+        return ThreadGroup(self._others, self._rank, self._size)
 
     def rank(self) -> int:
         """As of a process group."""
@@ -103,6 +110,13 @@ class Channel:
                 return future
 
 
+def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
+    for peer in range(group.size()):
+        group.wires.objects[group.rank(), peer].put(own)
+    for peer in range(group.size()):
+        found[peer] = group.wires.objects[peer, group.rank()].get(timeout=SECONDS)
+
+
 def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
     assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
     works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
@@ -131,13 +145,16 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
     patch.setattr("ddp_core.reduction.exchange._backend", lambda group, device: backend)
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
+    patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
+    patch.setattr("ddp_core.reduction.communication.own_group", lambda group, device, timeout: group.own())
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
     """Call `function(group)` on each rank of a new group, and return the results by rank; all messages must arrive."""
-    wires = Wires()
+    wires, others = Wires(), Wires()
     with ThreadPoolExecutor(world_size) as threads:
-        groups = [ThreadGroup(wires, rank, world_size) for rank in range(world_size)]
+        groups = [ThreadGroup(wires, rank, world_size, others) for rank in range(world_size)]
         found = list(threads.map(function, groups))
     assert wires.nothing_is_waiting()
+    assert others.nothing_is_waiting()
     return found
