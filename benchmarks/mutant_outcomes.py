@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.mutations import ROOT, Function, test_digest
 
 ACCEPTED = ROOT / "benchmarks" / "accepted_mutants.toml"
-LETTERS = {"s": "survived", "n": "not covered", "e": "error", "-": None}
+LETTERS = {"s": "survived", "n": "not covered", "o": "left out", "e": "error", "-": None}
 """How an outcome is kept; of a killed mutant it is the number of the test, after a `t` where that ran out of time."""
 
 
@@ -20,7 +20,8 @@ class Outcome:
     """What became of a mutant."""
 
     kind: str | None = None
-    """killed, timeout, survived, not covered (no test calls the function), error; None: not run yet."""
+    """killed, timeout, survived, not covered (no test calls the function), left out (a rule argues it away without a
+    run), error; None: not run yet."""
     test: str | None = None
     """The test that decided."""
     change: tuple[int, str, str] | None = None
@@ -127,14 +128,20 @@ class Accepted:
     def reason(self, file: str, function: str, change: tuple[int, str, str]) -> str | None:
         """Why this mutant may survive; None where nobody has said."""
         _, before, after = change
+        place = place_of(file, function)
+        found = self.reasons.get(f"{place}: {before} -> {after}", self.reasons.get(place))
+        return found if found is not None else self.by_rule(change)
+
+    def by_rule(self, change: tuple[int, str, str]) -> str | None:
+        """The reason that holds wherever this change is made, if there is one."""
+        _, before, after = change
         for key, (old, new) in self._changes.items():
             if any(before[:at] + new + before[at + len(old) :] == after for at in _places(old, before)):
                 return self.reasons[key]
         for key, pattern in self._patterns.items():
             if pattern.fullmatch(f"{before} -> {after}"):
                 return self.reasons[key]
-        place = place_of(file, function)
-        return self.reasons.get(f"{place}: {before} -> {after}", self.reasons.get(place))
+        return None
 
     def unknown(self, kept: Kept) -> list[str]:
         """The keys that name no function, or in a function whose mutants were all run none that nobody noticed."""

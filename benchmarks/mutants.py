@@ -58,8 +58,16 @@ class Work:
                     sha = functions_of(file)[name].sha
                     self.kept.functions[file, name] = Judged(sha, [Outcome() for _ in mutants])
                     asked = list(range(len(mutants)))
-                found += [mutants[number] for number in asked]
-        return found
+                for mutant in (mutants[number] for number in asked):
+                    if self._accepted.by_rule(mutant.change()):
+                        self._outcomes(mutant)[mutant.index] = Outcome("left out", None, mutant.change())
+                    else:
+                        found.append(mutant)
+        # Those that have survived before are likely to do so again, after all their tests.
+        return sorted(found, key=lambda mutant: self._outcomes(mutant)[mutant.index].kind is not None)
+
+    def _outcomes(self, mutant: Mutant) -> list[Outcome]:
+        return self.kept.functions[mutant.function.file, mutant.function.name].outcomes
 
     def killers(self) -> dict[tuple[str, str], Counter[str]]:
         """Which tests killed how many mutants of a function, in its earlier states, too."""
@@ -75,7 +83,7 @@ class Work:
         change = None if test else mutant.change()
         if test:
             self.kept.tests[test] = test_digest(test) or ""
-        self.kept.functions[function.file, function.name].outcomes[mutant.index] = Outcome(kind, test, change)
+        self._outcomes(mutant)[mutant.index] = Outcome(kind, test, change)
         if change:
             print(f"{kind}: {function.file}:{function.line + change[0]}: {change[1]} -> {change[2]}", flush=True)
         mutants_page.save(self.kept.plain())

@@ -18,7 +18,7 @@ from benchmarks.mutations import ROOT, functions_of
 KEPT = ROOT / "benchmarks" / "results" / "mutants.json"
 PAGE = ROOT / "docs" / "reference" / "mutants.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.mutants_page -->", "<!-- end -->"
-COLUMNS = ("mutants", "run", "killed", "timeout", "survived", "not covered", "argued")
+COLUMNS = ("mutants", "left out", "run", "killed", "timeout", "survived", "not covered", "argued")
 
 
 def read() -> dict[str, Any]:
@@ -43,8 +43,10 @@ def counts(kept: Kept, accepted: Accepted) -> dict[str, Counter[str]]:
     for (file, name), judged in kept.functions.items():
         of_file = found.setdefault(file, Counter())
         for outcome in judged.outcomes:
-            of_file.update(["mutants", *(["run", outcome.kind] if outcome.kind else [])])
-            of_file["argued"] += bool(outcome.change and accepted.reason(file, name, outcome.change))
+            of_file.update(["mutants", *([outcome.kind] if outcome.kind else [])])
+            if outcome.kind not in (None, "left out"):
+                of_file["run"] += 1
+                of_file["argued"] += bool(outcome.change and accepted.reason(file, name, outcome.change))
     return {file: of_file for file, of_file in found.items() if of_file["mutants"]}
 
 

@@ -130,20 +130,33 @@ def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
 
 
+def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
+    assert tensor.numel()
+    assert group_peer != group.rank()
+    return lambda: getattr(group, operation)([tensor], group_peer, -2)
+
+
+def _batch(messages: Sequence[Callable[[], Work]]) -> list[Work]:
+    assert messages
+    return [message() for message in messages]
+
+
 COLLECTIVES = SimpleNamespace(
     all_to_all_single=_all_to_all,
     all_gather_into_tensor=_all_gather,
     isend="send",
     irecv="recv",
-    P2POp=lambda operation, tensor, group, group_peer: getattr(group, operation)([tensor], group_peer, -2),
-    batch_isend_irecv=list,
+    P2POp=_message,
+    batch_isend_irecv=_batch,
 )
 """What `ddp_core.reduction.collectives` takes from torch.distributed."""
 
 
 def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
-    patch.setattr("ddp_core.reduction.exchange._backend", lambda group, device: backend)
+    patch.setattr(
+        "ddp_core.reduction.exchange._backend", lambda group, device: backend if group.size() and device.type else ""
+    )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
     patch.setattr("ddp_core.reduction.communication.own_group", lambda group, device, timeout: group.own())

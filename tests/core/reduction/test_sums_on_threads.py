@@ -26,7 +26,7 @@ from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_h
 from tests.support.thread_group import Channel, ThreadGroup, on_threads, use_threads
 
 CPU = torch.device("cpu")
-WAYS = ["messages", "chunks", "collectives", "host memory"]
+WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces", "on the host already"]
 SIZES = [0, 1, 31, 33, 200]
 """Elements: none, less than a line of memory, more than one, several."""
 
@@ -34,13 +34,16 @@ SIZES = [0, 1, 31, 33, 200]
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way for tensors to travel."""
-    use_threads(monkeypatch, "nccl" if request.param == "collectives" else "gloo")
-    if request.param != "messages":
-        monkeypatch.setattr(PointToPoint, "one_round_bytes", -1)
-    if request.param == "host memory":
+    way = str(request.param)
+    use_threads(monkeypatch, "nccl" if way == "collectives" else "gloo")
+    if way != "messages":
+        monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
+        monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
+    if "host" in way:
         monkeypatch.setattr("ddp_core.reduction.exchange._messages", through_host)
-        monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: True)
-    return str(request.param)
+    if "host memory" in way:
+        monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
+    return way
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -123,6 +126,7 @@ TENSORS = [
     torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last),
     torch.empty(()),
     torch.empty(3, dtype=torch.float64),
+    torch.empty(2, dtype=torch.bfloat16),
 ]
 MICRO_BATCHES = 5
 
@@ -149,7 +153,7 @@ def test_leaves_of_many_tensors_are_summed_in_rounds(way: str) -> None:
             mine = first + group.rank()
             leaf = a_leaf(mine) if mine < MICRO_BATCHES else None
             futures = total.push(leaf)
-            assert [future.wait().dtype for future in futures] == [torch.float32, torch.float64]
+            assert [future.wait().dtype for future in futures] == [torch.float32, torch.float64, torch.bfloat16]
         return total.totals()
 
     for world_size in (2, 3):
@@ -277,6 +281,8 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
         assert (among.rank, among.world_size) == (1, 2)
         messages: Any = among._exchange if isinstance(among, ThroughHost) else among
         assert (list(messages._members), messages._tag) == ([2, 1], 6)
+        whole: Any = exchange_on(group, device)
+        assert (whole._exchange if isinstance(whole, ThroughHost) else whole)._tag == 0
         assert exchange_on(group, device).one_round_bytes == 256 * 1024
     use_threads(monkeypatch, "nccl")
     assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
@@ -286,8 +292,8 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
 def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddp_core.reduction import exchange
 
-    monkeypatch.setattr("torch.distributed.get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    group: Any = None
+    monkeypatch.setattr("torch.distributed.get_backend_config", {"the group": "cpu:gloo,cuda:nccl"}.get)
+    group: Any = "the group"
     assert exchange._backend(group, CPU) == "gloo"
     assert exchange._backend(group, torch.device("cuda")) == "nccl"
 
