@@ -110,8 +110,9 @@ def _outcome(word: str, names: Sequence[str], change: tuple[int, str, str] | Non
 class Accepted:
     """The reasons in benchmarks/accepted_mutants.toml.
 
-    A key is the name of a mutant, or a whole function, or a change that is accepted wherever it is made
-    (`strict=True -> strict=False`), or `any: ` and a regular expression of all that the lines before and after may be.
+    A key is the name of a mutant, or a line of a function, or a whole function, or a change that is accepted wherever
+    it is made (`strict=True -> strict=False`), or `any: ` and a regular expression of all that the lines before and
+    after may be.
     """
 
     def __init__(self, reasons: dict[str, str]) -> None:
@@ -129,8 +130,8 @@ class Accepted:
         """Why this mutant may survive; None where nobody has said."""
         _, before, after = change
         place = place_of(file, function)
-        found = self.reasons.get(f"{place}: {before} -> {after}", self.reasons.get(place))
-        return found if found is not None else self.by_rule(change)
+        names = (f"{place}: {before} -> {after}", f"{place}: {before}", place)
+        return next((self.reasons[name] for name in names if name in self.reasons), self.by_rule(change))
 
     def by_rule(self, change: tuple[int, str, str]) -> str | None:
         """The reason that holds wherever this change is made, if there is one."""
@@ -149,7 +150,9 @@ class Accepted:
         for (file, name), judged in kept.functions.items():
             place = place_of(file, name)
             functions |= {place} if all(each.kind for each in judged.outcomes) else {place, f"{place}: "}
-            there |= {f"{place}: {each.change[1]} -> {each.change[2]}" for each in judged.outcomes if each.change}
+            changes = [each.change for each in judged.outcomes if each.change]
+            there |= {f"{place}: {before} -> {after}" for _, before, after in changes}
+            there |= {f"{place}: {before}" for _, before, _ in changes}
         return sorted(
             key
             for key in self.reasons.keys() - self._changes.keys() - self._patterns.keys() - there

@@ -37,11 +37,14 @@ def mutated_files(settings: dict[str, Any]) -> list[str]:
     return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.suffix == ".py"]
 
 
+SAVE_SECONDS = 2
+
+
 class Work:
     """What is to be run, and where its outcomes go."""
 
     def __init__(self, kept: Kept, accepted: Accepted, files: Sequence[str]) -> None:
-        self.kept, self._accepted = kept, accepted
+        self.kept, self._accepted, self._saved = kept, accepted, 0.0
         self._files = [file for file in files if any(self._plan(each) != [] for each in functions_of(file).values())]
 
     def _plan(self, function: Function) -> list[int] | None:
@@ -78,7 +81,7 @@ class Work:
         return {place: tests for place, tests in counts.items() if tests}
 
     def done(self, mutant: Mutant, kind: str, test: str | None) -> None:
-        """Keep an outcome, at once."""
+        """Keep an outcome, on the disk within some seconds."""
         function = mutant.function
         change = None if test else mutant.change()
         if test:
@@ -86,7 +89,9 @@ class Work:
         self._outcomes(mutant)[mutant.index] = Outcome(kind, test, change)
         if change:
             print(f"{kind}: {function.file}:{function.line + change[0]}: {change[1]} -> {change[2]}", flush=True)
-        mutants_page.save(self.kept.plain())
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            mutants_page.save(self.kept.plain())
+            self._saved = time.monotonic()
 
 
 def run(work: Work, mutants: Sequence[Mutant], settings: dict[str, Any], asked: argparse.Namespace) -> int:

@@ -22,6 +22,8 @@ class Function:
     """With its class: `GradientTree.push`."""
     line: int
     """Of its first decorator, or of its `def`: Python's own first line of a function."""
+    body: int
+    """The line at which its body begins: what is above are its arguments."""
     sha: str
     """Digest of its source."""
 
@@ -80,7 +82,8 @@ def functions_of(file: str) -> dict[str, Function]:
     found = {}
     for name, node in _definitions(ast.parse(text_of(file))):
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        found[name] = Function(file, name, first, short_digest("".join(lines[first - 1 : node.end_lineno])))
+        sha = short_digest("".join(lines[first - 1 : node.end_lineno]))
+        found[name] = Function(file, name, first, node.body[0].lineno, sha)
     return found
 
 

@@ -62,7 +62,7 @@ def test_what_is_kept_is_read_back() -> None:
 
 
 def test_only_what_is_new_or_changed_is_run_again() -> None:
-    function = Function(CUT, "f", 1, "sha")
+    function = Function(CUT, "f", 1, 2, "sha")
     accepted = Accepted({"ddp_core.config.cut.f: argued -> too": "a reason"})
     outcomes = [
         Outcome("killed", NAMED),
@@ -97,7 +97,12 @@ def test_a_test_is_another_one_where_it_or_what_it_shares_has_changed(monkeypatc
 
 
 def test_a_mutant_is_argued_away_by_its_name_its_function_or_its_change() -> None:
-    reasons = {"a.f: x = 1 -> x = 2": "one", "a.g": "all of it", "strict=True -> strict=False": "a guard"}
+    reasons = {
+        "a.f: x = 1 -> x = 2": "one",
+        "a.f: y = 1": "a line",
+        "a.g": "all of it",
+        "strict=True -> strict=False": "a guard",
+    }
     accepted = Accepted({**reasons, r"any: (.*)device=\w+(.*) -> \1device=None\2": "no GPU"})
 
     def reason(function: str, before: str, after: str) -> str | None:
@@ -107,6 +112,7 @@ def test_a_mutant_is_argued_away_by_its_name_its_function_or_its_change() -> Non
     assert accepted.by_rule((0, "zip(x, strict=True)", "zip(x, strict=False)")) == "a guard"
     assert reason("f", "x = 1", "x = 2") == "one"
     assert reason("f", "x = 1", "x = None") is None
+    assert reason("f", "y = 1", "y = None") == "a line"
     assert reason("g", "y = 1", "y = 2") == "all of it"
     assert reason("h", "zip(x, y, strict=True)", "zip(x, y, strict=False)") == "a guard"
     assert reason("h", "zip(zip(x, strict=True), strict=True)", "zip(zip(x, strict=True), strict=False)") == "a guard"

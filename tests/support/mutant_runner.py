@@ -44,7 +44,7 @@ RECORDED = ROOT / "mutants" / "recorded.json"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE, SLACK = 8, 10
 """A test is out of time after PATIENCE times the seconds it takes without a mutant, and SLACK seconds more."""
-IDLE_PATIENCE, IDLE_SLACK, IDLE_SHARE = 3, 4, 0.01
+IDLE_PATIENCE, IDLE_SLACK, IDLE_SHARE = 3, 2.5, 0.01
 """And after so many if its processes have used no more of a core than this share for IDLE_SLACK seconds: they hang."""
 RECORDING_SECONDS = 1800
 _PASSED, _FAILED, _BROKEN = 0, 1, 2
@@ -175,18 +175,10 @@ class Runner:
     def _apply(self, mutant: Mutant) -> None:
         function, path = mutant.function, str(ROOT / mutant.function.file)
         changed = _codes(compile(mutant.text, path, "exec", dont_inherit=True))[function.name, function.line]
-        before, after = (_defaults(text, function) for text in (text_of(function.file), mutant.text))
         for own in self._functions[function.file, function.name]:
             own.__code__ = changed
-            for place in before.keys() & after.keys():
-                if ast.dump(before[place]) != ast.dump(after[place]):
-                    value = eval(compile(ast.Expression(after[place]), path, "eval"), own.__globals__)
-                    if isinstance(place, str):
-                        own.__kwdefaults__ = {**(own.__kwdefaults__ or {}), place: value}
-                    else:
-                        given = list(own.__defaults__ or ())
-                        given[place] = value
-                        own.__defaults__ = tuple(given)
+            if function.line + mutant.change()[0] < function.body:
+                _change_defaults(own, mutant, path)
 
     def _fork(
         self,
@@ -448,17 +440,29 @@ def _defaults(text: str, function: Function) -> dict[int | str, ast.expr]:
     return {}
 
 
+def _change_defaults(own: FunctionType, mutant: Mutant, path: str) -> None:
+    before, after = (_defaults(text, mutant.function) for text in (text_of(mutant.function.file), mutant.text))
+    for place in before.keys() & after.keys():
+        if ast.dump(before[place]) != ast.dump(after[place]):
+            value = eval(compile(ast.Expression(after[place]), path, "eval"), own.__globals__)
+            if isinstance(place, str):
+                own.__kwdefaults__ = {**(own.__kwdefaults__ or {}), place: value}
+            else:
+                given = list(own.__defaults__ or ())
+                given[place] = value
+                own.__defaults__ = tuple(given)
+
+
 def _digest(files: list[str]) -> str:
     return hashlib.sha256("\n".join(text_of(file) for file in files).encode()).hexdigest()
 
 
 def _end_orphans(others: set[int]) -> None:
     """End what a fork has left behind: with its end it became a child of this process."""
-    for child in psutil.Process().children():
-        if child.pid not in others:
-            for process in [*child.children(recursive=True), child]:
-                try:
+    for pid in {int(pid) for tasks in Path("/proc/self/task").glob("*/children") for pid in tasks.read_text().split()}:
+        if pid not in others:
+            with contextlib.suppress(psutil.Error):
+                child = psutil.Process(pid)
+                for process in [*child.children(recursive=True), child]:
                     process.kill()
-                except psutil.Error:
-                    continue
-            child.wait()
+                child.wait()
