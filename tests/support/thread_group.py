@@ -71,11 +71,14 @@ class ThreadGroup:
 
     def __init__(self, wires: Wires, rank: int, size: int, others: Wires | None = None) -> None:
         self.wires, self._rank, self._size, self._others = wires, rank, size, others
+        self.asked: tuple[Any, ...] = ()
 
-    def own(self) -> ThreadGroup:
-        """A group of the same ranks whose messages do not mix with those of this one."""
+    def own(self, *asked: Any) -> ThreadGroup:
+        """A group of the same ranks whose messages do not mix with those of this one; it keeps what it was asked for."""
         assert self._others is not None
-        return ThreadGroup(self._others, self._rank, self._size)
+        found = ThreadGroup(self._others, self._rank, self._size)
+        found.asked = asked
+        return found
 
     def rank(self) -> int:
         """As of a process group."""
@@ -159,7 +162,7 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
-    patch.setattr("ddp_core.reduction.communication.own_group", lambda group, device, timeout: group.own())
+    patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:

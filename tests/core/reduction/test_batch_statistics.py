@@ -121,3 +121,73 @@ def test_other_layers_may_be_active_in_the_next_step() -> None:
     statistics.finish(statistics.take())
     expected(rows(1))
     assert torch.equal(one.running_mean, expected.running_mean)
+
+
+class Foreign(nn.BatchNorm1d):
+    """A forward of its own, which puts other tensors in the place of the buffers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.running_mean = self.running_mean * (1 - (self.momentum or 0)) + (self.momentum or 0) * input.mean(0)
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return input * self.weight + self.bias
+
+
+def test_a_forward_that_replaces_the_buffers_is_heard() -> None:
+    layer = Foreign(3)
+    own = layer.running_mean
+    statistics = BatchStatistics(layer)
+    for step in range(2):
+        statistics.begin()
+        taken = []
+        for batch in (rows(step), rows(step + 5)):
+            layer(batch)
+            taken.append(statistics.take())
+            assert torch.equal(taken[-1], torch.cat([batch.mean(0), layer.running_var, torch.ones(1)]))
+        before = own.clone()
+        statistics.finish(taken[0] + taken[1])
+        assert layer.running_mean is own
+        assert torch.allclose(own, 0.9 * before + 0.1 * (rows(step).mean(0) + rows(step + 5).mean(0)) / 2)
+    assert int(layer.num_batches_tracked) == 2
+
+
+def test_layers_of_several_dtypes_are_looked_after_together() -> None:
+    layers = [nn.BatchNorm1d(3), nn.BatchNorm1d(2, dtype=torch.float64), nn.BatchNorm1d(4)]
+    alone = copy.deepcopy(layers)
+    statistics = BatchStatistics(nn.ModuleList(layers))
+    for step in range(2):
+        statistics.begin()
+        for layer in layers:
+            layer(rows(step, layer.num_features, layer.running_mean.dtype))
+        taken = statistics.take()
+        assert (taken.dtype, taken.numel()) == (torch.float64, 2 * 9 + 3)
+        statistics.finish(taken)
+    for layer, other in zip(layers, alone, strict=True):
+        one = BatchStatistics(other)
+        for step in range(2):
+            one.begin()
+            other(rows(step, other.num_features, other.running_mean.dtype))
+            one.finish(one.take())
+        for name, buffer in other.named_buffers():
+            # The layers of float32 are updated in float64 where another one needs it.
+            assert torch.allclose(dict(layer.named_buffers())[name], buffer, rtol=1e-6), name
+            assert dict(layer.named_buffers())[name].dtype == buffer.dtype
+
+
+def test_a_call_in_evaluation_mode_that_fails_leaves_the_step_as_it_was() -> None:
+    layer = nn.BatchNorm1d(3)
+    statistics = BatchStatistics(layer)
+    statistics.begin()
+    shown = layer.running_mean
+    layer.eval()
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(torch.ones(2, 5))
+    assert layer.running_mean is shown
+    layer.train()
+    layer(rows())
+    assert statistics.take()[-1].item() == 1.0
+    statistics.restore()
+    assert layer.momentum == 0.1
+    assert not layer._forward_pre_hooks

@@ -139,6 +139,36 @@ def test_a_channel_has_as_many_threads_as_its_sums_have_phases(monkeypatch: pyte
     assert on_threads(3, counts) == [[1, 3, 2, 1]] * 3
 
 
+def test_a_channel_has_a_group_of_its_own_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    destroyed: list[Any] = []
+    torch_distributed = SimpleNamespace(is_initialized=lambda: True, destroy_process_group=destroyed.append)
+    monkeypatch.setattr("ddp_core.reduction.communication.dist", torch_distributed)
+
+    def closed(group: Any) -> bool:
+        channel = Channel(group, CPU, timedelta(seconds=5))
+        own: Any = channel.group
+        assert own.asked == (CPU, timedelta(seconds=5))
+        assert (channel.closed, channel.ordered_sum.world_size) == (False, 2)
+        channel.close()
+        assert (channel.closed, channel.group, channel.ordered_sum.world_size) == (True, None, 1)
+        return own in destroyed
+
+    assert on_threads(2, closed) == [True, True]
+    assert len(destroyed) == 2
+
+    def alone(group: Any) -> None:
+        channel = Channel(group, CPU, None)
+        assert channel.group is None
+        assert channel._threads is None
+        channel.close()
+
+    on_threads(1, alone)
+    torch_distributed.is_initialized = lambda: False
+    on_threads(2, lambda group: Channel(group, CPU, None).close())
+    assert len(destroyed) == 2
+
+
 def test_the_first_error_of_a_channel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
