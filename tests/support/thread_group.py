@@ -74,7 +74,7 @@ class ThreadGroup:
         self.asked: tuple[Any, ...] = ()
 
     def own(self, *asked: Any) -> ThreadGroup:
-        """A group of the same ranks whose messages do not mix with those of this one; it keeps what it was asked for."""
+        """A group of the same ranks whose messages do not mix with those of this one."""
         assert self._others is not None
         found = ThreadGroup(self._others, self._rank, self._size)
         found.asked = asked
