@@ -119,6 +119,22 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("length", "ids"),
+    [
+        (BLOCK, [9024, 13045, 14126]),
+        (BLOCK + 1, [4355, 5030, 13804]),
+        (100_000, [44685, 34263, 60190]),
+        (2**17 + 5, [58218, 129748, 89725]),
+        (2**32 - 1, [1948863262, 3266365061, 1707773062]),
+        (2**32, [1581001223, 2585829304, 2433127969]),
+        (2**40 + 1, [26475482355, 808543458090, 102095454602]),
+    ],
+)
+def test_lengths_at_the_borders_and_of_odd_numbers_of_bits_keep_their_order(length: int, ids: list[int]) -> None:
+    assert Permutation(length, (7, 3))(range(3)).tolist() == ids
+
+
 @pytest.mark.parametrize("length", [100, 10**6])
 @pytest.mark.parametrize("outside", [range(-1, 3), [-1], [5, -1, 5], range(98, 10**6 + 1), [10**6], range(5, -2, -1)])
 def test_positions_outside_are_refused(length: int, outside: range | list[int]) -> None:
@@ -419,6 +435,7 @@ def test_an_iterator_may_load_a_state_where_no_epoch_was_chosen() -> None:
         ids.load_state_dict(sampler.state_dict() | {"epoch": epoch, "samples_trained": 7})
         assert (sampler.epoch, sampler.samples_trained, len(sampler)) == (epoch, 7, 3)
         assert list(ids) == [7, 8, 9]
+        assert ids.state_dict() == sampler.state_dict() | {"epoch": epoch, "samples_trained": 10}
     sampler.advance(1)
     iter(sampler)
     assert len(sampler) == 2
