@@ -89,9 +89,9 @@ test-foreign: setup ## Other people's models and optimizers on every layout, hou
 soak: setup ## Run the distributed and fault tests again and again beside busy loops, then random experiments: ROUNDS=20 SLOW=1 CASES=500
 	$(NO_GPU) $(BIN)/python -m tools.soak --rounds $(ROUNDS) $(if $(SLOW),--slow) --cases $(CASES)
 
-mutants: setup ## Change the core code on purpose: does a test notice? Hours; SAMPLE=40 SEED=1 ONLY="reduction.tree sampler"
+mutants: setup ## Change the core code on purpose: does a test notice? Only what is new: MINUTES=20 ONLY="reduction.tree sampler"
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[mutants]'
-	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+	$(NO_GPU) $(BIN)/python -m benchmarks.mutants $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 which-tests: setup ## The tests that execute a file's code, as a command: FILE=ddp_core/reduction/tree.py ALL=1
 	@$(BIN)/python -m tools.which_tests $(if $(ALL),--all) $(FILE)

@@ -1,280 +1,154 @@
 """Mutation testing of the code on which results and checkpoints depend: `make mutants`.
 
-    python -m benchmarks.mutants                      all mutants; writes benchmarks/results/mutants.json and the page
-    python -m benchmarks.mutants --sample 40          40 of them, always the same ones for one --seed; writes nothing
-    python -m benchmarks.mutants --only reduction.tree sampler
-    python -m benchmarks.mutants --no-run             report and record what has been run so far
+    python -m benchmarks.mutants                      all mutants that are new or changed; writes results and page
+    python -m benchmarks.mutants --only reduction.tree sampler --minutes 20
 
-mutmut makes the mutants, small wrong changes, in a copy of the tree (`mutants/`), and runs for each the tests that call
-the changed function. Which code and which tests: [tool.mutmut] in pyproject.toml. A run that was interrupted goes on
-where it stopped, unless the code or a test has changed since. Exit code 1: a mutant survives whose survival nobody has
-argued in benchmarks/accepted_mutants.toml. 2: that file or the run itself is wrong.
+mutmut makes the mutants, small wrong changes; tests/support/mutant_runner.py runs for each the fast tests that call the
+changed function. Which code and which tests: [tool.mutmut] in pyproject.toml. What became of each mutant is kept in
+benchmarks/results/mutants.json, as it comes. One that was killed is not run again while its function and the test that
+killed it are unchanged, one whose survival is argued in benchmarks/accepted_mutants.toml while its function is.
+
+Exit code 1: a mutant survives whose survival nobody has argued, or was not run. 2: that file or the run is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
-import hashlib
-import io
+import math
 import os
-import random
-import re
-import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import time
 import tomllib
-import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks import mutants_page
-from benchmarks.record import record, usable_cores
-
-ROOT = Path(__file__).resolve().parent.parent
-COPY = ROOT / "mutants"
-ACCEPTED = ROOT / "benchmarks" / "accepted_mutants.toml"
-MARK = "DDP_MUTANTS_RUN"
-# pytest's exit codes, and mutmut's own for "no test" and "out of time"; any other says nothing about the mutant.
-OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "not covered", 33: "not covered", 36: "timeout"}
-OUT_OF_TIME = (-signal.SIGXCPU, -signal.SIGKILL)
+from benchmarks.mutant_outcomes import ACCEPTED, Accepted, Judged, Kept, Outcome
+from benchmarks.mutations import ROOT, Function, Mutant, functions_of, mutants_of, test_digest
 
 
-def outcome_of(code: int | None) -> str | None:
-    """What the exit code of a mutant's tests says: killed, timeout, survived, not covered, error; None: not run yet."""
-    if code is None:
-        return None
-    if code in OUT_OF_TIME:
-        return "timeout"
-    return OUTCOMES.get(code, "error") if code >= 0 else "killed"
+def mutated_files(settings: dict[str, Any]) -> list[str]:
+    """The files that have mutants, in the order in which [tool.mutmut] names them."""
+    found = [sorted(ROOT.glob(pattern)) for pattern in settings["only_mutate"]]
+    return [str(path.relative_to(ROOT)) for paths in found for path in paths if path.suffix == ".py"]
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One small wrong change, and what became of it."""
-
-    key: str
-    """mutmut's name, which numbers the mutants of a function: `mutmut show KEY` works where `mutants/` is."""
-    file: Path
-    outcome: str | None
-    """See `outcome_of`."""
-
-    @property
-    def module(self) -> str:
-        """The changed module's full name."""
-        return self.file.with_suffix("").as_posix().replace("/", ".")
-
-    @property
-    def function(self) -> str:
-        """The changed function, with its class: `GradientTree.push`."""
-        # After mutmut's "x_", or "xǁ" for a method.
-        return self.key.rpartition(".")[2].partition("__mutmut_")[0][2:].replace("ǁ", ".")
-
-    def described(self) -> dict[str, Any]:
-        """The place, the lines before and after, and a name that stays the same when lines move: plain values."""
-        before, after, offset = _change(self.key, self.file)
-        line = _first_line(self.file, self.function) + offset
-        name = f"{self.module}.{self.function}: {before} -> {after}"
-        return {"name": name, "at": f"{self.file}:{line}", "before": before, "after": after}
+SAVE_SECONDS = 2
 
 
-def _change(key: str, file: Path) -> tuple[str, str, int]:
-    """The changed lines before and after, each put into one, and how many lines below its `def` the first one is."""
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
+class Work:
+    """What is to be run, and where its outcomes go."""
 
-    lines = get_diff_for_mutant(key, path=file).splitlines()[2:]
-    before: list[str] = []
-    after: list[str] = []
-    at, start, offset = 0, None, None
-    for line in lines:
-        if heading := re.match(r"@@ -(\d+)", line):
-            at = int(heading[1]) - 1
-            continue
-        if re.match(r".\s*(async )?def ", line) and start is None:
-            start = at
-        if line.startswith(("-", "+")):
-            (before if line[0] == "-" else after).append(line[1:].strip())
-            offset = at if offset is None else offset
-        at += line[0] != "+"
-    return " ".join(before), " ".join(after), (offset or 0) - (start or 0)
+    def __init__(self, kept: Kept, accepted: Accepted, files: Sequence[str]) -> None:
+        self.kept, self._accepted, self._saved = kept, accepted, 0.0
+        self._files = [file for file in files if any(self._plan(each) != [] for each in functions_of(file).values())]
 
+    def _plan(self, function: Function) -> list[int] | None:
+        return self.kept.plan(function, self._accepted)
 
-def _first_line(file: Path, function: str) -> int:
-    """The line of the function's `def`."""
-    nodes: Sequence[ast.AST] = ast.parse((ROOT / file).read_text()).body
-    for name in function.split("."):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        node = next(node for node in nodes if isinstance(node, kinds) and node.name == name)
-        nodes = node.body
-    return node.lineno
+    def mutants(self) -> list[Mutant]:
+        """The mutants to run; from now on those of new functions count as not run."""
+        found = []
+        for file in self._files:
+            for name, mutants in mutants_of(file).items():
+                asked = self._plan(functions_of(file)[name])
+                judged = self.kept.functions.get((file, name))
+                if asked is None or judged is None or len(judged.outcomes) != len(mutants):
+                    sha = functions_of(file)[name].sha
+                    self.kept.functions[file, name] = Judged(sha, [Outcome() for _ in mutants])
+                    asked = list(range(len(mutants)))
+                for mutant in (mutants[number] for number in asked):
+                    if self._accepted.by_rule(mutant.change()):
+                        self._outcomes(mutant)[mutant.index] = Outcome("left out", None, mutant.change())
+                    else:
+                        found.append(mutant)
+        # Those that have survived before are likely to do so again, after all their tests.
+        return sorted(found, key=lambda mutant: self._outcomes(mutant)[mutant.index].kind is not None)
 
+    def _outcomes(self, mutant: Mutant) -> list[Outcome]:
+        return self.kept.functions[mutant.function.file, mutant.function.name].outcomes
 
-def prepare(jobs: int) -> None:
-    """Make the mutants, unless they are those of this code and these tests already."""
-    from mutmut.__main__ import copy_also_copy_files, copy_src_dir, create_mutants
+    def killers(self) -> dict[tuple[str, str], Counter[str]]:
+        """Which tests killed how many mutants of a function, in its earlier states, too."""
+        counts = {
+            place: Counter(outcome.test for outcome in judged.outcomes if outcome.test)
+            for place, judged in self.kept.functions.items()
+        }
+        return {place: tests for place, tests in counts.items() if tests}
 
-    stamp, wanted = COPY / "code.sha256", _digest()
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(COPY, ignore_errors=True)
-    COPY.mkdir()
-    with contextlib.redirect_stdout(io.StringIO()):
-        copy_src_dir()
-        copy_also_copy_files()
-        create_mutants(jobs)
-    (COPY / "commands").touch()
-    stamp.write_text(wanted)
-
-
-def _digest() -> str:
-    """Over all that may change what becomes of a mutant."""
-    folders = (ROOT / "ddp_core", ROOT / "experiments", ROOT / "tests")
-    files = [ROOT / "pyproject.toml"]
-    files += sorted(file for folder in folders for file in folder.rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
+    def done(self, mutant: Mutant, kind: str, test: str | None) -> None:
+        """Keep an outcome, on the disk within some seconds."""
+        function = mutant.function
+        change = None if test else mutant.change()
+        if test:
+            self.kept.tests[test] = test_digest(test) or ""
+        self._outcomes(mutant)[mutant.index] = Outcome(kind, test, change)
+        if change:
+            print(f"{kind}: {function.file}:{function.line + change[0]}: {change[1]} -> {change[2]}", flush=True)
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            mutants_page.save(self.kept.plain())
+            self._saved = time.monotonic()
 
 
-def found() -> list[Mutant]:
-    """All mutants, by file and number."""
-    from mutmut.mutation.data import SourceFileMutationData
-    from mutmut.utils.file_utils import walk_mutatable_files
+def run(work: Work, mutants: Sequence[Mutant], settings: dict[str, Any], asked: argparse.Namespace) -> int:
+    """Run the mutants until time is up; return pytest's exit code."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import pytest
 
-    mutants = []
-    for file in sorted(walk_mutatable_files()):
-        data = SourceFileMutationData(path=file)
-        data.load()
-        for key, code in data.exit_code_by_key.items():
-            mutants.append(Mutant(key, file, outcome_of(code)))
-    return mutants
+    from tests.support.mutant_runner import Runner
 
-
-def run(keys: Sequence[str], jobs: int) -> int:
-    """Let mutmut run the mutants with these names, or all that have not been run; return its exit code."""
-    mark = uuid.uuid4().hex
-    paths = os.pathsep.join(filter(None, [str(COPY), os.environ.get("PYTHONPATH")]))
-    settings = os.environ | {MARK: mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).parent / "mutmut"), "run", "--max-children", str(jobs), *keys]
-    # On a terminal mutmut shows how far it is; in a file that would be thousands of lines.
-    with (COPY / "run.log").open("w") as log:
-        output = None if sys.stdout.isatty() else log
-        with subprocess.Popen(command, cwd=ROOT, env=settings, stdout=output, stderr=output) as process:
-            try:
-                code = process.wait()
-            except KeyboardInterrupt:
-                print("mutants: interrupted; the same command goes on where it stopped", file=sys.stderr)
-                return 128 + signal.SIGINT
-            finally:
-                _end_all(mark)
-    if code:
-        print(f"mutants: mutmut ended with {code}: {COPY / 'run.log'}", file=sys.stderr)
-    return code
-
-
-def _end_all(mark: str) -> None:
-    """Kill every process of the run, wherever it is in the process tree."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                process.kill()
-
-
-class Accepted:
-    """The reasons in benchmarks/accepted_mutants.toml.
-
-    A key is the name of a mutant, or a whole function, or a change that is accepted wherever it is made
-    (`strict=True -> strict=False`).
-    """
-
-    def __init__(self, reasons: dict[str, str]) -> None:
-        self.reasons = reasons
-        self._changes = {key: tuple(key.split(" -> ")) for key in reasons if " -> " in key and ": " not in key}
-
-    def reason(self, described: dict[str, Any]) -> str | None:
-        """Why this mutant, as `Mutant.described`, may survive; None where nobody has said."""
-        name = described["name"]
-        for key, (before, after) in self._changes.items():
-            if before in described["before"] and described["before"].replace(before, after) == described["after"]:
-                return self.reasons[key]
-        return self.reasons.get(name, self.reasons.get(name.partition(": ")[0]))
-
-    def unknown(self, mutants: Iterable[Mutant]) -> list[str]:
-        """The keys that name a mutant or a function that does not exist (any more)."""
-        keys = self.reasons.keys() - self._changes.keys()
-        functions = {key.partition(": ")[0] for key in keys}
-        near = [mutant for mutant in mutants if f"{mutant.module}.{mutant.function}" in functions]
-        there = {f"{mutant.module}.{mutant.function}" for mutant in near}
-        return sorted(keys - there - {mutant.described()["name"] for mutant in near})
-
-
-def report(mutants: Sequence[Mutant], accepted: Accepted) -> dict[str, Any]:
-    """Counts by module, and the survivors by name: plain values."""
-    survivors = [mutant.described() | {"file": str(mutant.file)} for mutant in mutants if mutant.outcome == "survived"]
-    for survivor in survivors:
-        survivor["accepted"] = accepted.reason(survivor)
-    modules: dict[str, dict[str, Any]] = {}
-    for file in sorted({mutant.file for mutant in mutants}):
-        outcomes = [mutant.outcome for mutant in mutants if mutant.file == file]
-        counts = {name: outcomes.count(name) for name in ("killed", "timeout", "survived", "not covered", "error")}
-        argued = sum(one["file"] == str(file) and one["accepted"] is not None for one in survivors)
-        run_of_it = len(outcomes) - outcomes.count(None)
-        modules[str(file)] = {"mutants": len(outcomes), "run": run_of_it, **counts, "accepted": argued}
-        modules[str(file)]["sha256"] = mutants_page.digest_of(str(file))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return {"commit": commit, "modules": modules, "survivors": survivors}
+    deadline = time.monotonic() + 60 * asked.minutes
+    killers = work.killers()
+    runner = Runner(mutants, mutated_files(settings), killers, work.done, asked.jobs, asked.test_seconds, deadline)
+    return int(
+        pytest.main([*settings["pytest_add_cli_args"], *settings["pytest_add_cli_args_test_selection"]], [runner])
+    )
 
 
 def main(words: Sequence[str]) -> int:
     """Run and report; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--sample", type=int, metavar="N", help="run N mutants, drawn by the seed")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample (%(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="such as reduction.tree, or checkpoint")
-    parser.add_argument("--jobs", type=int, default=usable_cores(), help="mutants at a time (%(default)s)")
-    parser.add_argument("--no-run", action="store_true", help="report and record what was run before")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time (%(default)s)"
+    )
+    parser.add_argument(
+        "--test-seconds", type=float, default=20, help="of the tests of one mutant, the quickest first (%(default)s)"
+    )
     asked = parser.parse_args(words)
     os.chdir(ROOT)
     began = time.monotonic()
-    if not asked.no_run:
-        prepare(asked.jobs)
-    prefixes = tuple(f"ddp_core.{name}." for name in asked.only)
-    chosen = [mutant for mutant in found() if mutant.key.startswith(prefixes or "")]
-    if asked.sample is not None:
-        chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
-    keys = [mutant.key for mutant in chosen if mutant.outcome is None]
-    whole = asked.sample is None and not prefixes
-    code = 0
-    commands = COPY / "commands"
-    if not asked.no_run and keys:
-        with commands.open("a") as file:
-            file.write(shlex.join(["python", "-m", "benchmarks.mutants", *words]) + "\n")
-        code = run([] if whole else keys, asked.jobs)
-    every = found()
-    named = {mutant.key for mutant in chosen}
-    accepted = Accepted(tomllib.loads(ACCEPTED.read_text()))
-    results = report([mutant for mutant in every if mutant.key in named], accepted)
-    print(mutants_page.in_words(results))
+    settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]
+    accepted, results = Accepted.read(), mutants_page.read()["results"]
+    kept = Kept.read(results) if results.get("mutmut") == version("mutmut") else Kept()
+    files = mutated_files(settings)
+    there = {(file, name) for file in files for name in functions_of(file)}
+    kept.functions = {place: judged for place, judged in kept.functions.items() if place in there}
+    prefixes = tuple(f"ddp_core/{name.replace('.', '/')}" for name in asked.only)
+    work = Work(kept, accepted, [file for file in files if file.startswith(prefixes or "")])
+    mutants = work.mutants()
+    print(f"mutants: {len(mutants)} to run, made in {time.monotonic() - began:.0f} s", flush=True)
+    code = run(work, mutants, settings, asked) if mutants else 0
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    if mutants:
+        from benchmarks.record import machine
+
+        mutants_page.save(kept.plain() | {"commit": commit, "mutmut": version("mutmut")}, machine())
+    mutants_page.write()
+    print(mutants_page.in_words(kept, accepted))
     print(f"{time.monotonic() - began:.0f} s")
-    unknown = accepted.unknown(every)
+    unknown = accepted.unknown(kept)
     for name in unknown:
-        print(f"mutants: {ACCEPTED.relative_to(ROOT)} names a mutant that does not exist: {name}", file=sys.stderr)
-    if whole:
-        path = record("mutants", "; ".join(dict.fromkeys(commands.read_text().splitlines())), results)
-        mutants_page.write()
-        print(f"recorded in {path.relative_to(ROOT)}")
-    if code or unknown or any(counts["error"] for counts in results["modules"].values()):
+        print(f"mutants: {ACCEPTED.relative_to(ROOT)} argues what is not unnoticed: {name}", file=sys.stderr)
+    outcomes = [each for judged in kept.functions.values() for each in judged.outcomes]
+    if code or unknown or any(each.kind == "error" for each in outcomes):
         return 2
-    return int(any(survivor["accepted"] is None for survivor in results["survivors"]))
+    return int(any(kept.plan(functions_of(file)[name], accepted) != [] for file, name in kept.functions))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class _Copied:
 
     def send_sum(self) -> None:
         """See `Collected.send_sum`."""
-        self.summed = slice(0, None)
+        self.summed = slice(None)
         self.collected.send_sum()
 
     def end(self) -> None:

@@ -58,7 +58,7 @@ def first_blocks(sizes: Iterable[int]) -> list[int]:
 
 def norm_of(sums: Tensor) -> Tensor:
     """The norm from the sums of the squares of all blocks."""
-    width = 1 << max(0, len(sums) - 1).bit_length()
+    width = 1 << len(sums).bit_length()
     return _folded_(pad(sums, (0, width - len(sums))).view(1, width)).sqrt()[0]
 
 

@@ -81,7 +81,7 @@ def add_(left: list[Tensor | None], right: Sequence[Tensor | None]) -> None:
     pairs: list[tuple[Tensor, Tensor]] = []
     for position, (ours, theirs) in enumerate(zip(left, right, strict=True)):
         if ours is not None and theirs is not None:
-            pairs.append((ours, theirs if theirs.device == ours.device else theirs.to(ours.device)))
+            pairs.append((ours, theirs.to(ours.device)))
         elif theirs is not None:
             left[position] = theirs
     if pairs:

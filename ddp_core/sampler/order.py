@@ -80,7 +80,7 @@ class Permutation:
         if length <= BLOCK:
             # The prefix cipher: SplitMix64's first outputs from the state words[0], no two of which are equal.
             hashes = finalise(np.arange(1, length + 1, dtype=np.uint64) * STEP + words[0])
-            self._table = np.argsort(hashes).astype(np.int64)
+            self._table = np.argsort(hashes)
             return
         bits = (length - 1).bit_length()
         lane_bits = 32 if self._lane is np.uint32 else 64

@@ -168,6 +168,7 @@ def test_what_does_not_fit_is_refused() -> None:
         MicroBatches(Ids(100), sampler_of(), Dealt(0, 1, False), SIZE)
     with pytest.raises(ValueError, match="at least one sample"):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 0)
+    assert len(MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
 

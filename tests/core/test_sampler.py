@@ -119,6 +119,22 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("length", "ids"),
+    [
+        (BLOCK, [9024, 13045, 14126]),
+        (BLOCK + 1, [4355, 5030, 13804]),
+        (100_000, [44685, 34263, 60190]),
+        (2**17 + 5, [58218, 129748, 89725]),
+        (2**32 - 1, [1948863262, 3266365061, 1707773062]),
+        (2**32, [1581001223, 2585829304, 2433127969]),
+        (2**40 + 1, [26475482355, 808543458090, 102095454602]),
+    ],
+)
+def test_lengths_at_the_borders_and_of_odd_numbers_of_bits_keep_their_order(length: int, ids: list[int]) -> None:
+    assert Permutation(length, (7, 3))(range(3)).tolist() == ids
+
+
 @pytest.mark.parametrize("length", [100, 10**6])
 @pytest.mark.parametrize("outside", [range(-1, 3), [-1], [5, -1, 5], range(98, 10**6 + 1), [10**6], range(5, -2, -1)])
 def test_positions_outside_are_refused(length: int, outside: range | list[int]) -> None:
@@ -379,6 +395,50 @@ def test_rank_and_world_size_come_from_the_process_group() -> None:
     results = run_processes(_ids_of_this_rank, 2)
     assert [(rank, world_size) for rank, world_size, _ in results] == [(0, 2), (1, 2)]
     assert [ids for _, _, ids in results] == ranks_of(101, 2)
+
+
+def test_what_is_not_given_is_asked_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    data = range(9)
+    samplers = [ElasticSampler(data), ElasticSampler(data, 8), ElasticSampler(data, rank=1), ElasticSampler(data, 8, 2)]
+    assert [(each.num_replicas, each.rank) for each in samplers] == [(4, 3), (8, 3), (4, 1), (8, 2)]
+    assert all(each.dataset is data for each in samplers)
+
+
+def test_an_iterator_takes_an_epoch_that_was_chosen_before_its_state_came() -> None:
+    def standing(chosen: int, epoch: int, trained: int = 6) -> tuple[ElasticSampler, list[int]]:
+        """As StatefulDataLoader does, which loads its state when it is iterated: after set_epoch, and after advance."""
+        sampler = ElasticSampler(range(10), 1, 0, shuffle=False)
+        list(sampler)
+        sampler.set_epoch(chosen)
+        sampler.advance(2)
+        sampler.set_epoch(chosen)
+        ids = iter(sampler)
+        ids.load_state_dict(sampler.state_dict() | {"epoch": epoch, "samples_trained": trained})
+        return sampler, list(ids)
+
+    for sampler, ids in (standing(1, 1), standing(0, 0)):
+        assert ids == [6, 7, 8, 9]
+        assert sampler.samples_trained == 6
+    sampler, ids = standing(2, 1)
+    assert (sampler.epoch, sampler.samples_trained, ids) == (2, 0, list(range(10)))
+    with pytest.raises(ValueError, match=r"in epoch 2, but set_epoch\(1\) was called: call set_epoch\(2\)"):
+        standing(1, 2)
+
+
+def test_an_iterator_may_load_a_state_where_no_epoch_was_chosen() -> None:
+    sampler = ElasticSampler(range(10), 1, 0, shuffle=False)
+    for epoch in (1, 0):
+        ids = iter(sampler)
+        assert len(sampler) == 10
+        ids.load_state_dict(sampler.state_dict() | {"epoch": epoch, "samples_trained": 7})
+        assert (sampler.epoch, sampler.samples_trained, len(sampler)) == (epoch, 7, 3)
+        assert list(ids) == [7, 8, 9]
+        assert ids.state_dict() == sampler.state_dict() | {"epoch": epoch, "samples_trained": 10}
+    sampler.advance(1)
+    iter(sampler)
+    assert len(sampler) == 2
 
 
 @pytest.mark.parametrize("length", [10**9, 10**12])

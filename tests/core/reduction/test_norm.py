@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_core.reduction import ExactReduction, clip_gradients_, gradient_norm
 from ddp_core.reduction import norm as norm_module
+from ddp_core.reduction.norm import BLOCK
 from tests.core.sharding.test_shards import parameters
 
 
@@ -66,6 +68,13 @@ def test_on_a_gpu_the_host_asks_for_a_few_operations(monkeypatch: pytest.MonkeyP
     assert counted.count < 300
 
 
+@pytest.mark.parametrize("blocks", range(6))
+def test_any_number_of_blocks_is_summed(blocks: int) -> None:
+    one = nn.Parameter(torch.ones(max(0, blocks * BLOCK - 5)))
+    one.grad = torch.ones_like(one)
+    assert gradient_norm([one]).item() == math.sqrt(one.numel())
+
+
 def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     trained = with_gradients(scale=1e30)
     assert gradient_norm(trained).isfinite()
@@ -74,9 +83,9 @@ def test_squares_of_large_numbers_do_not_overflow_and_nan_is_seen() -> None:
     assert gradient_norm(trained).isnan()
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_clipping_is_that_of_torch(max_norm: float) -> None:
-    ours, theirs = with_gradients(), with_gradients()
+@pytest.mark.parametrize(("max_norm", "scale"), [(0.5, 1.0), (1e9, 1.0), (1e-7, 1e-8)])
+def test_clipping_is_that_of_torch(max_norm: float, scale: float) -> None:
+    ours, theirs = with_gradients(scale), with_gradients(scale)
     clip_gradients_(ours, gradient_norm(ours), max_norm)
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     for one, other in zip(ours, theirs, strict=True):

@@ -62,6 +62,20 @@ def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
     assert module[1].weight.grad is None
 
 
+def test_gradients_are_clipped_by_torch_and_left_unscaled_by_themselves() -> None:
+    module = model()
+    reduction = PlainReduction(module, 1)
+    reduction.begin(1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    before = [parameter.grad.clone() for parameter in module.parameters()]
+    reduction.finish()
+    assert all(torch.equal(parameter.grad, old) for parameter, old in zip(module.parameters(), before, strict=True))
+    norm = torch.nn.utils.get_total_norm(before)
+    assert torch.equal(reduction.clip_gradients_(norm.item() / 2), norm)
+    halves = torch.nn.utils.get_total_norm([parameter.grad for parameter in module.parameters()])
+    assert halves.item() == pytest.approx(norm.item() / 2, rel=1e-5)
+
+
 def test_before_the_first_step_its_share_is_that_of_a_whole_step() -> None:
     assert PlainReduction(model(), MICRO_BATCHES).share == range(MICRO_BATCHES)
 

@@ -84,6 +84,7 @@ def test_a_range_is_cut_into_few_whole_nodes(micro_batches: int, data: st.DataOb
     assert [leaf for span in spans for leaf in range(*span)] == list(range(first, stop))
     assert len(spans) <= 2 * math.log2(max(2, stop - first))
     tree = GradientTree(micro_batches, first, stop)
+    assert tree.span == (first, stop)
     for leaf in range(first, stop):
         tree.push([torch.tensor([float(leaf)])])
     assert [subtree.span for subtree in tree.subtrees] == spans

@@ -1,0 +1,320 @@
+"""Sums of ranks that are threads: the bits of the tree, however tensors travel and wherever they are cut."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_core.base.seeds import share_of
+from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.communication import in_one_phase
+from ddp_core.reduction.exchange import LINE_BYTES, cut, exchange_among, exchange_on
+from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.leaf_sum import LeafSum
+from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.one_level import Plan, plan_for, sum_parts
+from ddp_core.reduction.ordered_sum import TwoLevels
+from ddp_core.reduction.round_sum import RoundSum
+from ddp_core.reduction.tree import GradientTree, Span
+from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host, wrong_sums
+from tests.support.thread_group import Channel, ThreadGroup, on_threads, use_threads
+
+CPU = torch.device("cpu")
+WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces", "on the host already"]
+SIZES = [0, 1, 31, 33, 200]
+"""Elements: none, less than a line of memory, more than one, several."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way for tensors to travel."""
+    way = str(request.param)
+    use_threads(monkeypatch, "nccl" if way == "collectives" else "gloo")
+    if way != "messages":
+        monkeypatch.setattr(PointToPoint, "one_round_bytes", 1 << 20 if "pieces" in way else -1)
+        monkeypatch.setattr("ddp_core.reduction.one_level._PIECE_ELEMENTS", 64)
+    if "host" in way:
+        monkeypatch.setattr("ddp_core.reduction.exchange._messages", through_host)
+    if "host memory" in way:
+        monkeypatch.setattr("ddp_core.reduction.host_memory.is_elsewhere", lambda tensor: tensor.dtype != torch.int)
+    return way
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_over_nodes_of_any_shape_equal_the_tree(world: str, way: str) -> None:
+    nodes = WORLDS[world]
+    size = sum(map(len, nodes))
+    counts = (1, size - 1, size, 2 * size + 1)
+
+    def wrong(group: Any) -> list[str]:
+        found = list(wrong_sums(group, nodes, counts, f"{world}, {way}"))
+        return found + list(wrong_sums(group, [range(size)], counts, f"{world}, {way}, in one level"))
+
+    assert on_threads(size, wrong) == [[]] * size
+
+
+def parts_of(leaves: Tensor, cuts: Sequence[slice], group: Any) -> Tensor:
+    """What `sum_parts` gives a rank; its memory may be one of the tensors that are summed."""
+    share = share_of(len(leaves), group.rank(), group.size())
+    own = subtrees(leaves, share.start, share.stop)
+    exchange = exchange_on(group, CPU)
+    like = own[0] if own else torch.empty_like(leaves[0])
+    total = Channel().submit(sum_parts(exchange, own, like, plan_for(len(leaves), group.size()), cuts), like).wait()
+    return total.clone()
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_each_rank_keeps_the_sum_of_its_own_part(elements: int, way: str) -> None:
+    for world_size, micro_batches in itertools.product((2, 3), (2, 5)):
+        leaves = leaves_of(elements, micro_batches, elements, torch.float32)
+        (expected,) = subtrees(leaves, 0, micro_batches)
+        cuts = cut(elements, world_size, torch.float32)
+        found = on_threads(world_size, functools.partial(parts_of, leaves, cuts))
+        assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
+
+
+def gathered(group: Any) -> list[Tensor]:
+    """Flat tensors of which each rank had one part: unequal, empty, in two tensors at once."""
+    exchange, rank = exchange_on(group, CPU), group.rank()
+    layouts = [[slice(0, 1), slice(1, 1), slice(1, 7)], [slice(0, 4), slice(4, 6), slice(6, 7)]]
+    flats = []
+    for number, cuts in enumerate(layouts):
+        flat = torch.full((7,), torch.nan)
+        flat[cuts[rank]] = torch.arange(7.0)[cuts[rank]] + 10 * number
+        flats.append((flat, cuts))
+    exchange.gather(flats)
+    return [flat for flat, _ in flats]
+
+
+def test_parts_are_gathered(way: str) -> None:
+    expected = [torch.arange(7.0), torch.arange(7.0) + 10]
+    for found in on_threads(3, gathered):
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["own parts", "everything"])
+@pytest.mark.parametrize("senders", [1, 2, 3])
+def test_each_rank_is_sent_its_part(senders: int, whole: bool, way: str) -> None:
+    cuts = [slice(0, 5)] * 3 if whole else [slice(0, 2), slice(2, 2), slice(2, 5)]
+
+    def scattered(group: Any) -> list[Tensor]:
+        flat = torch.arange(5.0) + 10 * group.rank() if group.rank() < senders else None
+        like = torch.empty(1)
+        found = list(exchange_on(group, CPU).scatter(flat, cuts, like, senders))
+        # They belong to the caller: nothing that is written to one changes another.
+        copies = [part.clone() for part in found]
+        for part in found:
+            part.zero_()
+        assert all(part.dtype == like.dtype for part in found)
+        assert whole or all(part.untyped_storage().nbytes() == part.nbytes for part in found)
+        return copies
+
+    for rank, found in enumerate(on_threads(3, scattered)):
+        assert len(found) == senders
+        assert all(torch.equal(part, torch.arange(5.0)[cuts[rank]] + 10 * sender) for sender, part in enumerate(found))
+
+
+TENSORS = [
+    torch.empty(3, 5),
+    torch.empty(4, dtype=torch.float64),
+    torch.empty(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    torch.empty(()),
+    torch.empty(3, dtype=torch.float64),
+    torch.empty(2, dtype=torch.bfloat16),
+]
+MICRO_BATCHES = 5
+
+
+def a_leaf(number: int) -> list[Tensor | None]:
+    """The gradients of one micro-batch; one is missing in some."""
+    generator = torch.Generator().manual_seed(number)
+    leaf: list[Tensor | None] = []
+    for each in TENSORS:
+        values = torch.randn(each.shape, generator=generator, dtype=each.dtype) * 10.0 ** (3 * number - 6)
+        leaf.append(torch.empty_like(each).copy_(values))
+    leaf[1] = None if number % 2 else leaf[1]
+    return leaf
+
+
+def test_leaves_of_many_tensors_are_summed_in_rounds(way: str) -> None:
+    tree = GradientTree(MICRO_BATCHES)
+    for number in range(MICRO_BATCHES):
+        tree.push(a_leaf(number))
+
+    def summed(group: Any) -> list[Tensor]:
+        total = LeafSum(exchange_on(group, CPU), Channel(), TENSORS, MICRO_BATCHES)  # type: ignore[arg-type]
+        for first in range(0, MICRO_BATCHES, group.size()):
+            mine = first + group.rank()
+            leaf = a_leaf(mine) if mine < MICRO_BATCHES else None
+            futures = total.push(leaf)
+            assert [future.wait().dtype for future in futures] == [torch.float32, torch.float64, torch.bfloat16]
+        return total.totals()
+
+    for world_size in (2, 3):
+        for found in on_threads(world_size, summed):
+            assert len(found) == len(TENSORS)
+            for one, other, like in zip(found, tree.subtrees[0].tensors, TENSORS, strict=True):
+                assert other is not None
+                assert torch.equal(one, other)
+                assert one.stride() == like.stride()
+
+
+@pytest.mark.parametrize("elements", SIZES)
+def test_a_rank_asks_for_its_own_part_of_a_sum_in_rounds(elements: int, way: str) -> None:
+    leaves = leaves_of(3, MICRO_BATCHES, elements, torch.float32)
+    (expected,) = subtrees(leaves, 0, MICRO_BATCHES)
+    cuts = [slice(0, elements // 3), slice(elements // 3, elements), slice(elements, elements)]
+
+    def own(group: Any) -> Tensor:
+        total = RoundSum(exchange_on(group, CPU), elements, leaves[0], MICRO_BATCHES, cuts)
+        for first in range(0, MICRO_BATCHES, 3):
+            mine = first + group.rank()
+            total.push(leaves[mine].clone() if mine < MICRO_BATCHES else None)
+        return total.own_total()
+
+    found = on_threads(3, own)
+    assert all(torch.equal(one, expected[part]) for one, part in zip(found, cuts, strict=True))
+
+
+def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+
+    def cuts(group: ThreadGroup, limit: int) -> Sequence[slice]:
+        exchange = PointToPoint(group)  # type: ignore[arg-type]
+        exchange.one_round_bytes = limit
+        return RoundSum(exchange, 96, torch.empty(0), 5)._cuts
+
+    # Three ranks, two rounds: whole leaves are 2 * 2 * 96 elements in place of 2 * 2/3 * 96, and save 2/3 * 96.
+    extra = (2 * 2 - 1) * 96 * 4
+    for limit, expected in ((extra, [slice(0, 96)] * 3), (extra - 1, [slice(0, 32), slice(32, 64), slice(64, 96)])):
+        assert on_threads(3, functools.partial(cuts, limit=limit)) == [expected] * 3
+
+
+def bytes_sent(world_size: int, nodes: Sequence[Sequence[int]], elements: int, micro_batches: int) -> list[int]:
+    """The sizes of the messages of rank 0."""
+    leaves = torch.ones(micro_batches, elements)
+
+    def sizes(group: Any) -> list[int]:
+        share = share_of(micro_batches, group.rank(), world_size)
+        OrderedSum(group, nodes)(subtrees(leaves, share.start, share.stop), leaves[0].clone(), micro_batches)
+        return [size for sender, _, size in list(group.wires.sent) if sender == 0]
+
+    return on_threads(world_size, sizes)[0]
+
+
+def test_small_tensors_take_one_round_and_large_ones_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    whole = 4 * 960
+    # One round sends (W-1) * N elements of each subtree, two rounds (W-1)/W * N of each and of the sum.
+    extra = whole * 2 * (1 - 2 / 3)
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", extra)
+    assert bytes_sent(3, (), 960, 3) == [whole] * 2
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", extra - 1)
+    assert bytes_sent(3, (), 960, 3) == [whole // 3] * 4
+    # Between two members with one subtree each, one round sends no more.
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", 0)
+    assert bytes_sent(2, (), 960, 2) == [whole]
+    # With two subtrees at the most, (W-1) * (2 - 3/W) * N more.
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole // 2)
+    assert bytes_sent(2, (), 960, 3) == [whole]
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole // 2 - 1)
+    assert bytes_sent(2, (), 960, 3) == [whole // 2] * 2
+
+
+def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    nodes, whole, first = [[0], [1, 2]], 4 * 960, [4, 4]  # in the first collective all ranks meet
+    # Rank 0 would send its subtree to both others, not half of it to each: that is one subtree more.
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole)
+    assert bytes_sent(3, nodes, 960, 3) == [*first, whole, whole]
+    monkeypatch.setattr(PointToPoint, "one_round_bytes", whole - 1)
+    assert bytes_sent(3, nodes, 960, 3) == [*first, whole // 2, whole // 2]
+
+
+def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+
+    def cost(group: Any) -> float:
+        return TwoLevels(group, ((0, 1), (2, 3, 4)), CPU).cost_of_one_round(torch.empty(10))
+
+    assert on_threads(5, cost) == [(2 * 3 - 2 * (2 - 1) / 2) * 10 * 4] * 5
+
+
+def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
+    line = LINE_BYTES // 4
+    assert cut(0, 3, torch.float32) == [slice(0, 0)] * 3
+    assert cut(5 * line + 1, 3, torch.float32) == [
+        slice(0, 2 * line),
+        slice(2 * line, 4 * line),
+        slice(4 * line, 5 * line + 1),
+    ]
+    assert cut(1, 2, torch.float64) == [slice(0, 0), slice(0, 1)]
+    assert [part.stop - part.start for part in cut(100, 2, torch.float64)] == [48, 52]
+
+
+def test_a_plan_leaves_what_its_members_cannot_add_alone() -> None:
+    assert plan_for(6, 4).rest == [(0, 6)]
+    assert Plan(8, [[Span(1, 2)], [Span(2, 4)]]).rest == [(1, 2), (2, 4)]
+    assert Plan(8, [[Span(4, 6)], [Span(0, 2), Span(6, 8)], [Span(2, 4)]]).rest == [(0, 8)]
+
+
+def test_a_rank_that_brings_other_subtrees_than_its_own_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank 0 owns the subtrees .*\(first=0, stop=3\).*, got 2 tensors"):
+        OrderedSum(None)([torch.ones(1)] * 2, torch.ones(1), 3)
+
+
+def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = ThreadGroup(None, 1, 3)  # type: ignore[arg-type]
+    meta = torch.device("meta")
+    kinds = (("gloo", CPU, "PointToPoint"), ("gloo", meta, "ThroughHost"), ("other", meta, "PointToPoint"))
+    for backend, device, expected in kinds:
+        use_threads(monkeypatch, backend)
+        among = exchange_among(group, device, [2, 1], tag=6)
+        assert type(exchange_on(group, device)).__name__ == expected
+        assert type(among).__name__ == expected
+        assert (among.rank, among.world_size) == (1, 2)
+        messages: Any = among._exchange if isinstance(among, ThroughHost) else among
+        assert (list(messages._members), messages._tag) == ([2, 1], 6)
+        whole: Any = exchange_on(group, device)
+        assert (whole._exchange if isinstance(whole, ThroughHost) else whole)._tag == 0
+        assert exchange_on(group, device).one_round_bytes == 256 * 1024
+    use_threads(monkeypatch, "nccl")
+    assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
+    assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"
+
+
+def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp_core.reduction import exchange
+
+    monkeypatch.setattr("torch.distributed.get_backend_config", {"the group": "cpu:gloo,cuda:nccl"}.get)
+    group: Any = "the group"
+    assert exchange._backend(group, CPU) == "gloo"
+    assert exchange._backend(group, torch.device("cuda")) == "nccl"
+
+
+def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    group: Any = ThreadGroup(None, 1, 4)  # type: ignore[arg-type]
+    assert PointToPoint(group).peers == [2, 3, 0]
+
+    def inboxes(group: Any) -> list[list[int]]:
+        exchange, found = PointToPoint(group), []
+        for elements in (8, 4, 16):
+            flat = torch.ones(elements)
+            collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
+            collected.wait_sent()
+            collected.end()
+            found.append([inbox.numel() for inboxes in exchange.inboxes.values() for inbox in inboxes])
+        return found
+
+    assert on_threads(2, inboxes) == [[[8], [8], [16]]] * 2
+
+
+def test_a_transfer_of_one_phase_returns_what_its_work_does() -> None:
+    assert Channel().submit(in_one_phase(lambda: torch.ones(2)), torch.ones(1)).wait().tolist() == [1, 1]

@@ -1,0 +1,176 @@
+"""A process group whose ranks are threads of one process: tests of sums take milliseconds.
+
+A message goes over when both sides have asked for it, and is read at that time, as with gloo: a tensor that is
+overwritten before it was sent arrives with the wrong values.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SECONDS = 60
+"""After which a message is taken never to come."""
+
+
+class Work:
+    """A message that is under way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.done = tensor, threading.Event()
+
+    def wait(self) -> None:
+        """Until it has gone over."""
+        if not self.done.wait(SECONDS):
+            raise RuntimeError("a message never came")
+
+
+class Wires:
+    """The messages of a group that one side has asked for."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: dict[tuple[str, int, int, int], deque[Work]] = defaultdict(deque)
+        self.sent: list[tuple[int, int, int]] = []
+        """Sender, receiver and bytes of all messages so far."""
+        self.objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def ask(self, side: str, sender: int, receiver: int, tag: int, tensor: Tensor) -> Work:
+        """Start to `send` or `receive`."""
+        work, other = Work(tensor), {"send": "receive", "receive": "send"}[side]
+        with self.lock:
+            if side == "send":
+                self.sent.append((sender, receiver, tensor.numel() * tensor.element_size()))
+            if partners := self.waiting[other, sender, receiver, tag]:
+                partner = partners.popleft()
+                source, target = (work, partner) if side == "send" else (partner, work)
+                assert source.tensor.shape == target.tensor.shape
+                target.tensor.copy_(source.tensor)
+                work.done.set()
+                partner.done.set()
+            else:
+                self.waiting[side, sender, receiver, tag].append(work)
+        return work
+
+    def nothing_is_waiting(self) -> bool:
+        """Whether each message had both sides."""
+        return not any(self.waiting.values())
+
+
+class ThreadGroup:
+    """One rank's side of a group."""
+
+    def __init__(self, wires: Wires, rank: int, size: int, others: Wires | None = None) -> None:
+        self.wires, self._rank, self._size, self._others = wires, rank, size, others
+        self.asked: tuple[Any, ...] = ()
+
+    def own(self, *asked: Any) -> ThreadGroup:
+        """A group of the same ranks whose messages do not mix with those of this one."""
+        assert self._others is not None
+        found = ThreadGroup(self._others, self._rank, self._size)
+        found.asked = asked
+        return found
+
+    def rank(self) -> int:
+        """As of a process group."""
+        return self._rank
+
+    def size(self) -> int:
+        """As of a process group."""
+        return self._size
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """As of a process group."""
+        return self.wires.ask("send", self._rank, peer, tag, tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """As of a process group."""
+        return self.wires.ask("receive", peer, self._rank, tag, tensors[0])
+
+
+class Channel:
+    """What `ddp_core.reduction.communication.Channel` does, at once."""
+
+    device = torch.device("cpu")
+
+    def submit(self, transfer: Any, like: Tensor) -> torch.futures.Future[Tensor]:
+        """Run a transfer to its end."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        while True:
+            try:
+                next(transfer)
+            except StopIteration as end:
+                future.set_result(end.value)
+                return future
+
+
+def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
+    for peer in range(group.size()):
+        group.wires.objects[group.rank(), peer].put(own)
+    for peer in range(group.size()):
+        found[peer] = group.wires.objects[peer, group.rank()].get(timeout=SECONDS)
+
+
+def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
+    assert (out.numel(), own.numel()) == (sum(receives), sum(sends))
+    works = [group.send([part], peer, -1) for peer, part in enumerate(own.split(list(sends)))]
+    works += [group.recv([part], peer, -1) for peer, part in enumerate(out.split(list(receives)))]
+    for work in works:
+        work.wait()
+
+
+def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
+    size = [own.numel()] * group.size()
+    _all_to_all(whole, own.repeat(group.size()), size, size, group)
+
+
+def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
+    assert tensor.numel()
+    assert group_peer != group.rank()
+    return lambda: getattr(group, operation)([tensor], group_peer, -2)
+
+
+def _batch(messages: Sequence[Callable[[], Work]]) -> list[Work]:
+    assert messages
+    return [message() for message in messages]
+
+
+COLLECTIVES = SimpleNamespace(
+    all_to_all_single=_all_to_all,
+    all_gather_into_tensor=_all_gather,
+    isend="send",
+    irecv="recv",
+    P2POp=_message,
+    batch_isend_irecv=_batch,
+)
+"""What `ddp_core.reduction.collectives` takes from torch.distributed."""
+
+
+def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
+    """From now on exchanges are those of this backend, and collective operations work on groups of threads."""
+    patch.setattr(
+        "ddp_core.reduction.exchange._backend", lambda group, device: backend if group.size() and device.type else ""
+    )
+    patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
+    patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
+    patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
+
+
+def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
+    """Call `function(group)` on each rank of a new group, and return the results by rank; all messages must arrive."""
+    wires, others = Wires(), Wires()
+    with ThreadPoolExecutor(world_size) as threads:
+        groups = [ThreadGroup(wires, rank, world_size, others) for rank in range(world_size)]
+        found = list(threads.map(function, groups))
+    assert wires.nothing_is_waiting()
+    assert others.nothing_is_waiting()
+    return found
