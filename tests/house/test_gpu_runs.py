@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_runs import what_ran
+from benchmarks.record import record
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
+from tests.support.standin_cuda import NAME
 
 MACHINE = {"gpus": ["NVIDIA H100", "NVIDIA H100"], "torch": "2.13.0+cu130"}
 TESTS: dict[str, Any] = {
@@ -57,6 +59,17 @@ def test_records_in_words(tmp_path: Path) -> None:
         "2 passed, 1 failed, 3 skipped (needs 2 CUDA device(s), torch finds 1).",
         "`make bench-gpu` ran on 2 x NVIDIA H100, torch 2.13.0+cu130, 2026-12-01: 5.2x the article's loop.",
     ]
+
+
+def test_what_a_stand_in_for_cuda_did_is_no_record_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = TESTS | {"machine": MACHINE | {"gpus": [NAME]}}
+    for name in ("gpu_tests.json", "gpu.json"):
+        (tmp_path / name).write_text(json.dumps(played))
+    assert all("has not run on a GPU yet" in line for line in what_ran(tmp_path))
+    monkeypatch.setattr("benchmarks.record.machine", lambda: played["machine"])
+    with pytest.raises(ValueError, match="a stand-in for CUDA"):
+        record("gpu_tests", "make test-gpu", {})
+    assert json.loads(record("gpu_tests", "", {}, tmp_path / "here.json").read_text())["machine"]["gpus"] == [NAME]
 
 
 @pytest.mark.slow
