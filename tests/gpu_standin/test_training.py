@@ -17,6 +17,7 @@ from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World
+from ddp_core.observe.step import StepBatch, StepObserver
 from tests.core.trainers.test_trainers import batch_norm_and_dropout, digests, experiment, finished, mlp, samples, trainer_of
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
@@ -107,6 +108,28 @@ def _plain_replicas(fields: dict[str, Any]) -> list[float]:
 
 def test_replicas_of_torch_end_where_one_process_does() -> None:
     assert max(on_devices(2, _plain_replicas, {})) < 1e-5
+
+
+class _RaisesWhereTheHostWaits(StepObserver):
+    """Makes torch raise where the host waits for the device, in steps 6 and 7: after 4 and 8 steps, values are compared."""
+
+    def after_step(self, batch: StepBatch) -> None:
+        if batch.step in (4, 6):
+            torch.cuda.set_sync_debug_mode("error" if batch.step == 4 else "default")
+
+
+def _steps_without_waits(reduction: str, cuda_graph: bool) -> int:
+    choose_kernels()
+    record = experiment(reduction=reduction, clip_norm=1.0, schedule={"name": "cosine"})
+    watch = _RaisesWhereTheHostWaits()
+    options = {"log_every": 1000, "cuda_graph": cuda_graph, "observers": [watch]}
+    return finished(record, _net, train=samples(16 * 8), device=torch.device("cuda", 0), **options).total_steps
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("reduction", ["exact", "plain"])
+def test_no_step_waits_for_the_device(reduction: str, cuda_graph: bool) -> None:
+    assert on_devices(1, _steps_without_waits, reduction, cuda_graph) == 8
 
 
 def _work(rank: int, world_size: int, words: list[str]) -> int:
