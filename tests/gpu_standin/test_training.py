@@ -6,19 +6,22 @@ import contextlib
 import io
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
-from ddp_core.distributed.world import World
+from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.step import StepBatch, StepObserver
 from tests.core.trainers.test_trainers import batch_norm_and_dropout, digests, experiment, finished, mlp, samples, trainer_of
+from tests.gpu.test_replicas import _sums
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
 from tests.support.standin_cuda import NAME, environment
@@ -152,3 +155,37 @@ def test_every_way_to_cut_has_the_digest_of_one_process(precision: str, tmp_path
         assert ranks_on_devices(2, 2, _work, work) == [0, 0] if shard else on_devices(2, _work, 0, 1, work) == 0
         found[shard] = trained(output)[1]["weights_sha256"]
     assert len(set(found.values())) == 1, found
+
+
+def _without_peers(error: str) -> list[str]:
+    """What a rank says that NCCL has failed, and whether anything can be sent afterwards."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    device, said = torch.device("cuda", 0), []
+    with contextlib.suppress(dist.DistBackendError), process_group(World(), device, 60, even_alone=True) as collectives:
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+        event = torch.cuda.Event()
+        event.record()
+        collectives.await_event(event)
+        backend.get_error = lambda: SimpleNamespace(name=error)
+        event.record()
+        try:
+            collectives.await_event(event)
+        except dist.DistBackendError as failure:
+            said.append(str(failure))
+            raise
+    return [*said, f"initialized: {dist.is_initialized()}"]
+
+
+def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
+    found = on_devices(1, _without_peers, "COMM_ERROR")
+    assert found == ["NCCL met a COMM_ERROR while this rank waited for its device", "initialized: False"]
+
+
+@pytest.mark.parametrize("devices", [2, 1], ids=["one device each", "one device for both"])
+def test_sums_between_devices_are_those_of_the_cpu(devices: int) -> None:
+    assert ranks_on_devices(devices, 2, _sums) == [[], []]
+
+
+def test_doctor_names_the_devices() -> None:
+    ended = ddp("doctor", env=environment(2))
+    assert ended.output.count(NAME) == 2, ended.output + ended.errors
