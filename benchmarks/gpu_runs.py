@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.gpu import ARTICLE
 from benchmarks.gpu_lines import NAME, Line, newest, read
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, is_stand_in
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
@@ -63,9 +63,9 @@ def _tests(lines: Lines) -> str:
 
 
 def _benchmark(path: Path) -> str:
-    if not path.exists():
+    record = json.loads(path.read_text()) if path.exists() else None
+    if record is None or is_stand_in(record["machine"]):
         return f"`make bench-gpu` {_NOT_YET}."
-    record = json.loads(path.read_text())
     machine, devices = record["machine"], record["machine"]["gpus"]
     on = f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {record['date'][:10]}"
     return f"`make bench-gpu` {on}: {record['results']['summary']}."

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from ddp_core.base.fingerprint import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
+STAND_IN = "stand-in"
+"""How the name of a device begins that no GPU is, but a test's stand-in for CUDA: its figures are nobody's."""
 
 
 def usable_cores() -> int:
@@ -38,17 +40,25 @@ def machine() -> dict[str, Any]:
     }
 
 
+def is_stand_in(machine: Mapping[str, Any]) -> bool:
+    """Whether a record's `machine` has a stand-in for CUDA among its devices."""
+    return any(str(name).startswith(STAND_IN) for name in machine.get("gpus", ()))
+
+
 def record(name: str, command: str | Sequence[str], results: Any, path: str | Path | None = None) -> Path:
     """Write `results` (anything JSON can hold) to `path`, by default benchmarks/results/NAME.json; return where.
 
-    The file holds `benchmark`, `command`, `date` (UTC), `machine` and `results`.
+    The file holds `benchmark`, `command`, `date` (UTC), `machine` and `results`. Raises ValueError where it would be a
+    published one, and a stand-in for CUDA was measured.
     """
     target = Path(path) if path is not None else RESULTS / f"{name}.json"
+    if is_stand_in(measured := machine()) and target.resolve().is_relative_to(RESULTS.resolve()):
+        raise ValueError(f"{target}: no GPU was measured, but a stand-in for CUDA; name a file elsewhere")
     content = {
         "benchmark": name,
         "command": command if isinstance(command, str) else " ".join(command),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": machine(),
+        "machine": measured,
         "results": results,
     }
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,10 @@ import pytest
 from benchmarks.gpu import ARTICLE
 from benchmarks.gpu_lines import NAME, append, newest, read
 from benchmarks.gpu_runs import BEGIN, END, PAGE, between_marks, what_ran
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, record
 from tests.gpu.test_page import SMALL, lines
 from tests.support.commands import ROOT, command
+from tests.support.standin_cuda import NAME as PLAYED
 
 ON = {"device": "NVIDIA H100", "devices": 2, "multiprocessors": 132, "driver": "580.1", "torch": "2.13.0+cu130"}
 HEAD = {"commit": "0123456789abcdef", "dirty": True, "on": ON, "stand_in": False}
@@ -97,6 +98,16 @@ def test_the_page_has_a_table_of_each_kind(recorded: Path) -> None:
 def test_the_page_is_of_the_committed_records() -> None:
     wanted = between_marks(newest(read(RESULTS / NAME)))
     assert f"{BEGIN}\n\n{wanted}\n{END}" in PAGE.read_text()
+
+
+def test_what_a_stand_in_for_cuda_did_is_no_record_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = BENCHMARK | {"machine": BENCHMARK["machine"] | {"gpus": [PLAYED]}}
+    (tmp_path / "gpu.json").write_text(json.dumps(played))
+    assert all("has not run on a GPU yet" in line for line in what_ran(tmp_path))
+    monkeypatch.setattr("benchmarks.record.machine", lambda: played["machine"])
+    with pytest.raises(ValueError, match="a stand-in for CUDA"):
+        record("gpu", "make bench-gpu", {})
+    assert json.loads(record("gpu", "", {}, tmp_path / "here.json").read_text())["machine"]["gpus"] == [PLAYED]
 
 
 @pytest.mark.slow

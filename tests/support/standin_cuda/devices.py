@@ -109,6 +109,7 @@ def replace_devices() -> None:
     accelerator.synchronize = lambda *_: streams._refuse_while_recording()
     os.register_at_fork(after_in_child=WORLD.forked)
     _replace_autocast()
+    _replace_profiler()
 
 
 def _device_count() -> int:
@@ -190,3 +191,15 @@ def _replace_autocast() -> None:
                 original("cpu", value)
 
         setattr(torch, name, both)
+
+
+def _replace_profiler() -> None:
+    """The profiler's part for CUDA is C++ that is not here: what is asked of it is left out."""
+    profile: Any = torch.profiler.profile
+    begin = profile.__init__
+
+    def begin_on_cpu(self: Any, *, activities: Any = None, **named: Any) -> None:
+        kinds = [each for each in activities or [] if each != torch.profiler.ProfilerActivity.CUDA]
+        begin(self, activities=kinds or [torch.profiler.ProfilerActivity.CPU], **named)
+
+    profile.__init__ = begin_on_cpu

@@ -1,0 +1,34 @@
+"""The tests of `tests/gpu` on devices that are played: they are right themselves, before a GPU can be had."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.commands import command
+from tests.support.standin_cuda import environment
+
+FILES = {
+    "test_input.py": "",
+    "test_layouts.py": "fp32",
+    "test_page.py": "",
+    "test_replicas.py": "not bf16 and not tf32",
+    # Averaged weights make each step read its losses, and AdaptiveAvgPool2d has no deterministic backward.
+    "test_speed.py": "not bf16 and not tf32 and not no_step_waits",
+    "test_steps.py": "",
+}
+"""Which tests of each file: precisions differ in kernels, which nobody plays."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("file", FILES)
+def test_the_tests_of_gpu_pass_as_far_as_they_can(file: str) -> None:
+    words = ["-p", "tests.support.standin_cuda.plugin", "-p", "no:cacheprovider", "-m", "gpu or gpu2"]
+    chosen = ["-k", FILES[file]] if FILES[file] else []
+    ended = command(
+        "-m", "pytest", *words, *chosen, f"tests/gpu/{file}", program=(), env=environment(2), timeout=3500
+    )
+    assert ended.code == 0, ended.output + ended.errors
+    assert int(re.findall(r"(\d+) passed", ended.output)[-1]) > 0
