@@ -21,7 +21,15 @@ from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.step import StepBatch, StepObserver
-from tests.core.trainers.test_trainers import batch_norm_and_dropout, digests, experiment, finished, mlp, samples, trainer_of
+from tests.core.trainers.test_trainers import (
+    batch_norm_and_dropout,
+    digests,
+    experiment,
+    finished,
+    mlp,
+    samples,
+    trainer_of,
+)
 from tests.gpu.test_replicas import _sums
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained

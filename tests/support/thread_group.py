@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 SECONDS = 60
@@ -133,6 +134,13 @@ def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
 
 
+def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
+    assert operation == dist.ReduceOp.MAX
+    everyones = [torch.empty_like(tensor)] * group.size()
+    _all_gather_object(everyones, tensor.clone(), group)
+    tensor.copy_(torch.stack(everyones).amax(0))
+
+
 def _message(operation: str, tensor: Tensor, group: ThreadGroup, group_peer: int) -> Callable[[], Work]:
     assert tensor.numel()
     assert group_peer != group.rank()
@@ -162,6 +170,8 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
+    patch.setattr("ddp_core.reduction.contiguous.dist", SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp))
+    patch.setattr("ddp_core.reduction.contiguous.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
 
 

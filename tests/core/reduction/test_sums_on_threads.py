@@ -27,7 +27,7 @@ from tests.support.thread_group import Channel, ThreadGroup, on_threads, use_thr
 
 CPU = torch.device("cpu")
 WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces", "on the host already"]
-SIZES = [0, 1, 31, 33, 200]
+SIZES = [0, 1, 127, 129, 800]
 """Elements: none, less than a line of memory, more than one, several."""
 
 
@@ -188,11 +188,14 @@ def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeyp
     def cuts(group: ThreadGroup, limit: int) -> Sequence[slice]:
         exchange = PointToPoint(group)  # type: ignore[arg-type]
         exchange.one_round_bytes = limit
-        return RoundSum(exchange, 96, torch.empty(0), 5)._cuts
+        return RoundSum(exchange, 384, torch.empty(0), 5)._cuts
 
-    # Three ranks, two rounds: whole leaves are 2 * 2 * 96 elements in place of 2 * 2/3 * 96, and save 2/3 * 96.
-    extra = (2 * 2 - 1) * 96 * 4
-    for limit, expected in ((extra, [slice(0, 96)] * 3), (extra - 1, [slice(0, 32), slice(32, 64), slice(64, 96)])):
+    # Three ranks, two rounds: whole leaves are 2 * 2 * 384 elements in place of 2 * 2/3 * 384, and save 2/3 * 384.
+    extra = (2 * 2 - 1) * 384 * 4
+    for limit, expected in (
+        (extra, [slice(0, 384)] * 3),
+        (extra - 1, [slice(0, 128), slice(128, 256), slice(256, 384)]),
+    ):
         assert on_threads(3, functools.partial(cuts, limit=limit)) == [expected] * 3
 
 
@@ -210,31 +213,31 @@ def bytes_sent(world_size: int, nodes: Sequence[Sequence[int]], elements: int, m
 
 def test_small_tensors_take_one_round_and_large_ones_two(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
-    whole = 4 * 960
+    whole = 4 * 3840
     # One round sends (W-1) * N elements of each subtree, two rounds (W-1)/W * N of each and of the sum.
     extra = whole * 2 * (1 - 2 / 3)
     monkeypatch.setattr(PointToPoint, "one_round_bytes", extra)
-    assert bytes_sent(3, (), 960, 3) == [whole] * 2
+    assert bytes_sent(3, (), 3840, 3) == [whole] * 2
     monkeypatch.setattr(PointToPoint, "one_round_bytes", extra - 1)
-    assert bytes_sent(3, (), 960, 3) == [whole // 3] * 4
+    assert bytes_sent(3, (), 3840, 3) == [whole // 3] * 4
     # Between two members with one subtree each, one round sends no more.
     monkeypatch.setattr(PointToPoint, "one_round_bytes", 0)
-    assert bytes_sent(2, (), 960, 2) == [whole]
+    assert bytes_sent(2, (), 3840, 2) == [whole]
     # With two subtrees at the most, (W-1) * (2 - 3/W) * N more.
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole // 2)
-    assert bytes_sent(2, (), 960, 3) == [whole]
+    assert bytes_sent(2, (), 3840, 3) == [whole]
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole // 2 - 1)
-    assert bytes_sent(2, (), 960, 3) == [whole // 2] * 2
+    assert bytes_sent(2, (), 3840, 3) == [whole // 2] * 2
 
 
 def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
-    nodes, whole, first = [[0], [1, 2]], 4 * 960, [4, 4]  # in the first collective all ranks meet
+    nodes, whole, first = [[0], [1, 2]], 4 * 3840, [4, 4]  # in the first collective all ranks meet
     # Rank 0 would send its subtree to both others, not half of it to each: that is one subtree more.
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole)
-    assert bytes_sent(3, nodes, 960, 3) == [*first, whole, whole]
+    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole, whole]
     monkeypatch.setattr(PointToPoint, "one_round_bytes", whole - 1)
-    assert bytes_sent(3, nodes, 960, 3) == [*first, whole // 2, whole // 2]
+    assert bytes_sent(3, nodes, 3840, 3) == [*first, whole // 2, whole // 2]
 
 
 def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +258,7 @@ def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
         slice(4 * line, 5 * line + 1),
     ]
     assert cut(1, 2, torch.float64) == [slice(0, 0), slice(0, 1)]
-    assert [part.stop - part.start for part in cut(100, 2, torch.float64)] == [48, 52]
+    assert [part.stop - part.start for part in cut(400, 2, torch.float64)] == [192, 208]
 
 
 def test_a_plan_leaves_what_its_members_cannot_add_alone() -> None:
