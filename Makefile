@@ -116,6 +116,7 @@ gpu-check: ## What holds on this GPU, most telling first, without setup or netwo
 
 bench-gpu: setup ## Images per second on a GPU, against the article's own loop; records them in benchmarks/results
 	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu_files
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/gpu-loader.json
 
 test-all: setup ## Every test that this machine can run; says what it skips and why

@@ -62,6 +62,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("exact_end_to_end", "same micro-batches"),
         ("sampler", "ElasticSampler"),
         ("gpu", "the article's loop"),
+        ("gpu_files", "the script's loader alone"),
         ("checkpoint", "recorded in"),
         ("durable", "recorded in"),
         ("long_run", "bytes per step"),

@@ -1,0 +1,188 @@
+"""Images per second of a ResNet-18 that trains on JPEG files: a script as people write it, and `ddp train`.
+
+    python -m benchmarks.gpu_files [--images 8192] [--rounds 3] [--quick] [--json PATH]
+
+The files are noise of low frequency, 500 x 375, some 40 kB each, and are in the page cache. The script: ImageFolder,
+RandomResizedCrop, flip, ToTensor, Normalize, a shuffling DataLoader with pinned memory, the loss read at every step; in
+float32 as torch has it (convolutions in TF32, which the record says), and under bf16 autocast with channels_last. The
+number of its workers is the fastest of those tried before. Ours is the command on the same files, with as many workers.
+Contenders take turns, each turn is a process of its own; ratios are to the script in the same precision, and to the
+faster of both. Decoding is the ceiling: the record has the images per second of the script's loader alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.gpu import figures
+from benchmarks.loops import CLASSES, SETTINGS
+from benchmarks.record import record
+from ddp_core.base.torchvision_import import import_torchvision
+from ddp_core.model.builders import MODELS
+
+GOALS = {"in the same precision": 2.5, "over all": 5.0}
+PRECISIONS = {"fp32": [], "bf16": ["precision=bf16", "memory_format=channels_last"]}
+EXPERIMENT = """
+from ddp_core import Component, Experiment, Optimizer
+
+experiment = Experiment(
+    name="resnet18_files",
+    model=Component(name="resnet18", options={{"classes": {classes}, "small_input": False}}),
+    data=Component(name="image_folder", options={{"folder": "photos", "image_size": {size}, "test_share": 0.0}}),
+    loss="cross_entropy",
+    optimizer=Optimizer(name="sgd", lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    global_batch_size={batch},
+    epochs=99,
+    max_steps={steps},
+    reduction="plain",
+)
+"""
+
+
+def make_photos(folder: Path, images: int) -> None:
+    """Write so many JPEG files, in a folder for each class."""
+    random = np.random.default_rng(0)
+    for number in range(images):
+        place = folder / str(number % CLASSES)
+        place.mkdir(parents=True, exist_ok=True)
+        small = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        small.resize((500, 375), Image.Resampling.BICUBIC).save(place / f"{number}.jpg", quality=90)
+
+
+def batches(folder: Path, workers: int, size: int, batch: int) -> Iterator[list[torch.Tensor]]:
+    """What the script's loader gives, epoch after epoch."""
+    import_torchvision()
+    from torchvision import datasets, transforms
+
+    steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    steps.append(transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    loader: DataLoader[Any] = DataLoader(
+        datasets.ImageFolder(str(folder), transforms.Compose(steps)),
+        batch,
+        shuffle=True,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        persistent_workers=workers > 0,
+        drop_last=True,
+    )
+    while True:
+        yield from loader
+
+
+def script(folder: str, workers: int, precision: str, size: int, batch: int, steps: int, device: str) -> float:
+    """Images per second of the script, without its first tenth; of its loader alone where `precision` is empty."""
+    model = MODELS["resnet18"]().to(device)
+    if precision == "bf16":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), **SETTINGS)
+    skipped, began = max(1, steps // 10), 0.0
+    for step, (inputs, targets) in enumerate(batches(Path(folder), workers, size, batch)):
+        if step == skipped:
+            began = time.perf_counter()
+        if step == steps:
+            break
+        if not precision:
+            continue
+        inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        if precision == "bf16":
+            inputs = inputs.to(memory_format=torch.channels_last)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+            loss = criterion(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+    return batch * (steps - skipped) / (time.perf_counter() - began)
+
+
+def script_alone(*arguments: Any) -> float:
+    """`script` in a process of its own."""
+    return float(_run("-c", f"from benchmarks.gpu_files import script; print(script{arguments})"))
+
+
+def ours(folder: Path, workers: int, precision: str, device: str) -> float:
+    """Images per second of the command."""
+    settings = [word for setting in PRECISIONS[precision] for word in ("--set", setting)]
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as output:
+        place = ["--output", output, "--data-dir", str(folder), "--device", device, "--workers", str(workers)]
+        _run("-m", "ddp_core", "train", str(folder / "resnet18_files.py"), *place, *settings)
+        return float(figures(Path(output))["images_per_second"])
+
+
+def _run(*words: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\nended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> None:
+    """Measure and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round with small images on the CPU")
+    parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
+    options = parser.parse_args()
+    if not options.quick and not torch.cuda.is_available():
+        print("benchmarks.gpu_files: torch finds no CUDA device; --quick shows that it runs", file=sys.stderr)
+        raise SystemExit(4)
+    device, size, batch, steps = ("cpu", 32, 8, 6) if options.quick else ("cuda", 224, 256, 100)
+    cores = len(os.sched_getaffinity(0))
+    counts = [1] if options.quick else sorted({max(1, cores // 2), max(1, cores - 2), cores, cores + cores // 2})
+    with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as scratch:
+        folder = Path(scratch)
+        make_photos(folder / "photos", 64 if options.quick else options.images)
+        text = EXPERIMENT.format(classes=CLASSES, size=size, batch=batch, steps=steps)
+        (folder / "resnet18_files.py").write_text(text)
+        photos = str(folder / "photos")
+        tried = {count: script_alone(photos, count, "fp32", size, batch, steps, device) for count in counts}
+        workers = max(tried, key=lambda count: tried[count])
+        turns: dict[str, list[float]] = {}
+        for _ in range(1 if options.quick else options.rounds):
+            loader = script_alone(photos, workers, "", size, batch, steps, device)
+            turns.setdefault("the script's loader alone", []).append(loader)
+            for precision in PRECISIONS:
+                found = script_alone(photos, workers, precision, size, batch, steps, device)
+                turns.setdefault(f"script, {precision}", []).append(found)
+                turns.setdefault(f"ddp train, {precision}", []).append(ours(folder, workers, precision, device))
+    speeds = {name: round(median(each), 1) for name, each in turns.items()}
+    fastest = max(speeds[f"script, {precision}"] for precision in PRECISIONS)
+    results = {
+        "images_per_second": speeds,
+        "workers": workers,
+        "script_by_workers": {str(count): round(speed, 1) for count, speed in tried.items()},
+        "tf32 of the script": {
+            "convolutions": torch.backends.cudnn.allow_tf32,
+            "products": torch.backends.cuda.matmul.allow_tf32,
+        },
+        "ratio to the script in the same precision": {
+            each: round(speeds[f"ddp train, {each}"] / speeds[f"script, {each}"], 2) for each in PRECISIONS
+        },
+        "ratio of the fastest": round(max(speeds[f"ddp train, {each}"] for each in PRECISIONS) / fastest, 2),
+        "goals": GOALS,
+        "turns": turns,
+    }
+    print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
+    print(f"recorded in {record('gpu_files', 'python -m benchmarks.gpu_files', results, options.json)}")
+
+
+if __name__ == "__main__":
+    main()
