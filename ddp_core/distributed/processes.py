@@ -9,6 +9,7 @@ worker leaves in its group are killed, too.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -72,6 +73,29 @@ def await_processes(processes: Iterable[Process], patience: float) -> None:
 def is_stopped(pid: int) -> bool:
     """Whether the process is stopped (SIGSTOP) and so cannot handle a signal."""
     return state_of(pid) == "stopped"
+
+
+class DiskWaits:
+    """Tells of processes that a disk or a file server leaves without an answer: the kernel lets no signal end them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[int, float] = {}
+
+    def found(self, pids: Iterable[int]) -> list[int]:
+        """Those that have been found waiting, each time since `seconds` ago or longer; each wait is told once."""
+        now = time.monotonic()
+        self._since = {pid: self._since.get(pid, now) for pid in pids if _waits_for_disk(pid)}
+        late = [pid for pid, since in self._since.items() if now - since >= self._seconds]
+        self._since |= dict.fromkeys(late, math.inf)
+        return late
+
+
+def _waits_for_disk(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_DISK_SLEEP)
+    except psutil.Error:
+        return False
 
 
 def state_of(pid: int) -> str:

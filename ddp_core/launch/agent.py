@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.torch_internals import workers_of
-from ddp_core.distributed.processes import Process, await_processes, end_processes, is_stopped
+from ddp_core.distributed.processes import DiskWaits, Process, await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
 from ddp_core.launch.decision import (
     FINISHING_SECONDS,
@@ -34,6 +34,8 @@ from ddp_core.launch.meeting import require_same_request
 from ddp_core.launch.nursery import Nursery, started_by
 
 _REPORT_SECONDS = 1.0
+_DISK_SECONDS = 15.0
+"""After so long a wait for a disk, or for a file server, the user is told."""
 _STALE_SECONDS = 1.2
 """The answers of torch's rendezvous are up to a second old (_BackendRendezvousStateHolder, cache_duration)."""
 
@@ -67,6 +69,7 @@ class Agent(LocalElasticAgent):
         self._reports, self._nursery, self._heard, self._facts = reports, nursery, heard, facts
         self._asked: signal.Signals | None = None
         self._is_ending_workers = False
+        self._disk_waits = DiskWaits(_DISK_SECONDS)
 
     def kill_workers(self) -> None:
         """SIGKILL to all of this node's workers, from any thread."""
@@ -93,6 +96,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._tell_of_disk_waits(worker_group)
         explained = self._end_after_failure(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -129,6 +133,16 @@ class Agent(LocalElasticAgent):
             await_processes(workers.values(), _REPORT_SECONDS)
         end_processes(workers.values(), signal.SIGTERM, patience(codes.values()))
         return bool(lost)
+
+    def _tell_of_disk_waits(self, worker_group: WorkerGroup) -> None:
+        processes = workers_of(self)
+        ranks = {processes[worker.local_rank].pid: worker.global_rank for worker in worker_group.workers}
+        if late := self._disk_waits.found(ranks):
+            words = ", ".join(f"rank {ranks[pid]}" for pid in sorted(late, key=ranks.__getitem__))
+            tell_user(
+                f"{words} (node {worker_group.group_rank}) has had no answer from a disk or a file server for "
+                f"{_DISK_SECONDS:.0f} s; the run goes on when that answers, and cannot be ended before"
+            )
 
     def _decide(self, worker_group: WorkerGroup, result: RunResult, explained: bool) -> Decision:
         reports = read_reports(self._reports)

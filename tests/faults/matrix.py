@@ -370,12 +370,13 @@ ROWS = (
     ),
     Row(
         34,
-        "the disk fails: its file system is shut down, or becomes read-only",
-        "4, naming the path and EIO or EROFS",
+        "the disk fails: its file system is shut down, becomes read-only, or gives no answer",
+        "4, naming the path and EIO or EROFS; without an answer, the waiting ranks are named, and go on when it comes",
         "P",
         (
             f"{_DISKS}::test_a_run_whose_file_system_is_shut_down_says_so",
             f"{_DISKS}::test_a_run_whose_file_system_becomes_read_only_says_so",
+            f"{_DISKS}::test_a_disk_without_an_answer_is_told_and_waited_for",
         ),
     ),
     Row(

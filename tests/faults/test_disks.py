@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launches import DOTS, Launch, Watch, train_words
+from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, train_words
 from tests.faults.matrix import record_row
 from tests.faults.workers import run_workers
-from tests.support.commands import Ended
+from tests.support.commands import Ended, wait_until
 from tests.support.mounts import ext4, see_instead, shut_down, tmpfs
+from tests.support.processes import HANG
 
 
 def said_once(ended: Ended, *patterns: str) -> None:
@@ -85,6 +86,25 @@ def test_a_run_whose_file_system_becomes_read_only_says_so(tmp_path: Path) -> No
         remount = partial(subprocess.run, [mount, "-o", "remount,abort", disk], check=True)
         said_once(hurt(disk / "outputs", 1, remount), r"\(EROFS\); give an output directory", "dmesg")
     record_row(34, "read-only from now on: 4, with the path and EROFS")
+
+
+@pytest.mark.slow
+def test_a_disk_without_an_answer_is_told_and_waited_for(tmp_path: Path, digest: str) -> None:
+    with ext4(tmp_path / "disk") as disk:
+        output = disk / "outputs"
+        with Launch(*train_words(output, "--guard", "off", "--timeout", "120"), pause=0.02) as launch:
+            Watch(output).wait_for_step(3)
+            # What waits for a file server that is mounted "hard" is in the same state.
+            subprocess.run(["fsfreeze", "--freeze", disk], check=True)
+            try:
+                wait_until(lambda: "no answer from a disk" in launch.errors(), HANG, "the wait is told")
+            finally:
+                subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
+            ended = launch.wait()
+        assert ended.code == 0, ended.errors
+        assert re.search(r"rank \d.* \(node 0\) has had no answer from a disk or a file server for 15 s", ended.errors)
+        assert len(check_aftermath(output, digest)["attempts"]) == 1
+    record_row(34, "no answer: said after 15 s with the ranks; goes on once it answers, same weights")
 
 
 def _see_as_shared_memory(directory: Path, rank: int) -> None:
