@@ -1,4 +1,4 @@
-"""Under DistributedDataParallel a few trainings on two ranks end with the bits of one process, each kind of them once."""
+"""Under DistributedDataParallel a few trainings on two ranks end with the bits of one process."""
 
 from __future__ import annotations
 
