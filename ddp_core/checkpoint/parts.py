@@ -147,11 +147,11 @@ def _complete(
     reached = 0
     for start, values in sorted(pieces, key=lambda piece: (piece[0], piece[1].numel())):
         stop = start + values.numel()
-        if start < 0 or stop > count or values.dtype != dtype:
+        if values.dtype != dtype:
             raise Damaged(f"{name} has no elements {start} to {stop} of {values.dtype}")
         if start != reached:
             raise Damaged(f"the parts do not have element {min(start, reached)} of {name} once")
         reached = stop
     if reached != count:
-        raise Damaged(f"no part has the elements of {name} from {reached} on")
+        raise Damaged(f"the parts have {reached} elements of {name}, which has {count}")
     return CutTensor(dtype, tuple(shape), tuple(strides), dict(pieces))

@@ -1,0 +1,75 @@
+"""Queues in a state: what a file holds of them, and what comes back, also through an optimizer's load_state_dict."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
+
+
+class Kind(IntEnum):
+    ONE = 1
+
+
+def state() -> dict[str, Any]:
+    return {
+        "queue": deque([1, {"inner": deque([torch.ones(2)], 3)}], 5),
+        "endless": deque([2.5]),
+        "list": [deque([3], 1), "text"],
+        "tuple": (deque(), 4),
+        "plain": {"a": [1, (2, 3)], "b": torch.zeros(1)},
+    }
+
+
+def test_a_file_has_dicts_in_their_place_and_plain_numbers() -> None:
+    plain = without_queues({**state(), "float": np.float32(1.5), "integer": np.int64(7), "kind": Kind.ONE})
+    assert plain["endless"] == {"items of a deque": [2.5], "maxlen": None}
+    assert plain["list"] == [{"items of a deque": [3], "maxlen": 1}, "text"]
+    assert [(type(plain[name]), plain[name]) for name in ("float", "integer", "kind")] == [
+        (float, 1.5),
+        (int, 7),
+        (int, 1),
+    ]
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    assert repr(with_queues(torch.load(file, weights_only=True))) == repr(with_queues(plain))
+
+
+def test_queues_come_back_and_everything_else_is_the_same_object() -> None:
+    before = without_queues(state())
+    after = with_queues(before)
+    assert repr(after) == repr(state())
+    assert after["queue"].maxlen == 5
+    assert after["queue"][1]["inner"].maxlen == 3
+    assert after["plain"] is before["plain"]
+    for whole in (before["plain"], [1, [2]], (1, (2,)), {"maxlen": 1}, {}):
+        assert with_queues(whole) is whole
+
+
+def test_an_optimizer_gets_back_what_torch_loses_of_its_state() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    saved, loaded = torch.optim.SGD(parameters, 0.1), torch.optim.SGD(parameters, 0.2)
+    saved.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.3})
+    loaded.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    of_first = {
+        "queue": deque([torch.ones(2), torch.zeros(2)], 4),
+        "name": "text",
+        "list": [deque([1], 2), "more"],
+        "tuple": ("one", deque([2], 3)),
+        "nested": {"queue": deque([3.0], 6), "step": 5},
+    }
+    saved.state[parameters[0]].update(of_first)
+    saved.state[saved.param_groups[1]["params"][0]]["queue"] = deque([7], 8)
+    load_optimizer(loaded, saved.state_dict())
+    assert repr(loaded.state[parameters[0]]) == repr(of_first)
+    assert loaded.state[parameters[0]]["queue"].maxlen == 4
+    assert parameters[1] not in loaded.state
+    assert loaded.state[loaded.param_groups[1]["params"][0]]["queue"] == deque([7], 8)
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.3]
