@@ -27,8 +27,6 @@ FILES = {
 def test_the_tests_of_gpu_pass_as_far_as_they_can(file: str) -> None:
     words = ["-p", "tests.support.standin_cuda.plugin", "-p", "no:cacheprovider", "-m", "gpu or gpu2"]
     chosen = ["-k", FILES[file]] if FILES[file] else []
-    ended = command(
-        "-m", "pytest", *words, *chosen, f"tests/gpu/{file}", program=(), env=environment(2), timeout=3500
-    )
+    ended = command("-m", "pytest", *words, *chosen, f"tests/gpu/{file}", program=(), env=environment(2), timeout=3500)
     assert ended.code == 0, ended.output + ended.errors
     assert int(re.findall(r"(\d+) passed", ended.output)[-1]) > 0

@@ -50,7 +50,16 @@ _NOT_DETERMINISTIC = {
 }
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_int_mm", "_scaled_mm", "addbmm"}
 # These take operands of several devices.
-_BETWEEN_DEVICES = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "set_", "_foreach_copy_"}
+_BETWEEN_DEVICES = {
+    "copy_",
+    "_to_copy",
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "set_",
+    "_foreach_copy_",
+}
 _SELECTING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -145,9 +154,7 @@ def _check(func: Any, args: Sequence[Any], given: Mapping[str, Any], found: set[
     if name in ("copy_", "_foreach_copy_"):
         _copy_waits(args, given)
     if name in _SELECTING and any(
-        index.dtype in (torch.bool, torch.uint8) or not tags.is_tagged(index)
-        for index in args[1]
-        if index is not None
+        index.dtype in (torch.bool, torch.uint8) or not tags.is_tagged(index) for index in args[1] if index is not None
     ):
         waits(f"{name} with a mask, or with indices on the host")
     if torch.are_deterministic_algorithms_enabled():
