@@ -64,6 +64,8 @@ def replace_devices() -> None:
         "_host_emptyCache": lambda: None,
         "_cuda_getCurrentRawStream": lambda index: streams.current_stream(index).cuda_stream,
         "_cuda_ipc_collect": lambda: None,
+        "_nccl_version": lambda: 2 << 32 | 27 << 16,
+        "_nccl_version_suffix": lambda: b"",
         "_accelerator_exchangeDevice": _exchange_device,
         "_accelerator_maybeExchangeDevice": _exchange_device,
         "_accelerator_getDeviceIndex": lambda: WORLD.here.device,
