@@ -46,7 +46,7 @@ def _below(statements: Iterable[ast.stmt], is_within: bool) -> Iterator[int]:
         names = any(_names_cuda(each) for each in head)
         if is_within or names:
             yield statement.lineno
-        is_if = isinstance(statement, ast.If) and names and not isinstance(statement.test, ast.UnaryOp)
+        is_if = isinstance(statement, ast.If) and names and not _has_not(statement.test)
         for place, body in enumerate(bodies):
             yield from _below(body, is_within or (is_if and place == 0))
 
@@ -78,6 +78,11 @@ def _names_cuda(expression: ast.AST) -> bool:
         if name is not None and _NAMES.search(name):
             return True
     return False
+
+
+def _has_not(test: ast.AST) -> bool:
+    """Whether a condition holds where something is not CUDA's: what stands below it, the CPU reaches as well."""
+    return any(isinstance(each, ast.Not | ast.NotEq) for each in ast.walk(test))
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.base.digests import weights_digest
 from ddp_core.base.determinism import choose_kernels
+from ddp_core.base.digests import weights_digest
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
@@ -38,7 +39,11 @@ from tests.support.standin_cuda import NAME, environment
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp16, clipped": {"precision": "fp16", "clip_norm": 0.1},
-    "bf16, averaged": {"precision": "bf16", "ema_decay": 0.9},
+    "bf16, averaged, tensor by tensor": {
+        "precision": "bf16",
+        "ema_decay": 0.9,
+        "optimizer": {"name": "sgd", "lr": 0.1, "implementation": "foreach"},
+    },
 }
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exact": ("none", {}),
@@ -106,7 +111,7 @@ def test_ranks_have_the_digest_of_one_process(devices: int) -> None:
 
 
 def test_the_command_trains_and_its_record_names_the_stand_in(tmp_path: Path) -> None:
-    words = ["--device", "cuda", "--set", "max_steps=3", "--profile", "2:3", "--output", tmp_path]
+    words = ["--device", "cuda", "--set", "max_steps=3", "--profile", "2:3", "--cuda-graph", "--output", tmp_path]
     ended = ddp("train", "toy_mlp", *words, env=environment(1))
     assert ended.code == 0, ended.errors
     record = trained(tmp_path)[1]
@@ -128,7 +133,7 @@ def test_replicas_of_torch_end_where_one_process_does() -> None:
 
 
 class _RaisesWhereTheHostWaits(StepObserver):
-    """Makes torch raise where the host waits for the device, in steps 6 and 7: after 4 and 8 steps, values are compared."""
+    """Makes torch raise where the host waits, in steps 6 and 7: after 4 and 8 steps, values are compared."""
 
     def after_step(self, batch: StepBatch) -> None:
         if batch.step in (4, 6):
@@ -195,11 +200,19 @@ def test_a_rank_that_waits_for_its_device_hears_that_nccl_has_failed() -> None:
     assert found == ["NCCL met a COMM_ERROR while this rank waited for its device", "initialized: False"]
 
 
-@pytest.mark.parametrize("devices", [2, 1], ids=["one device each", "one device for both"])
-def test_sums_between_devices_are_those_of_the_cpu(devices: int) -> None:
-    assert ranks_on_devices(devices, 2, _sums) == [[], []]
+@pytest.mark.parametrize(("devices", "ranks"), [(3, 3), (1, 2)], ids=["one device each", "one device for both"])
+def test_sums_between_devices_are_those_of_the_cpu(devices: int, ranks: int) -> None:
+    assert ranks_on_devices(devices, ranks, _sums) == [[]] * ranks
 
 
 def test_doctor_names_the_devices() -> None:
     ended = ddp("doctor", env=environment(2))
     assert ended.output.count(NAME) == 2, ended.output + ended.errors
+
+
+@pytest.mark.slow
+def test_a_resume_is_rehearsed_on_the_device(tmp_path: Path) -> None:
+    words = ["--guard", "strict", "--checkpoint-every", "2", "--set", "max_steps=4", "--output", tmp_path]
+    ended = ddp("train", "digits", "--device", "cuda", *words, env=environment(1))
+    assert ended.code == 0, ended.errors
+    assert re.search(r"resume rehearsed at step 2 in .*: the same", ended.output), ended.output

@@ -64,6 +64,8 @@ def replace_devices() -> None:
         "_host_emptyCache": lambda: None,
         "_cuda_getCurrentRawStream": lambda index: streams.current_stream(index).cuda_stream,
         "_cuda_ipc_collect": lambda: None,
+        "_nccl_version": lambda: 2 << 32 | 27 << 16,
+        "_nccl_version_suffix": lambda: b"",
         "_accelerator_exchangeDevice": _exchange_device,
         "_accelerator_maybeExchangeDevice": _exchange_device,
         "_accelerator_getDeviceIndex": lambda: WORLD.here.device,
@@ -182,15 +184,18 @@ def _utilization(device: Any = None) -> int:
 def _replace_autocast() -> None:
     """Autocast for CUDA rounds what autocast for the CPU would: the tensors are the CPU's."""
     for name in ("set_autocast_enabled", "set_autocast_dtype"):
+        setattr(torch, name, _for_both(getattr(torch, name)))
 
-        def both(kind: Any, value: Any = None, original: Any = getattr(torch, name)) -> None:
-            if value is None:  # an older form, without the kind
-                kind, value = "cuda", kind
-            original(kind, value)
-            if kind == "cuda":
-                original("cpu", value)
 
-        setattr(torch, name, both)
+def _for_both(setter: Any) -> Any:
+    def both(kind: Any, value: Any = None) -> None:
+        if value is None:  # an older form, without the kind
+            kind, value = "cuda", kind
+        setter(kind, value)
+        if kind == "cuda":
+            setter("cpu", value)
+
+    return both
 
 
 def _replace_profiler() -> None:

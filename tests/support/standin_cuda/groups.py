@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.standin_cuda.operations import Watch
 from tests.support.standin_cuda.world import WORLD, resolved
 
 _kept: list[Any] = []
@@ -78,6 +80,23 @@ def _replace_futures() -> None:
         begin(self, devices=[each for each in devices or [] if resolved(each).type != "cuda"])
 
     future.__init__ = begin_on_cpu
+    inside: Any = torch._C.Future
+    for kind in (inside, future):
+        if "then" in vars(kind):
+            kind.then = _watched_callback(kind.then)
+
+
+def _watched_callback(then: Any) -> Any:
+    """What is called when a future ends runs in a thread of C++, which watches nothing by itself."""
+
+    def register(self: Any, callback: Any) -> Any:
+        def watched(done: Any) -> Any:
+            with contextlib.nullcontext() if WORLD.here.is_watched else Watch():
+                return callback(done)
+
+        return then(self, watched)
+
+    return register
 
 
 def _replace_reducer() -> None:

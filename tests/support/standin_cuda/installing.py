@@ -41,15 +41,19 @@ def install(count: int = 1) -> None:
     replace_tensors()
     replace_groups()
     _watch_threads(Watch)
+    WORLD.here.is_watched = True
     Watch().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _watch_threads(watch: Any) -> None:
     """Every thread that begins from here on watches its operations."""
+    from tests.support.standin_cuda.world import WORLD
+
     thread: Any = threading.Thread
     begin = thread._bootstrap_inner
 
     def watched(self: threading.Thread) -> None:
+        WORLD.here.is_watched = True
         with watch():
             begin(self)
 

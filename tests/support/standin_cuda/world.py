@@ -25,6 +25,8 @@ class Here(threading.local):
     """What belongs to one thread."""
 
     device = 0
+    is_watched = False
+    """Whether the thread's operations are watched."""
     recording: Any = None
     """The graph that is being recorded."""
     factory: torch.device | None = None
