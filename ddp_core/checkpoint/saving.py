@@ -217,5 +217,6 @@ def _readable(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lower_priority() -> None:
     if sys.platform == "linux":  # where a thread has a niceness of its own
+        thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + WRITER_NICENESS)

@@ -192,5 +192,6 @@ def test_a_save_is_written_by_a_thread_that_lets_training_go_first(tmp_path: Pat
 
     with Checkpointer(tmp_path, asynchronous=True, at=look) as checkpointer:
         checkpointer.save(state_of(1), step=1, epoch=0)
-    assert seen == {("checkpoint-writer", WRITER_NICENESS)}
-    assert os.getpriority(os.PRIO_PROCESS, 0) < WRITER_NICENESS
+    # Also of a process that lets others go first itself; 19 is the end.
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert seen == {("checkpoint-writer", min(19, own + WRITER_NICENESS))}

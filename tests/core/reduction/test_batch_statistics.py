@@ -98,6 +98,10 @@ def test_a_layer_counts_once_however_often_it_is_called_and_not_where_it_is_not(
         statistics.finish(whole)
         assert layers[0].running_mean is not before
     assert [int(layer.num_batches_tracked) for layer in layers] == [0, 2]
+    for calls in ([1, 1], [0, 1], [1, 0]):
+        statistics.begin()
+        assert taken(statistics, layers, calls).tolist() == calls
+        statistics.finish(torch.cat([torch.zeros(12), torch.ones(2)]))
 
 
 def test_other_layers_may_be_active_in_the_next_step() -> None:

@@ -130,6 +130,7 @@ def test_a_channel_has_as_many_threads_as_its_sums_have_phases(monkeypatch: pyte
         ):
             channel = Channel(group, device, None, nodes, phases)
             assert channel._threads is not None
+            assert {thread.name for thread in channel._threads._threads} == {"exact-reduction"}
             assert channel.group is not group
             assert channel.error is None
             found.append(len(channel._threads._threads))
@@ -191,6 +192,23 @@ def timeouts() -> list[timedelta]:
     whole = dist.group.WORLD
     assert whole is not None
     return [timeout_of(own_group(whole, CPU, timeout), CPU) for timeout in (None, timedelta(seconds=3))]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_group_of_its_own_has_the_same_ranks_and_backend(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    given: list[Any] = []
+    fake = SimpleNamespace(
+        ProcessGroup=str,
+        get_process_group_ranks={"the group": [0, 2]}.get,
+        get_backend={"the group": "its backend"}.get,
+        get_world_size=lambda: world_size,
+        new_group=lambda ranks, **options: given.append((ranks, options)) or "a new group",
+    )
+    monkeypatch.setattr("ddp_core.reduction.communication.dist", fake)
+    whole: Any = "the group"
+    assert own_group(whole, CPU, timedelta(seconds=3)) == "a new group"
+    expected = {"timeout": timedelta(seconds=3), "backend": "its backend", "group_desc": "exact reduction"}
+    assert given == [([0, 2], {**expected, "use_local_synchronization": world_size == 3})]
 
 
 def test_the_reduction_waits_as_long_as_the_rest_of_the_program_or_as_it_is_told() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,3 +294,63 @@ def test_after_close_a_step_begins_anew() -> None:
     with exact.micro_batch(0):
         net(torch.ones(1, 2)).sum().backward()
     assert exact.remaining == range(1, 2)
+
+
+class Own:
+    """Shares of a rank that owns one parameter alone, and keeps what it is asked for."""
+
+    def __init__(self, net: nn.Module, rank: int = 0, world_size: int = 1) -> None:
+        self.gradients, self.reduced = Gradients(net), [next(net.parameters())]
+        self.channel: Any = SimpleNamespace(error=None, close=lambda: self.asked.append("closed"))
+        self.weights_to_compare = None
+        self.asked: list[Any] = []
+
+    def share(self, micro_batches: int) -> range:
+        self.asked.append(("share", micro_batches))
+        return range(micro_batches)
+
+    def begin(self, micro_batches: int) -> None:
+        self.asked.append(("begin", micro_batches))
+
+    def backward(self, index: int) -> Any:
+        return contextlib.nullcontext()
+
+    def push(self, statistics: Tensor) -> None:
+        self.gradients.take()
+
+    def finish(self, statistics: Tensor, scale: float) -> None:
+        self.reduced[0].grad = torch.full_like(self.reduced[0], scale)
+
+    def norm(self) -> Tensor:
+        return torch.tensor(4.0, dtype=torch.float64)
+
+    def close(self) -> None:
+        self.asked.append("shares closed")
+
+
+def test_shares_of_its_own_are_asked_and_their_norm_is_clipped_by() -> None:
+    net = nn.Linear(2, 2)
+    own = Own(net)
+    with ExactReduction(net, 2, shares=own) as exact:
+        assert own.asked == [("share", 2)]
+        assert exact.share == exact.share_of(2) == range(2)
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.ones(1, 2)).sum().backward()
+        exact.finish(scale=8.0)
+        assert net.weight.grad is not None
+        assert net.bias.grad is None
+        assert exact.clip_gradients_(1.0).item() == 4.0
+        assert torch.allclose(net.weight.grad, torch.full((2, 2), 2.0))
+    assert own.asked == [("share", 2), ("share", 2), ("begin", 2), ("share", 2), "shares closed", "closed"]
+    with pytest.raises(ValueError, match='shares are "contiguous" or "strided", not'):
+        ExactReduction(net, 2, shares="other")  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_micro_batches_are_refused_whoever_deals_them() -> None:
+    for shares in ("contiguous", Own(nn.Linear(1, 1))):
+        group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ddp_core.reduction.exact.require_agreement", lambda *_: [[0, 1, 2]])
+            with pytest.raises(ValueError, match="2 micro-batches cannot be shared by 3 ranks"):
+                ExactReduction(nn.Linear(1, 1), 2, process_group=group, shares=shares)  # type: ignore[arg-type]

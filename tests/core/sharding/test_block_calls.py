@@ -1,0 +1,74 @@
+"""Forwards that call other blocks are refused before a gather would pair unlike ones; ranks are threads here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_core.base.errors import UserError
+from ddp_core.sharding.block_calls import BlockCalls
+from tests.support.thread_group import _all_gather_object, on_threads
+
+
+class Net(nn.Module):
+    """Calls the layers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, rows: Tensor, calls: list[int]) -> Tensor:
+        for call in calls:
+            rows = self.layers[call](rows)
+        return rows
+
+
+def told(net: Net, calls: list[int]) -> str:
+    try:
+        net(torch.ones(1, 2), calls)
+    except UserError as error:
+        return str(error).partition("comes to ")[2].partition(" in another")[0]
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def on_groups_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(everyones: list[Tensor], own: Tensor, group: Any) -> None:
+        found: list[Any] = [None] * group.size()
+        assert own.dtype == everyones[0].dtype == torch.int64
+        _all_gather_object(found, own, group)
+        for one, other in zip(everyones, found, strict=True):
+            one.copy_(other)
+
+    monkeypatch.setattr("ddp_core.sharding.block_calls.dist", SimpleNamespace(all_gather=all_gather))
+
+
+def test_each_later_forward_repeats_the_first_one_of_its_mode() -> None:
+    def messages(group: Any) -> list[str]:
+        net = Net()
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        net.layers[2](torch.ones(1, 2))  # a backward may call blocks again, outside of a forward
+        found = [told(net, [0, 1]), told(net, [0, 1])]
+        net.layers[2](torch.ones(1, 2))
+        found += [told(net, [0, 2]), told(net, [0]), told(net, [0, 1, 1]), told(net, [0, 1])]
+        net.eval()
+        found += [told(net, [2]), told(net, [2]), told(net, [0])]
+        net.train()
+        return [*found, told(net, [0, 1]), told(net, [1, 0])]
+
+    mixed, short, long = "layers.1 and layers.2", "its end and layers.1", "its end and layers.1"
+    expected = ["", "", mixed, short, long, "", "", "", "layers.0 and layers.2", "", "layers.0 and layers.1"]
+    assert on_threads(2, messages) == [expected] * 2
+
+
+def test_in_the_first_forward_ranks_are_compared_before_each_gather() -> None:
+    def messages(group: Any) -> str:
+        net = Net()
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        return told(net, [0, 1, 2] if group.rank() else [0, 1])
+
+    assert on_threads(3, messages) == ["its end and layers.2"] * 3
