@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -187,12 +186,9 @@ def process_group(
 
 
 def local_device(world: World, device_type: str) -> torch.device:
-    """This rank's device: a GPU of its own, or one that it shares where it sees fewer GPUs than ranks.
-
-    The variable DDP_NODES_SHARE_GPUS says that all nodes see the same GPUs, as containers on one machine do.
-    """
+    """This rank's device: a GPU of its own, or one that it shares where it sees fewer GPUs than ranks."""
     if device_type == "cuda":
-        number = world.rank if os.environ.get("DDP_NODES_SHARE_GPUS") else world.local_rank
+        number = world.rank if world.nodes_share_gpus else world.local_rank
         device = torch.device("cuda", number % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

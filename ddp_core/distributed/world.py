@@ -51,6 +51,8 @@ class World:
     launch_id: str | None = None
     restart_count: int = 0
     report_dir: Path | None = None
+    nodes_share_gpus: bool = False
+    """Whether all nodes see the same GPUs, as containers on one machine do."""
 
     @property
     def is_first(self) -> bool:
@@ -138,6 +140,7 @@ class World:
             launch_id=None if (identity := environ.get("TORCHELASTIC_RUN_ID")) == "none" else identity,
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             report_dir=Path(reports) if reports else None,
+            nodes_share_gpus=bool(environ.get("DDP_NODES_SHARE_GPUS")),
         )
 
     def to_environment(self) -> dict[str, str]:
@@ -154,6 +157,7 @@ class World:
             "TORCHELASTIC_RUN_ID": self.launch_id,
             "TORCHELASTIC_RESTART_COUNT": self.restart_count or None,
             "DDP_REPORT_DIR": self.report_dir,
+            "DDP_NODES_SHARE_GPUS": 1 if self.nodes_share_gpus else None,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
 

@@ -25,7 +25,7 @@ from .flat import in_memory_order
 
 BLOCK = 1024
 """Elements whose squares are added up in halves."""
-_AT_ONCE = {"cpu": 2**7, "cuda": 2**14}
+_ON_CPU, _ON_GPU = 2**7, 2**14
 """Blocks that are squared and folded at once: on a CPU as many as stay in a core's cache, and many more on a GPU, where
 an operation takes the host longer than the device."""
 
@@ -79,7 +79,7 @@ def put_block_sums(sums: Tensor, pieces: Iterable[Piece]) -> None:
 
     A piece ends with a block or with its parameter.
     """
-    for group in _groups(pieces, _AT_ONCE[sums.device.type]):
+    for group in _groups(pieces, _ON_CPU if sums.device.type == "cpu" else _ON_GPU):
         counts = [_blocks(part) for _, part in group]
         rows = _laid_out([part for _, part in group], counts).double().view(-1, BLOCK)
         begin = group[0][0]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +16,14 @@ from torch import nn
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
 from ddp_core.observe.step import StepBatch, StepObserver
+from ddp_core.record.directory import RunDirectory
+from ddp_core.run.rehearsing import FreshProcess
 from tests.core.trainers.test_trainers import (
     batch_norm_and_dropout,
     digests,
@@ -32,9 +34,11 @@ from tests.core.trainers.test_trainers import (
     trainer_of,
 )
 from tests.gpu.test_replicas import _sums
+from tests.gpu.test_steps import GREEDY
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
 from tests.support.standin_cuda import NAME, environment
+from tests.support.standin_cuda.world import WORLD
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -210,9 +214,33 @@ def test_doctor_names_the_devices() -> None:
     assert ended.output.count(NAME) == 2, ended.output + ended.errors
 
 
-@pytest.mark.slow
-def test_a_resume_is_rehearsed_on_the_device(tmp_path: Path) -> None:
-    words = ["--guard", "strict", "--checkpoint-every", "2", "--set", "max_steps=4", "--output", tmp_path]
-    ended = ddp("train", "digits", "--device", "cuda", *words, env=environment(1))
-    assert ended.code == 0, ended.errors
-    assert re.search(r"resume rehearsed at step 2 in .*: the same", ended.output), ended.output
+def test_a_lack_of_memory_on_a_device_says_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "greedy.py"
+    file.write_text(GREEDY.replace("{when}", "True"))
+    ended = ddp("train", file, "--device", "cuda", "--output", tmp_path / "outputs", env=environment(1))
+    assert ended.code == ExitCode.RESOURCES, ended.errors
+    assert "out of memory (CUDA out of memory. Tried to allocate " in ended.errors
+    assert "--set micro_batch=N" in ended.errors
+
+
+def test_what_nccl_cannot_do_is_refused(tmp_path: Path) -> None:
+    words = ["--layout", "ddp", "--nproc-per-node", "2", "--device", "cuda", "--backend", "nccl", "--output", tmp_path]
+    ended = ddp("train", "toy_mlp", *words, env=environment(1))
+    assert ended.code == ExitCode.RESOURCES, ended.errors
+    assert "nccl needs a GPU for each rank" in ended.errors
+
+
+def _room_for_a_rehearsal(folder: Path) -> list[str | None]:
+    """What is said of the memory for a second job: while the device has enough, and when it has not."""
+    device = torch.device("cuda", 0)
+    state = finished(experiment(), device=device).state
+    process = FreshProcess(cast(Any, None), RunDirectory(folder), device, 0.0)
+    found = [process.no_room(state)]
+    WORLD.bytes_each = 2**20
+    return [*found, process.no_room(state)]
+
+
+def test_a_rehearsal_needs_memory_on_the_device(tmp_path: Path) -> None:
+    enough, too_little = on_devices(1, _room_for_a_rehearsal, tmp_path)
+    assert enough is None
+    assert "on the GPU, and 0.0 GiB are free" in too_little

@@ -80,10 +80,14 @@ def test_nodes_that_see_the_same_gpus_take_one_after_the_other(monkeypatch: pyte
     """As two containers of two ranks do on a machine with four GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    ranks = [World(rank=rank, local_rank=rank % 2, world_size=4) for rank in range(4)]
-    assert [process_group.local_device(world, "cuda").index for world in ranks] == [0, 1, 0, 1]
-    monkeypatch.setenv("DDP_NODES_SHARE_GPUS", "1")
-    assert [process_group.local_device(world, "cuda").index for world in ranks] == [0, 1, 2, 3]
+    for variables, numbers in (({}, [0, 1, 0, 1]), ({"DDP_NODES_SHARE_GPUS": "1"}, [0, 1, 2, 3])):
+        places = [
+            World(rank, 4, rank % 2, 2, rank // 2, store_host="here", store_port=1).to_environment() | variables
+            for rank in range(4)
+        ]
+        worlds = [World.from_environment(place) for place in places]
+        assert [process_group.local_device(world, "cuda").index for world in worlds] == numbers
+        assert [World.from_environment(world.to_environment()) for world in worlds] == worlds
 
 
 @pytest.mark.parametrize(("backends", "connects"), [(NCCL, True), (GLOO, False)])

@@ -53,13 +53,13 @@ class Counted(TorchDispatchMode):
 def test_how_many_blocks_are_added_at_once_changes_no_bit(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = with_gradients()
     expected = gradient_norm(trained)
-    monkeypatch.setitem(norm_module._AT_ONCE, "cpu", at_once)
+    monkeypatch.setattr(norm_module, "_ON_CPU", at_once)
     assert torch.equal(gradient_norm(trained), expected)
 
 
 def test_on_a_gpu_the_host_asks_for_a_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model as large as ResNet-18, whose gradients take some 700 operations."""
-    monkeypatch.setitem(norm_module._AT_ONCE, "cpu", norm_module._AT_ONCE["cuda"])
+    monkeypatch.setattr(norm_module, "_ON_CPU", norm_module._ON_GPU)
     trained = [nn.Parameter(torch.empty(11_000_000 // 60)) for _ in range(60)]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
