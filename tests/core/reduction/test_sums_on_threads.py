@@ -15,7 +15,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.communication import in_one_phase
 from ddp_core.reduction.exchange import LINE_BYTES, cut, exchange_among, exchange_on
-from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import Plan, plan_for, sum_parts
@@ -287,6 +287,21 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
     use_threads(monkeypatch, "nccl")
     assert type(exchange_on(group, CPU)).__name__ == "CollectiveExchange"
     assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"
+
+
+def test_tensors_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    assert not is_elsewhere(torch.empty(1))
+    assert is_elsewhere(torch.empty(1, device="meta"))
+
+    def kind(group: Any) -> str:
+        flat = torch.ones(2)
+        collected = ThroughHost(PointToPoint(group)).collect([flat], flat, [1, 1], [slice(0, 2)] * 2)
+        collected.wait_sent()
+        collected.end()
+        return type(collected).__name__
+
+    assert on_threads(2, kind) == ["_Messages"] * 2
 
 
 def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

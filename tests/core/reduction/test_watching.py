@@ -104,6 +104,9 @@ def test_digests_are_made_once_and_taken_from_others(monkeypatch: pytest.MonkeyP
     watch.refuse_changed()
     watch.refuse_changed()
     assert made[len(names) :] == [net.own]
+    net.own.add_(0)
+    watch.refuse_changed()
+    del made[-1]
     net.own = net.own.clone()
     net.norm.more.add_(0)
     watch.begin()
