@@ -19,7 +19,7 @@ from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import Plan, plan_for, sum_parts
-from ddp_core.reduction.ordered_sum import TwoLevels
+from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.reduction.tree import GradientTree, Span
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host, wrong_sums
@@ -237,6 +237,14 @@ def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytes
     assert bytes_sent(3, nodes, 960, 3) == [*first, whole // 2, whole // 2]
 
 
+def test_many_ranks_of_one_node_add_up_in_groups_of_neighbours() -> None:
+    assert groups_of([range(15)]) == ()
+    assert groups_of([range(16)]) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
+    assert [len(group) for group in groups_of([range(21)])] == [4, 4, 4, 4, 4, 1]
+    assert len(groups_of([range(64)])) == len(groups_of([range(64)])[0]) == 8
+    assert groups_of([[0], [1]]) == groups_of([]) == ()
+
+
 def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
@@ -244,6 +252,9 @@ def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pyte
         return TwoLevels(group, ((0, 1), (2, 3, 4)), CPU).cost_of_one_round(torch.empty(10))
 
     assert on_threads(5, cost) == [(2 * 3 - 2 * (2 - 1) / 2) * 10 * 4] * 5
+    unlike = ((0,), (1,), (2, 3))
+    found = on_threads(4, lambda group: TwoLevels(group, unlike, CPU).cost_of_one_round(torch.empty(3)))
+    assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4
 
 
 def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
