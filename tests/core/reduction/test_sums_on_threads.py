@@ -308,8 +308,7 @@ def test_tensors_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
     def kind(group: Any) -> str:
         flat = torch.ones(2)
         collected = ThroughHost(PointToPoint(group)).collect([flat], flat, [1, 1], [slice(0, 2)] * 2)
-        collected.wait_sent()
-        collected.end()
+        wait_for(collected)
         return type(collected).__name__
 
     assert on_threads(2, kind) == ["_Messages"] * 2
@@ -324,6 +323,15 @@ def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exchange._backend(group, torch.device("cuda")) == "nccl"
 
 
+def wait_for(collected: Any) -> None:
+    """Until all has arrived."""
+    collected.wait_sent()
+    for _, work in collected.arrivals:
+        if work is not None:
+            work.wait()
+    collected.end()
+
+
 def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     group: Any = ThreadGroup(None, 1, 4)  # type: ignore[arg-type]
@@ -334,8 +342,7 @@ def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch
         for elements in (8, 4, 16):
             flat = torch.ones(elements)
             collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
-            collected.wait_sent()
-            collected.end()
+            wait_for(collected)
             found.append([inbox.numel() for inboxes in exchange.inboxes.values() for inbox in inboxes])
         return found
 
