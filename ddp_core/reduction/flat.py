@@ -123,7 +123,7 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _has_no_gaps(tensor: Tensor) -> bool:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and sum((size - 1) * stride for size, stride in strides) + 1 == tensor.numel()
+    return sum((size - 1) * stride for size, stride in strides) + 1 == tensor.numel()
 
 
 def fill_(views: Sequence[Tensor], gradients: Iterable[Tensor | None]) -> None:

@@ -41,7 +41,7 @@ class PointToPoint:
         inbox = free.pop() if free else out.new_empty(0)
         if inbox.numel() < foreign:
             inbox = out.new_empty(foreign)
-        parts = iter(torch.split(inbox[:foreign], size) if size else [])
+        parts = iter(torch.split(inbox[:foreign], size))
         arrivals: list[Arrival] = []
         for peer, count in enumerate(counts):
             if peer == self.rank:

@@ -55,10 +55,9 @@ class RoundSum:
 
         None on a rank without a leaf in the last round.
         """
-        senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
         if not self._elements:
-            self._tree.next_leaf += senders
             return
+        senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
         for part in self._exchange.scatter(flat, self._cuts, self._like, senders):
             self._tree.push([part])
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ddp_core.reduction.ordered_sum import groups_of
 from tests.distributed import level_cases
 from tests.distributed.test_exact_reduction import reference
 from tests.support.processes import run_processes
@@ -34,14 +33,6 @@ def test_trainings_on_nodes_of_any_shape_end_with_the_digest_of_one_process(thor
 
 def test_no_communication_thread_is_left() -> None:
     assert [result["threads"] for result in results(False)] == [[]] * 6
-
-
-def test_many_ranks_of_one_node_add_up_in_groups_of_neighbours() -> None:
-    assert groups_of([range(15)]) == ()
-    assert groups_of([range(16)]) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
-    assert [len(group) for group in groups_of([range(21)])] == [4, 4, 4, 4, 4, 1]
-    assert len(groups_of([range(64)])) == len(groups_of([range(64)])[0]) == 8
-    assert groups_of([[0], [1]]) == groups_of([]) == ()
 
 
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])

@@ -27,10 +27,11 @@ class Work:
     """A message that is under way."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.done = tensor, threading.Event()
+        self.tensor, self.done, self.was_awaited = tensor, threading.Event(), False
 
     def wait(self) -> None:
         """Until it has gone over."""
+        self.was_awaited = True
         if not self.done.wait(SECONDS):
             raise RuntimeError("a message never came")
 
@@ -41,6 +42,7 @@ class Wires:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: dict[tuple[str, int, int, int], deque[Work]] = defaultdict(deque)
+        self.works: list[Work] = []
         self.sent: list[tuple[int, int, int]] = []
         """Sender, receiver and bytes of all messages so far."""
         self.objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
@@ -49,6 +51,7 @@ class Wires:
         """Start to `send` or `receive`."""
         work, other = Work(tensor), {"send": "receive", "receive": "send"}[side]
         with self.lock:
+            self.works.append(work)
             if side == "send":
                 self.sent.append((sender, receiver, tensor.numel() * tensor.element_size()))
             if partners := self.waiting[other, sender, receiver, tag]:
@@ -62,9 +65,9 @@ class Wires:
                 self.waiting[side, sender, receiver, tag].append(work)
         return work
 
-    def nothing_is_waiting(self) -> bool:
-        """Whether each message had both sides."""
-        return not any(self.waiting.values())
+    def nothing_is_left(self) -> bool:
+        """Whether each message had both sides, and both have waited for it."""
+        return not any(self.waiting.values()) and all(work.was_awaited for work in self.works)
 
 
 class ThreadGroup:
@@ -181,6 +184,6 @@ def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
     with ThreadPoolExecutor(world_size) as threads:
         groups = [ThreadGroup(wires, rank, world_size, others) for rank in range(world_size)]
         found = list(threads.map(function, groups))
-    assert wires.nothing_is_waiting()
-    assert others.nothing_is_waiting()
+    assert wires.nothing_is_left()
+    assert others.nothing_is_left()
     return found

@@ -32,7 +32,7 @@ def on_two_ranks(rank: int, world_size: int) -> tuple[dict[Any, Any], list[str]]
     with cases.process_group():
         for name, case in CASES.items():
             found[name] = cases.train(case, world_size)
-        found["strided"] = cases.train(CASES["buckets"], world_size, "strided")
+        found["strided"] = [cases.train(CASES[name], world_size, "strided") for name in ("buckets", "static graph")]
         norm = torch.nn.BatchNorm1d(2)
         for module in (
             torch.nn.parallel.DistributedDataParallel(norm),
@@ -59,7 +59,7 @@ def test_a_few_trainings_end_with_the_bits_of_one_process() -> None:
     expected = {name: cases.train(case, 0) for name, case in CASES.items()}
     for found, refused in run_processes(on_two_ranks, 2):
         assert {name: found[name] for name in CASES} == expected
-        assert found["strided"] == expected["buckets"]
+        assert found["strided"] == [expected["buckets"], expected["static graph"]]
         assert [
             words in message
             for words, message in zip(

@@ -91,7 +91,7 @@ def test_clipping_is_that_of_torch(max_norm: float, scale: float) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert (one.grad is None) == (other.grad is None)
         # torch computes the norm in float32.
-        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-5)
+        assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-4, atol=0)
 
 
 def test_a_reduction_without_shards_clips_whole_gradients() -> None:

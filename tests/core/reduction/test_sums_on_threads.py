@@ -15,11 +15,11 @@ from ddp_core.base.seeds import share_of
 from ddp_core.reduction import OrderedSum
 from ddp_core.reduction.communication import in_one_phase
 from ddp_core.reduction.exchange import LINE_BYTES, cut, exchange_among, exchange_on
-from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import Plan, plan_for, sum_parts
-from ddp_core.reduction.ordered_sum import TwoLevels
+from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
 from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.reduction.tree import GradientTree, Span
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host, wrong_sums
@@ -240,6 +240,14 @@ def test_two_levels_are_left_out_where_one_round_costs_little(monkeypatch: pytes
     assert bytes_sent(3, nodes, 3840, 3) == [*first, whole // 2, whole // 2]
 
 
+def test_many_ranks_of_one_node_add_up_in_groups_of_neighbours() -> None:
+    assert groups_of([range(15)]) == ()
+    assert groups_of([range(16)]) == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8, 12))
+    assert [len(group) for group in groups_of([range(21)])] == [4, 4, 4, 4, 4, 1]
+    assert len(groups_of([range(64)])) == len(groups_of([range(64)])[0]) == 8
+    assert groups_of([[0], [1]]) == groups_of([]) == ()
+
+
 def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
@@ -247,6 +255,9 @@ def test_the_cost_of_one_round_is_what_leaves_the_busiest_node(monkeypatch: pyte
         return TwoLevels(group, ((0, 1), (2, 3, 4)), CPU).cost_of_one_round(torch.empty(10))
 
     assert on_threads(5, cost) == [(2 * 3 - 2 * (2 - 1) / 2) * 10 * 4] * 5
+    unlike = ((0,), (1,), (2, 3))
+    found = on_threads(4, lambda group: TwoLevels(group, unlike, CPU).cost_of_one_round(torch.empty(3)))
+    assert found == [(2 * 2 - 2 * (3 - 1) / 3) * 3 * 4] * 4
 
 
 def test_parts_begin_at_lines_of_memory_and_are_about_equal() -> None:
@@ -292,6 +303,20 @@ def test_exchanges_fit_the_backend_and_the_device(monkeypatch: pytest.MonkeyPatc
     assert type(exchange_among(group, CPU, [2, 1], tag=6)).__name__ == "BatchedMessages"
 
 
+def test_tensors_on_the_host_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    assert not is_elsewhere(torch.empty(1))
+    assert is_elsewhere(torch.empty(1, device="meta"))
+
+    def kind(group: Any) -> str:
+        flat = torch.ones(2)
+        collected = ThroughHost(PointToPoint(group)).collect([flat], flat, [1, 1], [slice(0, 2)] * 2)
+        wait_for(collected)
+        return type(collected).__name__
+
+    assert on_threads(2, kind) == ["_Messages"] * 2
+
+
 def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddp_core.reduction import exchange
 
@@ -299,6 +324,15 @@ def test_a_backend_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = "the group"
     assert exchange._backend(group, CPU) == "gloo"
     assert exchange._backend(group, torch.device("cuda")) == "nccl"
+
+
+def wait_for(collected: Any) -> None:
+    """Until all has arrived."""
+    collected.wait_sent()
+    for _, work in collected.arrivals:
+        if work is not None:
+            work.wait()
+    collected.end()
 
 
 def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,8 +345,7 @@ def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch
         for elements in (8, 4, 16):
             flat = torch.ones(elements)
             collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
-            collected.wait_sent()
-            collected.end()
+            wait_for(collected)
             found.append([inbox.numel() for inboxes in exchange.inboxes.values() for inbox in inboxes])
         return found
 
