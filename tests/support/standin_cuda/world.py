@@ -102,7 +102,7 @@ def resolved(device: Any) -> torch.device:
     """The device with its index; "cuda" alone is this thread's. Raises AcceleratorError where there is no such one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type != "cuda":
-        return device
+        return torch.device(device)
     index = WORLD.here.device if device.index is None else device.index
     if index >= WORLD.count:
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
