@@ -178,7 +178,8 @@ def _moved(
     between_host_and_device(target if target.type == "cuda" else None, source, tensor, non_blocking)
     kinds = {"memory_format": memory_format or torch.preserve_format}
     made = torch.ops.aten._to_copy.default(tensor.detach(), dtype=dtype or tensor.dtype, **kinds)
-    # What leaves the device without a wait lies in pinned memory; whoever reads it too early is not noticed here.
+    if source is not None and target.type == "cpu" and non_blocking:
+        WORLD.queue_copy(tags.pin(made))
     return tags.tag(made, target)
 
 
