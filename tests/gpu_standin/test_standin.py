@@ -187,3 +187,20 @@ def _listed() -> list[torch.dtype]:
 
 def test_autocast_rounds() -> None:
     assert on_devices(1, _listed) == [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _copies() -> None:
+    numbers, event = torch.arange(3.0, device="cuda"), torch.cuda.Event()
+    first = numbers.to("cpu", non_blocking=True)
+    event.record()
+    second = torch.zeros(3).pin_memory().copy_(numbers, non_blocking=True)
+    assert first.isnan().all(), "nobody has waited for it"
+    event.synchronize()
+    assert first.tolist() == [0.0, 1.0, 2.0]
+    assert second.isnan().all(), "it was queued after the event"
+    torch.cuda.synchronize()
+    assert second.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_copy_to_the_host_is_there_once_somebody_has_waited_for_it() -> None:
+    on_devices(1, _copies)

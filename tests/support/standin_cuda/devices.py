@@ -51,7 +51,7 @@ def replace_devices() -> None:
         "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _exchange_device,
         "_cuda_maybeExchangeDevice": _exchange_device,
-        "_cuda_synchronize": lambda *_: streams._refuse_while_recording(),
+        "_cuda_synchronize": streams.synchronize,
         "_cuda_set_sync_debug_mode": lambda mode: setattr(WORLD, "sync_debug", mode),
         "_cuda_get_sync_debug_mode": lambda: WORLD.sync_debug,
         "_cuda_getArchFlags": lambda: "sm_80 sm_90",
@@ -72,7 +72,7 @@ def replace_devices() -> None:
         "_accelerator_setDeviceIndex": _set_device,
         "_accelerator_getStream": streams.current_stream,
         "_accelerator_setStream": streams.set_stream,
-        "_accelerator_synchronizeDevice": lambda *_: streams._refuse_while_recording(),
+        "_accelerator_synchronizeDevice": streams.synchronize,
     }
     for name, function in driver.items():
         setattr(torch._C, name, function)
@@ -108,7 +108,7 @@ def replace_devices() -> None:
     accelerator.current_device_index = lambda: WORLD.here.device
     accelerator.set_device_index = accelerator.set_device_idx = lambda device: _set_device(resolved(device).index)
     accelerator.current_stream = streams.current_stream
-    accelerator.synchronize = lambda *_: streams._refuse_while_recording()
+    accelerator.synchronize = streams.synchronize
     os.register_at_fork(after_in_child=WORLD.forked)
     _replace_autocast()
     _replace_profiler()

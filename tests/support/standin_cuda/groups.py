@@ -29,7 +29,7 @@ class _Options:
 class Nccl(dist.ProcessGroupGloo):
     """As ProcessGroupNCCL; the messages go over gloo."""
 
-    Options = _Options
+    Options = _Options  # type: ignore[assignment]
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
         super().__init__(store, rank, size, timeout=options._timeout)
@@ -38,8 +38,8 @@ class Nccl(dist.ProcessGroupGloo):
     def get_error(self) -> Any:
         return type("Error", (), {"name": "SUCCESS"})
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        resolved(device)
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        resolved("cuda" if device is None else device)
 
     def abort(self) -> None:
         pass
@@ -61,7 +61,7 @@ def replace_groups() -> None:
     """From here on processes exchange tensors of devices that are played, and replicas are copied between them."""
     module: Any = distributed_c10d
     module.ProcessGroupNCCL, module._NCCL_AVAILABLE = Nccl, True
-    dist.ProcessGroupNCCL = Nccl  # type: ignore[misc, attr-defined]
+    setattr(dist, "ProcessGroupNCCL", Nccl)  # noqa: B010
     _replace_reducer()
     _replace_futures()
     inside: Any = torch._C
@@ -86,12 +86,15 @@ def _replace_futures() -> None:
             kind.then = _watched_callback(kind.then)
 
 
+_watch: Any = Watch
+
+
 def _watched_callback(then: Any) -> Any:
     """What is called when a future ends runs in a thread of C++, which watches nothing by itself."""
 
     def register(self: Any, callback: Any) -> Any:
         def watched(done: Any) -> Any:
-            with contextlib.nullcontext() if WORLD.here.is_watched else Watch():
+            with contextlib.nullcontext() if WORLD.here.is_watched else _watch():
                 return callback(done)
 
         return then(self, watched)
@@ -101,20 +104,21 @@ def _watched_callback(then: Any) -> Any:
 
 def _replace_reducer() -> None:
     """C++ makes DDP's buckets where the parameters are: here it would take them to be on the CPU."""
-    original, ddp = DistributedDataParallel._ddp_init_helper, DistributedDataParallel  # type: ignore[attr-defined]
+    ddp: Any = DistributedDataParallel
+    original, forward = ddp._ddp_init_helper, ddp._pre_forward
 
-    def init_helper(self: Any, *arguments: Any, **named: Any) -> Any:
-        with _Factory(_device_of(self)):
-            return original(self, *arguments, **named)
-
-    forward = ddp._pre_forward  # type: ignore[attr-defined]
+    def init_helper(self: Any, *arguments: Any, **named: Any) -> None:
+        device = _device_of(self)
+        with _Factory(device):
+            original(self, *arguments, **named)
+        _reducers[id(self.reducer)] = device
 
     def pre_forward(self: Any, *arguments: Any, **named: Any) -> Any:
         # It makes the buckets anew after the first backward.
         with _Factory(_device_of(self)):
             return forward(self, *arguments, **named)
 
-    ddp._ddp_init_helper, ddp._pre_forward = init_helper, pre_forward  # type: ignore[attr-defined]
+    ddp._ddp_init_helper, ddp._pre_forward = init_helper, pre_forward
     reducer: Any = dist.Reducer
     rebuild = reducer._rebuild_buckets
 
@@ -125,7 +129,8 @@ def _replace_reducer() -> None:
     reducer._rebuild_buckets = rebuild_buckets
 
 
-_reducers: dict[int, torch.device] = {}
+_reducers: dict[int, torch.device | None] = {}
+"""The device of each reducer's module."""
 
 
 def _device_of(ddp: Any) -> torch.device | None:

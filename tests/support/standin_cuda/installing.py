@@ -32,7 +32,8 @@ def install(count: int = 1) -> None:
 
     if WORLD.memory:
         WORLD.begin(count)
-        torch.cuda.default_generators = tuple(generator_of(torch.device("cuda", each)) for each in range(count))
+        cuda: Any = torch.cuda
+        cuda.default_generators = tuple(generator_of(torch.device("cuda", each)) for each in range(count))
         return
     if torch.cuda.is_available():
         raise RuntimeError("there is a real CUDA device here: nothing may stand in for it")

@@ -103,6 +103,8 @@ class Watch(TorchDispatchMode):
             if lack := re.search("can't allocate memory: you tried to allocate ([0-9]+) bytes", str(error)):
                 WORLD.refuse_memory(device.index if device else 0, int(lack[1]))
             raise
+        if facts.name in ("copy_", "_foreach_copy_"):
+            _queue_copies(args, given)
         if WORLD.here.factory is None or found or asked is not None:
             _tag_results(func, args, result, operands, device)
         if pinned:
@@ -181,10 +183,22 @@ def _refuse_unlike(name: str, operands: list[Tensor]) -> None:
 
 
 def _copy_waits(args: Sequence[Any], given: Mapping[str, Any]) -> None:
-    ours, theirs = (each if isinstance(each, list | tuple) else [each] for each in args[:2])
-    non_blocking = bool(args[2]) if len(args) > 2 else bool(given.get("non_blocking", False))
+    ours, theirs, non_blocking = _copied(args, given)
     for to, source in zip(ours, theirs, strict=False):
         between_host_and_device(tags.device_of(to), tags.device_of(source), source, non_blocking)
+
+
+def _copied(args: Sequence[Any], given: Mapping[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor], bool]:
+    """Destinations and sources of a copy, and whether the host goes on meanwhile."""
+    ours, theirs = (each if isinstance(each, list | tuple) else [each] for each in args[:2])
+    return ours, theirs, bool(args[2]) if len(args) > 2 else bool(given.get("non_blocking", False))
+
+
+def _queue_copies(args: Sequence[Any], given: Mapping[str, Any]) -> None:
+    ours, theirs, non_blocking = _copied(args, given)
+    for to, source in zip(ours, theirs, strict=False):
+        if non_blocking and tags.is_tagged(source) and not tags.is_tagged(to):
+            WORLD.queue_copy(to)
 
 
 def between_host_and_device(
@@ -194,6 +208,8 @@ def between_host_and_device(
     if (to is None) == (source is None):
         return
     # While a graph is recorded, the host's side must be pinned, too.
+    if to is not None and WORLD.later:
+        WORLD.deliver()  # a copy to the device comes after it in any case
     if not non_blocking or (WORLD.here.recording is not None and to is not None and not tags.is_pinned(what)):
         waits("a copy between host and device")
 

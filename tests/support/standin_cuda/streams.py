@@ -42,7 +42,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        _refuse_while_recording()
+        synchronize()
 
     def query(self) -> bool:
         return True
@@ -71,14 +71,14 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
         self._is_timed = enable_timing
         self._time: float | None = None
-        self._was_asked = True
+        self._was_asked, self._copies = True, 0
         self.device: torch.device | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
         if self.device is not None and self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
-        self.device, self._time = stream.device, time.perf_counter()
+        self.device, self._time, self._copies = stream.device, time.perf_counter(), WORLD.issued
         self._was_asked = False
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -88,11 +88,14 @@ class Event:
         """Whether the device has come so far: not where one asks for the first time."""
         _refuse_while_recording()
         before, self._was_asked = self._was_asked, True
+        if before:
+            WORLD.deliver(self._copies)
         return before
 
     def synchronize(self) -> None:
         _refuse_while_recording()
         self._was_asked = True
+        WORLD.deliver(self._copies)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds. Raises ValueError or RuntimeError where one of the two has no time."""
@@ -152,3 +155,9 @@ def _refuse_while_recording() -> None:
     if recording is not None:
         recording.spoil()
         raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+
+def synchronize(*_: Any) -> None:
+    """Wait for all that was queued."""
+    _refuse_while_recording()
+    WORLD.deliver()

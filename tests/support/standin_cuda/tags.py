@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.standin_cuda.world import WORLD
 
 CPU = torch.device("cpu")
-_plain_device: Any = torch._C.StorageBase.device
+_plain_device: Any = torch._C.StorageBase.__dict__["device"]
 _TAG, _PINNED = "stand_in_device", "stand_in_pinned"
 
 

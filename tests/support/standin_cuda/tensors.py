@@ -23,6 +23,7 @@ _NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 _FROM_DATA = ("tensor", "as_tensor", "asarray")
 _DRAWING = ("rand", "randn", "randint", "randperm", "normal")
 _plain_device: Any = torch._C.TensorBase.device
+_plain_to: Any = torch._C.TensorBase.to
 
 
 def replace_tensors() -> None:
@@ -129,7 +130,8 @@ def _like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _to(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
     if tags.memory_of(tensor) is None or type(tensor).__module__.startswith("torch.distributed"):
-        return torch._C.TensorBase.to(tensor, *arguments, **named)
+        unchanged: Tensor = _plain_to(tensor, *arguments, **named)
+        return unchanged
     other = arguments[0] if arguments else named.pop("other", None)
     if isinstance(other, Tensor):
         arguments = (other.device, other.dtype, *arguments[1:])
@@ -144,15 +146,17 @@ def _to(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
     kinds = {} if memory_format is None else {"memory_format": memory_format}
     target = tensor.device if device is None else resolved(device)
     if target.type not in ("cpu", "cuda") or tensor.device.type not in ("cpu", "cuda"):
-        made = torch._C.TensorBase.to(tensor, target if target.type != "cuda" else "cpu", **kinds)
+        made = _plain_to(tensor, target if target.type != "cuda" else "cpu", **kinds)
         return tags.tag(made, target)
     if target == tensor.device:
-        return torch._C.TensorBase.to(tensor, dtype or tensor.dtype, copy=copy, **kinds)
+        here: Tensor = _plain_to(tensor, dtype or tensor.dtype, copy=copy, **kinds)
+        return here
     if target.type == "cuda":
         torch.cuda._lazy_init()
     if tensor.requires_grad and torch.is_grad_enabled():
-        made = _Move.apply(tensor, target, non_blocking, memory_format)
-        return made if dtype is None else made.to(dtype)
+        move: Any = _Move.apply
+        moved: Tensor = move(tensor, target, non_blocking, memory_format)
+        return moved if dtype is None else moved.to(dtype)
     return _moved(tensor, target, dtype, non_blocking, memory_format)
 
 
@@ -174,7 +178,8 @@ def _moved(
     between_host_and_device(target if target.type == "cuda" else None, source, tensor, non_blocking)
     kinds = {"memory_format": memory_format or torch.preserve_format}
     made = torch.ops.aten._to_copy.default(tensor.detach(), dtype=dtype or tensor.dtype, **kinds)
-    # What leaves the device without a wait lies in pinned memory; whoever reads it too early is not noticed here.
+    if source is not None and target.type == "cpu" and non_blocking:
+        WORLD.queue_copy(tags.pin(made))
     return tags.tag(made, target)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "stand-in for CUDA (a CPU)"
 """The name of each device: in a record it says that no GPU was there."""
@@ -49,6 +50,10 @@ class World:
     is_bad_fork: bool = False
     executed: Counter[str] = field(default_factory=Counter)
     """How often each operation ran on a device."""
+    issued: int = 0
+    """How many copies to the host have been queued."""
+    later: list[tuple[int, Any, Any]] = field(default_factory=list)
+    """Copies to the host that the device has not made yet: number, destination, values."""
     here: Here = field(default_factory=Here)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -90,6 +95,24 @@ class World:
             f"{self.bytes_each} bytes of which {left} bytes is free."
         )
 
+    def queue_copy(self, destination: torch.Tensor) -> None:
+        """What was copied to the host lies there once somebody has waited for it; until then there is rubbish."""
+        if self.here.recording is None and not destination.is_sparse:
+            plain = destination.detach()
+            with self.lock, _disable_current_modes():
+                self.issued += 1
+                self.later.append((self.issued, plain, plain.clone()))
+                plain.data.fill_(torch.nan if plain.is_floating_point() else 1)
+
+    def deliver(self, up_to: int | None = None) -> None:
+        """Somebody has waited for the device, or for its first copies to the host."""
+        with self.lock:
+            due = [each for each in self.later if up_to is None or each[0] <= up_to]
+            self.later = [each for each in self.later if up_to is not None and each[0] > up_to]
+            with _disable_current_modes():
+                for _, destination, values in due:
+                    destination.data.copy_(values)
+
     def free(self, device: int, size: int) -> None:
         with self.lock:
             self.memory[device].now -= size
@@ -102,7 +125,7 @@ def resolved(device: Any) -> torch.device:
     """The device with its index; "cuda" alone is this thread's. Raises AcceleratorError where there is no such one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type != "cuda":
-        return device
+        return torch.device(device)
     index = WORLD.here.device if device.index is None else device.index
     if index >= WORLD.count:
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
@@ -114,6 +137,7 @@ def waits(what: str) -> None:
     if WORLD.here.recording is not None:
         WORLD.here.recording.spoil()
         raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+    WORLD.deliver()
     if WORLD.sync_debug == 2:
         raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
     if WORLD.sync_debug == 1:
