@@ -437,8 +437,15 @@ def test_an_iterator_may_load_a_state_where_no_epoch_was_chosen() -> None:
         assert list(ids) == [7, 8, 9]
         assert ids.state_dict() == sampler.state_dict() | {"epoch": epoch, "samples_trained": 10}
     sampler.advance(1)
-    iter(sampler)
-    assert len(sampler) == 2
+    assert len(list(sampler)) == len(sampler) == 2
+    (ids := iter(sampler)).load_state_dict(sampler.state_dict() | {"samples_trained": 9})
+    assert list(ids) == [9]
+
+
+def test_a_rank_that_took_less_than_others_has_reached_the_end_with_them() -> None:
+    ids = iter(ElasticSampler(range(5), 2, 1, shuffle=False))
+    assert list(ids) == [1, 3]
+    assert ids.state_dict()["samples_trained"] == 5
 
 
 @pytest.mark.parametrize("length", [10**9, 10**12])

@@ -176,7 +176,9 @@ class Runner:
         function, path = mutant.function, str(ROOT / mutant.function.file)
         changed = _codes(compile(mutant.text, path, "exec", dont_inherit=True))[function.name, function.line]
         for own in self._functions[function.file, function.name]:
-            own.__code__ = changed
+            # Without its super(), a method needs no cell of its class any more, but its function has one.
+            cells = own.__code__.co_freevars
+            own.__code__ = changed if changed.co_freevars else changed.replace(co_freevars=cells)
             if function.line + mutant.change()[0] < function.body:
                 _change_defaults(own, mutant, path)
 
