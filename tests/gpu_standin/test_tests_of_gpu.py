@@ -14,8 +14,7 @@ FILES = {
     "test_layouts.py": "fp32",
     "test_page.py": "",
     "test_replicas.py": "not bf16 and not tf32",
-    # Averaged weights make each step read its losses, and AdaptiveAvgPool2d has no deterministic backward.
-    "test_speed.py": "not bf16 and not tf32 and not no_step_waits",
+    "test_speed.py": "not bf16 and not tf32",
     "test_steps.py": "",
 }
 """Which tests of each file: precisions differ in kernels, which nobody plays."""

@@ -21,7 +21,6 @@ from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.config.layout import SHARD_MODES, Layout
 from ddp_core.distributed.process_group import local_device, process_group
 from ddp_core.distributed.world import World, free_port
-from ddp_core.observe.step import StepBatch, StepObserver
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.rehearsing import FreshProcess
 from tests.core.trainers.test_trainers import (
@@ -34,6 +33,7 @@ from tests.core.trainers.test_trainers import (
     trainer_of,
 )
 from tests.gpu.test_replicas import _sums
+from tests.gpu.test_speed import RaisesWhereTheHostWaits
 from tests.gpu.test_steps import GREEDY
 from tests.gpu_standin.playing import on_devices, ranks_on_devices
 from tests.support.commands import ddp, trained
@@ -136,18 +136,10 @@ def test_replicas_of_torch_end_where_one_process_does() -> None:
     assert max(on_devices(2, _plain_replicas, {})) < 1e-5
 
 
-class _RaisesWhereTheHostWaits(StepObserver):
-    """Makes torch raise where the host waits, in steps 6 and 7: after 4 and 8 steps, values are compared."""
-
-    def after_step(self, batch: StepBatch) -> None:
-        if batch.step in (4, 6):
-            torch.cuda.set_sync_debug_mode("error" if batch.step == 4 else "default")
-
-
 def _steps_without_waits(reduction: str, cuda_graph: bool) -> int:
     choose_kernels()
     record = experiment(reduction=reduction, clip_norm=1.0, schedule={"name": "cosine"})
-    watch = _RaisesWhereTheHostWaits()
+    watch = RaisesWhereTheHostWaits()
     options = {"log_every": 1000, "cuda_graph": cuda_graph, "observers": [watch]}
     return finished(record, _net, train=samples(16 * 8), device=torch.device("cuda", 0), **options).total_steps
 
