@@ -1,4 +1,4 @@
-"""The whole content of a run.json, without a run."""
+"""The whole content of a run.json, without a run, and what a rank tells of itself at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from ddp_core.config.options import Options
 from ddp_core.record.directory import RECORD_FORMAT
 
 EXPERIMENT = Experiment(name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=8)
+
+
+NO_USAGE: Any = {
+    **dict.fromkeys(("memory_at_start_bytes", "step_memory_bytes", "peak_memory_bytes"), 0),
+    **dict.fromkeys(("machine_cores_busy", "own_cores_busy", "cpu_utilisation"), 0.0),
+    **dict.fromkeys(("device_free_bytes", "gpu_utilisation")),
+    "machine": "here",
+}
+"""Of a rank that has used nothing."""
 
 
 def a_record(experiment: Experiment = EXPERIMENT, layout: Layout | None = None, **fields: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ddp_core.record.result import gather_ends
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.trainers import Trainer
 from tests.core.trainers.test_trainers import CPU, experiment, finished
-from tests.support.records import a_record
+from tests.support.records import NO_USAGE, a_record
 
 ORIGIN = Origin(Source("mine.py", {"mine.py": b"x = 1\n"}, {}), DataDigest("0" * 64, "content, given by the builder"))
 
@@ -230,15 +230,7 @@ def _with_another(place: int, tensor: str) -> Callable[[Any], Any]:
 
 
 def _ends(trainer: Trainer) -> Any:
-    usage = {
-        "machine": "here",
-        "machine_cores_busy": 0.0,
-        "own_cores_busy": 0.0,
-        "peak_memory_bytes": 0,
-        "device_free_bytes": None,
-    }
-    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0, "device_free_bytes": None}
-    return gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
+    return gather_ends(trainer, {}, NO_USAGE)
 
 
 @pytest.mark.parametrize(("place", "tensor"), [(0, "parameter 2.bias"), (1, "the averaged 0.weight")])

@@ -18,6 +18,7 @@ from ddp_core.distributed.world import World
 from ddp_core.record.result import gather_ends, result_of, save_weights, summary
 from ddp_core.record.weights import exchanged_weights
 from tests.core.trainers.test_trainers import CPU, experiment, finished
+from tests.support.records import NO_USAGE
 
 
 def test_the_last_line_has_loss_metrics_single_values_and_speed() -> None:
@@ -74,15 +75,7 @@ class Three(Collectives):
 
 def test_the_slowest_rank_is_named_at_the_end() -> None:
     trainer = finished(experiment(max_steps=1), collectives=Three(World(), CPU))
-    usage = {
-        "machine": "here",
-        "machine_cores_busy": 0.0,
-        "own_cores_busy": 0.0,
-        "peak_memory_bytes": 0,
-        "device_free_bytes": None,
-    }
-    usage |= {"memory_at_start_bytes": 0, "step_memory_bytes": 0, "device_free_bytes": None}
-    ends = gather_ends(trainer, {}, usage | {"cpu_utilisation": 0.0, "gpu_utilisation": None})  # type: ignore[arg-type]
+    ends = gather_ends(trainer, {}, NO_USAGE)
     assert ends.slowest is not None
     assert ends.slowest.startswith("slowest: rank 2 (node 0), p95 200 ms per step")
 
