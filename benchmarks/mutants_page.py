@@ -100,7 +100,8 @@ def between_marks(record: dict[str, Any], accepted: Accepted) -> str:
     every = list(unnoticed(kept, accepted))
     left = [line for line, reason in every if not reason]
     lines = [
-        f"Of {table[-1][1]} mutants {table[-1][2]} were run. Last run: {record['date'][:10]}, at commit "
+        f"Of {table[-1][1]} mutants {table[-1][3]} were run, and {table[-1][2]} left out by a rule. "
+        f"Last run: {record['date'][:10]}, at commit "
         f"{record['results']['commit'][:12]}, {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}.",
         *(["", "Stale, because the function has changed since its mutants were run:", ""] if stale(kept) else []),
         *(f"- {file}: {', '.join(names)}" for file, names in stale(kept).items()),
