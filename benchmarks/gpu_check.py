@@ -75,9 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument(
-        "--slice", type=_slice, metavar="I/N", help="every N-th function of the tests, from the I-th on"
-    )
+    parser.add_argument("--slice", type=_slice, metavar="I/N", help="every N-th of the other tests, from the I-th on")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only items with one of these in their name or part")
     parser.add_argument("--again", action="store_true", help="also what is recorded already")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels, or of packages")

@@ -150,19 +150,18 @@ def _article(words: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class GpuTests:
-    """Some tests of tests/gpu. Each of them appends its own line (tests/gpu/conftest.py)."""
+class GpuTest:
+    """A test of tests/gpu. It appends its own line (tests/gpu/conftest.py)."""
 
     part: str
     name: str
-    ids: tuple[str, ...]
-    seconds: float = 240.0
+    seconds: float = 300.0
     is_alone: bool = False
 
     def run(self, setting: Setting, scratch: Path, seconds: float) -> dict[str, Any]:
-        """Run pytest; its own line only where it has not come to an end."""
+        """Run pytest; a line only where that has not come to an end."""
         lines = {LINES: str(setting.folder / NAME), HEAD: json.dumps(setting.head)}
-        ended = ranks.launch(["-q", "-p", "no:cacheprovider", *self.ids], 0, scratch / "said", seconds, _pytest, lines)
+        ended = ranks.launch(["-q", "-p", "no:cacheprovider", self.name], 0, scratch / "said", seconds, _pytest, lines)
         TESTS_FAILED = 1
         return {} if ended.code in (0, TESTS_FAILED) else _failed(ended)
 
@@ -271,24 +270,16 @@ def _killed_and_resumed(part: str, way: str) -> Digest:
 
 
 def items_of_tests(ids: Sequence[str], slice_of: tuple[int, int] | None) -> list[Item]:
-    """Parts d and e: the synchronising calls, then all other tests, or a slice of them; those of a function are one."""
-    functions: dict[str, list[str]] = {}
-    for test in ids:
-        functions.setdefault(test.partition("[")[0], []).append(test)
-    first = [name for name in functions if "test_no_step_waits" in name]
-    rest = [name for name in functions if name not in first]
+    """Parts d and e: the synchronising calls, then all other tests, or a slice of them alone."""
+    first = [test for test in ids if "test_no_step_waits" in test]
+    rest = [test for test in ids if test not in first]
     if slice_of is not None:
         number, count = slice_of
         first, rest = [], rest[number - 1 :: count]
-    # These take all of the device's memory, or time its work.
-    greedy = ("memory_pressure", "parts_of_a_step", "lack_of_memory")
-    rest.sort(key=lambda name: any(word in name for word in greedy))
-    return [
-        GpuTests(
-            "d: no step waits" if name in first else "e: tests",
-            f"all of {name}",
-            tuple(functions[name]),
-            is_alone=any(word in name for word in greedy),
-        )
-        for name in [*first, *rest]
-    ]
+
+    def is_alone(test: str) -> bool:
+        """Whether it takes all of the device's memory, or times its work."""
+        return "memory_pressure" in test or "parts_of_a_step" in test
+
+    items: list[Item] = [GpuTest("d: no step waits", test) for test in first]
+    return items + [GpuTest("e: tests", test, is_alone=is_alone(test)) for test in sorted(rest, key=is_alone)]

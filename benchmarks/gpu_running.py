@@ -62,27 +62,26 @@ def check(wanted: Wanted, deadline: float) -> int:
 
 def _check(wanted: Wanted, setting: Setting) -> int:
     if wanted.slice_of is None:
-        run(list(filter(wanted.has, trainings_and_speeds())), wanted, setting)
+        run(trainings_and_speeds(), wanted, setting)
     ids: list[str] = []
     if setting.deadline - time.monotonic() > SHORTEST:
         collected = _find(setting, Collection())
         ids = collected.get("ids", [])
         if not ids:
             _keep(setting, Collection(), collected)
-    done = _done(wanted, setting)
-    tests = items_of_tests([each for each in ids if each not in done], wanted.slice_of)
-    run(list(filter(wanted.has, tests)), wanted, setting)
+    # A test waits for the interpreters that it starts more than for the device.
+    run(items_of_tests(ids, wanted.slice_of), replace(wanted, jobs=2 * wanted.jobs), setting)
     lines = gpu_lines.by_item(_lines(wanted.folder), setting.head)
     print("\n".join(gpu_runs.in_words(lines)))
     return 1 if gpu_runs.failures(lines) else ExitCode.DONE
 
 
 def run(items: Sequence[Item], wanted: Wanted, setting: Setting) -> None:
-    """Run these items, but for those that are recorded; what is not begun in time is counted aloud."""
-    done = _done(wanted, setting)
-    waiting = [item for item in items if item.name not in done]
-    if len(waiting) < len(items):
-        print(f"gpu-check: {len(items) - len(waiting)} recorded already", flush=True)
+    """Run those that were asked for and are not recorded yet; what is not begun in time is counted aloud."""
+    done, asked = _done(wanted, setting), list(filter(wanted.has, items))
+    waiting = [item for item in asked if item.name not in done]
+    if len(waiting) < len(asked):
+        print(f"gpu-check: {len(asked) - len(waiting)} recorded already", flush=True)
     begun = 0
     time_left = setting.deadline - time.monotonic() - SHORTEST
     for item, line in in_processes(

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu_lines import HEAD, LINES, append, head_of, place
 
-_LAST_LINES = 15
+_LAST_LINES = 12
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -25,8 +25,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         line["said"] = [report.longrepr[2].removeprefix("Skipped: ")]
     elif report.failed:
-        line["said"] = [text[:300] for text in report.longreprtext.splitlines()][-_LAST_LINES:]
+        line["said"] = _told(report.longreprtext)
     append(Path(target), _head(), line | {"seconds": round(report.duration, 1)})
+
+
+def _told(text: str) -> list[str]:
+    """The last lines of a failure that say what is wrong, and where that is."""
+    lines = [line[:300] for line in text.splitlines() if line.strip()]
+    return [*[line for line in lines if line.startswith("E  ")][-_LAST_LINES:], *lines[-1:]]
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.config.layout import SHARD_MODES
-from tests.support.commands import command, trained
+from tests.support.commands import command, ddp, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -24,7 +24,7 @@ LAYOUTS = {
 def digest(output: Path, *words: str) -> str:
     """The digest of the weights after twelve steps of the digits' convolutional network, with dropout."""
     settings = ["--set", "max_steps=12", "--device", "cuda", "--output", str(output)]
-    ended = command("train", "digits", *settings, *words, timeout=300)
+    ended = ddp("train", "digits", *settings, *words, timeout=300)
     assert ended.code == 0, ended.output + ended.errors
     found: str = trained(output)[1]["weights_sha256"]
     return found
@@ -45,9 +45,9 @@ def test_a_run_killed_after_any_step_ends_with_the_same_digest(tmp_path: Path) -
         output = tmp_path / f"killed-{step}"
         common = ["--set", f"max_steps={steps}", "--device", "cuda", "--output", str(output)]
         words = ["train", "digits", *common, "--checkpoint-every", "1", "--max-restarts", "0"]
-        killed = command(*words, "--layout", "ddp", "--nproc-per-node", "2", "--fault", f"kill@{step}:1", timeout=300)
+        killed = ddp(*words, "--layout", "ddp", "--nproc-per-node", "2", "--fault", f"kill@{step}:1", timeout=300)
         assert killed.code == 6, killed.output + killed.errors
-        resumed = command(*words, "--resume", "auto", timeout=300)
+        resumed = ddp(*words, "--resume", "auto", timeout=300)
         assert resumed.code == 0, resumed.output + resumed.errors
         assert trained(output)[1]["weights_sha256"] == wanted, step
 

@@ -27,14 +27,17 @@ from tests.support.standin_cuda.installing import VARIABLE, install
 
 ROOT = Path(__file__).parents[2]
 MARK = "DDP_TEST_MARK"
-SEARCH_PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-"""PYTHONPATH of a command: it finds this tree, and what these tests themselves find."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def search_path(*more: str) -> str:
+    """PYTHONPATH of a command: it finds `more`, what this process finds by it, and this tree."""
+    return os.pathsep.join(filter(None, [*more, os.environ.get("PYTHONPATH"), str(ROOT)]))
 
 
 def without_limits() -> dict[str, str]:
     """This process's environment without the limits of portable numerics, as a user's shell has it; finds ddp_core."""
-    return {name: value for name, value in os.environ.items() if name not in LIMITS} | {"PYTHONPATH": SEARCH_PATH}
+    return {name: value for name, value in os.environ.items() if name not in LIMITS} | {"PYTHONPATH": search_path()}
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,9 @@ def _marked(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
     # The image names its folders by DDP_OUTPUT and DDP_DATA; a test names its own.
     others = (*LAUNCHER_VARIABLES, "DDP_OUTPUT", "DDP_DATA")
     clean = {name: value for name, value in os.environ.items() if name not in others}
-    path = clean["PYTHONPATH"] if VARIABLE in clean else SEARCH_PATH
-    settings = clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark} | dict(env or {})
+    added = dict(env or {})
+    places = {"PYTHONPATH": search_path(added.get("PYTHONPATH", ""))}
+    settings = clean | {"OMP_NUM_THREADS": "1", MARK: mark} | added | places
     failed = True
     try:
         yield settings
