@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu_lines import HEAD, LINES, append, head_of, place
 
@@ -16,10 +17,14 @@ _LAST_LINES = 12
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append a line where a test ends: by its call, or by a setup or teardown that fails or skips."""
+    """Append a line where a test ends: by its call, or by a setup or teardown that fails or skips.
+
+    Nothing is recorded without a GPU, nor in a worker of pytest-xdist, which hands its reports on.
+    """
     target = os.environ.get(LINES)
-    # Not in a worker of pytest-xdist, which hands its reports on.
     if target is None or "PYTEST_XDIST_WORKER" in os.environ or not (report.when == "call" or not report.passed):
+        return
+    if not torch.cuda.is_available():
         return
     line: dict[str, Any] = {"item": report.nodeid, "part": "tests", "outcome": report.outcome}
     if report.skipped and isinstance(report.longrepr, tuple):

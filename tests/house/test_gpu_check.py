@@ -21,7 +21,7 @@ from benchmarks.gpu_items import items_of_tests, trainings_and_speeds
 from benchmarks.gpu_lines import NAME
 from ddp_core.base.errors import ExitCode
 from tests.house.gpu_check_cases import HEAD, ITEMS
-from tests.support.commands import ROOT, ddp, forked
+from tests.support.commands import ROOT, command, ddp, forked
 from tests.support.processes import HANG
 
 CASES = "tests.house.gpu_check_cases"
@@ -100,6 +100,17 @@ def test_without_a_device_one_line_says_so(tmp_path: Path) -> None:
     assert ended.code == ExitCode.RESOURCES == RESOURCES
     assert ended.errors == "gpu-check: torch finds no CUDA device here\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_skipped_tests_are_not_recorded_without_a_device(tmp_path: Path) -> None:
+    lines = tmp_path / NAME
+    settings = {"CUDA_VISIBLE_DEVICES": "", gpu_lines.LINES: str(lines)}
+    ended = command(
+        "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_input.py", program=("-m", "pytest"), env=settings
+    )
+    assert ended.code == 0, ended.output + ended.errors
+    assert "needs 1 CUDA device(s)" in ended.output
+    assert not lines.exists()
 
 
 def test_a_stand_in_is_kept_out_of_the_results() -> None:
