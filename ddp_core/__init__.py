@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ddp_core.data.splits import InMemory, Splits
     from ddp_core.observe.callback import Callback
     from ddp_core.record.reading import Run
+    from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
     from ddp_core.sampler import ElasticSampler, MicroBatches
 
@@ -40,6 +41,7 @@ __all__ = [
     "Splits",
     "__version__",
     "load",
+    "load_model",
     "train",
 ]
 
@@ -57,6 +59,7 @@ _PLACES = {
     "Schedule": "ddp_core.config.experiment",
     "Splits": "ddp_core.data.splits",
     "load": "ddp_core.checkpoint",
+    "load_model": "ddp_core.record.trained",
     "train": "ddp_core.cli.training",
 }
 """The module that each name is loaded from. The imports above say the same to type checkers, which do not run this."""
