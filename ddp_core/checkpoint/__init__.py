@@ -17,7 +17,7 @@ from ddp_core.checkpoint.loading import (
     sweep,
     verify,
 )
-from ddp_core.checkpoint.manifest import Checkpoint, is_of_checkpoint, is_part
+from ddp_core.checkpoint.manifest import Checkpoint, is_part
 from ddp_core.checkpoint.parts import CutTensor, whole_tensors
 from ddp_core.checkpoint.ranks import Ranks
 from ddp_core.checkpoint.saving import Checkpointer
@@ -35,7 +35,6 @@ __all__ = [
     "describe",
     "difference",
     "find_checkpoints",
-    "is_of_checkpoint",
     "is_part",
     "load",
     "newest_valid",

@@ -53,12 +53,6 @@ def is_part(path: str | Path) -> bool:
     return match is not None and match[2] is not None
 
 
-def is_of_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is named as the manifest or a data file of a checkpoint."""
-    name = Path(path).name
-    return step_of_data(name) is not None or step_of_manifest(name) is not None
-
-
 def step_of_manifest(name: str) -> int | None:
     """The step in the name of a manifest, None for any other name."""
     match = _MANIFEST.fullmatch(name)

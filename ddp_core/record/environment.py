@@ -48,6 +48,7 @@ def facts_of(request: Request) -> dict[str, str]:
         "layout": request.layout.label,
         "reduction": request.options.reduction,
         "numerics": request.options.numerics,
+        **({} if request.evaluated is None else {"step to evaluate": str(request.evaluated.step)}),
     }
 
 

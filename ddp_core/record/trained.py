@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -20,14 +18,13 @@ from torch import Tensor, nn
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import is_file, is_there
+from ddp_core.base.files import is_there
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.torch_internals import uncompiled
 from ddp_core.checkpoint import (
     Checkpoint,
     best_checkpoint,
     find_checkpoints,
-    is_of_checkpoint,
     load,
     newest_valid,
     read_checkpoint,
@@ -39,9 +36,9 @@ from ddp_core.experiment.fresh_model import lazy_parts
 from ddp_core.experiment.request import build_model
 from ddp_core.experiment.source import kept_modules, read_source
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.record.bundles import ChangedBundle, unpack_bundle
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import fill
+from ddp_core.record.places import Place, place_named
 from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import AVERAGED_WEIGHTS, WEIGHTS, final_weights
 
@@ -103,15 +100,19 @@ class TrainedWeights:
                 for name, value in state["average"].items()
                 if name.startswith(_AVERAGE_OF)
             }
-        told = {entry["step"]: entry.get("weights_sha256") for entry in read_metrics(self.run.metrics, "digest")}
-        digest = told.get(self.step)
-        if digest is not None and weights_digest(kept["trained"]) != digest:
-            raise UserError(
-                f"{self.checkpoint.path} holds other weights than {self.run.path} recorded at step {self.step}; "
-                "restore both from one copy, or take another step",
-                ExitCode.NO_CHECKPOINT,
-            )
+        if (problem := self.refusal(weights_digest(kept["trained"]))) is not None:
+            raise UserError(problem, ExitCode.NO_CHECKPOINT)
         return States(kept, state["position"]["evaluation"])
+
+    def refusal(self, digest: str) -> str | None:
+        """Why weights with this digest are not those that the run has made, in words; None where they may be."""
+        told = {entry["step"]: entry.get("weights_sha256") for entry in read_metrics(self.run.metrics, "digest")}
+        if told.get(self.step, digest) == digest:
+            return None
+        return (
+            f"{self.run.path} has other weights than it recorded at step {self.step}; restore its checkpoints and "
+            "metrics.jsonl from one copy, or take another step"
+        )
 
     @contextmanager
     def experiment(self) -> Iterator[LoadedExperiment]:
@@ -144,39 +145,17 @@ class TrainedWeights:
         return f"{self.run.path}, step {self.step}"
 
 
-@contextmanager
-def trained_weights(place: str | os.PathLike[str], at: At = "final") -> Iterator[TrainedWeights]:
-    """The weights of a run directory, of a checkpoint file in one, or of a bundle, which is unpacked for the block.
+def weights_at(place: Place, at: At) -> TrainedWeights:
+    """The weights of a run, or of the one checkpoint that was named.
 
-    Raises UserError where there is no such thing or `at` is not in it, and (3) for a run without such a checkpoint.
+    Raises UserError where `at` is not of that checkpoint, and (3) for a run without such a checkpoint.
     """
-    path = Path(place)
-    if path.is_dir():
-        yield _of_run(RunDirectory(path.absolute()), at)
-    elif not is_file(path):
-        raise UserError(f"{path} is not there; give a run directory, a checkpoint of a run, or a bundle")
-    elif is_of_checkpoint(path):
-        if at != "final":
-            raise UserError(f"{path} is one checkpoint: leave the step {at} out, or give the run directory")
-        run = RunDirectory(path.absolute().parents[1])
-        if not is_there(run.path / "run.json"):
-            raise UserError(
-                f"{path} lies in no run directory, so nothing tells which model its weights are of; "
-                "ddp_core.load reads it without a model"
-            )
-        checkpoint = read_checkpoint(path)
-        yield TrainedWeights(run, run.read(), checkpoint.step, checkpoint)
-    else:
-        with TemporaryDirectory(prefix="ddp-bundle-") as folder:
-            try:
-                unpack_bundle(path, Path(folder))
-            except ChangedBundle as changed:
-                raise UserError(f"{path}: {changed}; get the bundle anew", ExitCode.NO_CHECKPOINT) from None
-            yield _of_run(RunDirectory(Path(folder)), at)
-
-
-def _of_run(run: RunDirectory, at: At) -> TrainedWeights:
-    record = run.read()
+    run, record = place.run, place.run.read()
+    if place.checkpoint is not None:
+        checkpoint = read_checkpoint(place.checkpoint)
+        if isinstance(at, int) and at != checkpoint.step:
+            raise UserError(f"{place.checkpoint} is of step {checkpoint.step}; for step {at} give the run directory")
+        return TrainedWeights(run, record, checkpoint.step, checkpoint)
     last = record["result"]["steps"] if record["status"] == "completed" else None
     if last is not None and at in ("final", last) and is_there(run.path / WEIGHTS):
         return TrainedWeights(run, record, last, None)
@@ -226,9 +205,11 @@ def load_model(
     Raises UserError (2) for a run that has not come to its end, unless `at` names a checkpoint, and where kept code was
     changed; and (3) where weights are not those that the run has made, or are not there.
     """
-    with trained_weights(run, at) as found, found.experiment() as loaded:
-        states = found.read()
-        kind, why = states.choose(weights, found.place)
-        if why is not None:
-            tell_user(f'{kind} weights of step {found.step}: {why}; weights="trained" or "averaged" chooses')
-        return found.model(loaded, states.by_kind[kind], device)
+    with place_named(run) as place:
+        found = weights_at(place, at)
+        with found.experiment() as loaded:
+            states = found.read()
+            kind, why = states.choose(weights, found.place)
+            if why is not None:
+                tell_user(f'{kind} weights of step {found.step}: {why}; weights="trained" or "averaged" chooses')
+            return found.model(loaded, states.by_kind[kind], device)

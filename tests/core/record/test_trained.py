@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_step_and_the_best_one(run: Run) -> None:
     with pytest.raises(UserError, match=r"no checkpoint of step 4; of these steps it has one: 3, 6, 9, 10") as no:
         load_model(run, at=4)
     assert no.value.exit_code == ExitCode.NO_CHECKPOINT
-    with pytest.raises(UserError, match="is one checkpoint: leave the step 3 out"):
+    with pytest.raises(UserError, match="is of step 6; for step 3 give the run directory"):
         load_model(checkpoint.path, at=3)
 
 
@@ -101,7 +101,7 @@ def test_what_is_no_run_and_what_was_changed_is_refused(copied: Run, tmp_path: P
         load_model(tmp_path / "alone" / "checkpoints" / checkpoint.file)
     text = copied.path / "metrics.jsonl"
     text.write_text(text.read_text().replace(str(copied.digest), "0" * 64))
-    with pytest.raises(UserError, match="holds other weights than .* recorded at step 10"):
+    with pytest.raises(UserError, match="has other weights than it recorded at step 10"):
         load_model(checkpoint.path)
     file = copied.path / "model_ema.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
@@ -110,7 +110,7 @@ def test_what_is_no_run_and_what_was_changed_is_refused(copied: Run, tmp_path: P
     with checkpoint.path.open("r+b") as data:
         data.seek(900)
         data.write(b"X")
-    with pytest.raises(UserError, match="cannot be used: .* has SHA-256") as no:
+    with pytest.raises(UserError, match=r"cannot be used: .* has SHA-256") as no:
         load_model(checkpoint.path)
     assert no.value.exit_code == ExitCode.NO_CHECKPOINT
     torch.save({}, tmp_path / "alone" / "weights.pt")
