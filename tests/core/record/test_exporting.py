@@ -222,9 +222,7 @@ def test_a_graph_that_cannot_be_traced_is_refused_by_name(run: Run) -> None:
 def test_weights_that_a_format_has_no_type_for_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2).to(torch.complex128)
     subject = formats.Subject(model, lambda: None, {}, 1000)
-    with pytest.raises(
-        UserError, match=r"--to safetensors cannot hold Linear \(.*; --to torch holds the"
-    ):
+    with pytest.raises(UserError, match=r"--to safetensors cannot hold Linear \(.*; --to torch holds the"):
         formats.write("safetensors", subject, tmp_path)
     assert formats.write("torch", subject, tmp_path) == []
 
