@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
     from ddp_core.data.splits import InMemory, Splits
     from ddp_core.observe.callback import Callback
+    from ddp_core.observe.early_stopping import EarlyStopping
     from ddp_core.record.reading import Run
     from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
@@ -30,6 +31,7 @@ __all__ = [
     "Callback",
     "Checkpointer",
     "Component",
+    "EarlyStopping",
     "ElasticSampler",
     "ExactReduction",
     "Experiment",
@@ -49,6 +51,7 @@ _PLACES = {
     "Callback": "ddp_core.observe.callback",
     "Checkpointer": "ddp_core.checkpoint",
     "Component": "ddp_core.config.experiment",
+    "EarlyStopping": "ddp_core.observe.early_stopping",
     "ElasticSampler": "ddp_core.sampler",
     "ExactReduction": "ddp_core.reduction",
     "Experiment": "ddp_core.config.experiment",

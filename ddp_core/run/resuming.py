@@ -162,6 +162,8 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
         trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
     )
     trainer.state.load_state_dict(state)
+    if theirs != trainer.experiment.digest():
+        trainer.state.ended_early = None  # a longer training was asked for since
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
 
