@@ -1,0 +1,139 @@
+"""Parameters that torch's fully_shard cuts between ranks that are threads: gradients, norms and states of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.reduction import ExactReduction
+from ddp_core.sharding.rows import OwnsRows
+from tests.support.thread_world import on_thread_world
+
+STEPS = (5, 1, 4)
+"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
+
+
+class Net(nn.Module):
+    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = [(6, 37), (37, 2), (2, 37), (3, 5)]
+        self.layers = nn.ModuleList(nn.Linear(*size, dtype=dtype) for size in sizes)
+        self.layers[1].bias.requires_grad_(False)
+        self.layers[3].requires_grad_(False)
+        self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+        self.head = nn.Linear(37, 2, dtype=dtype)
+        self.register_buffer("steps", torch.zeros((), dtype=dtype))
+
+    def forward(self, rows: Tensor, index: int) -> Tensor:
+        hidden = rows
+        for layer in self.layers[:3]:
+            hidden = torch.tanh(layer(hidden))
+        loss: Tensor = self.head(hidden).square().sum()
+        # A gradient of -0.0 shows where any other zero is added to it.
+        return loss + self.signs.sum() * -0.0 if index == 3 else loss
+
+    def loss(self, step: int, index: int) -> Tensor:
+        """Of one micro-batch."""
+        generator = torch.Generator().manual_seed(10 * step + index)
+        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.steps.dtype), index)
+        return loss
+
+
+@functools.cache
+def net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net(dtype)
+
+
+def bits(tensors: dict[str, Tensor] | None) -> Any:
+    """Values with their signs, for a comparison."""
+    return tensors and {name: (str(each.dtype), each.stride(), str(each.tolist())) for name, each in tensors.items()}
+
+
+def train(dtype: torch.dtype, group: Any, exact: bool = True) -> Any:
+    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state."""
+    made = copy.deepcopy(net(dtype))
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    owned: Any = None
+    if group is not None:
+        owned = OwnsRows(made, optimizer, max(STEPS), process_group=group, exact=exact, fewest_elements=1)
+    reduction = ExactReduction(made, max(STEPS)) if owned is None else owned.reduction
+    found: list[Any] = []
+    for step, micro_batches in enumerate(STEPS):
+        if owned and exact:
+            with owned.unsent_pass():
+                made.loss(step, 3).backward()
+        reduction.begin(micro_batches)
+        for index in reduction.share:
+            with reduction.micro_batch(index):
+                made.loss(step, index).backward()
+        for _ in range(owned.idle_passes if owned else 0):
+            with owned.idle_pass():
+                (0.0 * made.loss(step, 0)).backward()
+        reduction.finish(*([1 / micro_batches] if step else []))
+        named = {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
+        found.append(owned.whole_gradients() if owned else {name: each.clone() for name, each in named.items()})
+        found.append({"norm": reduction.clip_gradients_(3.0)})
+        optimizer.step()
+    if owned:
+        found += [owned.whole_weights(), *states(owned.whole_state())]
+        owned.reduction.close()
+        owned.close()
+        return found
+    return [*found, made.state_dict(), *states(optimizer.state_dict())]
+
+
+def states(state: Any) -> list[Any]:
+    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)])
+def test_a_training_has_the_bits_of_one_process(world_size: int, dtype: torch.dtype) -> None:
+    expected = list(map(bits, train(dtype, None)))
+    first, *others = on_thread_world(world_size, functools.partial(train, dtype))
+    assert list(map(bits, first)) == expected
+    for other in others:
+        # Whole tensors are on rank 0 alone, the norms everywhere.
+        assert [bits(each) for each in other] == [each if "norm" in each else None for each in expected]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchs_own_sums_differ_by_rounding_alone(world_size: int) -> None:
+    expected = train(torch.float64, None)
+    found = on_thread_world(world_size, functools.partial(train, torch.float64, exact=False))
+    for one, other in zip(found[0], expected, strict=True):
+        assert list(one) == list(other)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert all([each["norm"] for each in theirs[1:6:2]] == [each["norm"] for each in found[0][1:6:2]] for theirs in found)
+
+
+def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
+    def refused(group: Any) -> str:
+        made = copy.deepcopy(net(torch.float32))
+        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
+        with owned.reduction.micro_batch(group.rank()):
+            made.loss(0, 0).backward()
+        with pytest.raises(RuntimeError) as raised:
+            made.loss(0, 0).backward()
+        return str(raised.value)
+
+    for message in on_thread_world(2, refused):
+        assert "backward outside of ExactReduction.micro_batch" in message
+
+
+def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
+    def compared(world: Any) -> Any:
+        group = dist.new_group([1, 2])
+        return train(torch.float32, group) if world.rank() else None
+
+    found = on_thread_world(3, compared)
+    assert list(map(bits, found[1])) == list(map(bits, train(torch.float32, None)))
+    assert [bits(each) for each in found[2] if each and "norm" not in each] == []
