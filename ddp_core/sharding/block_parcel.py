@@ -49,19 +49,20 @@ class BlockParcel(Parcel):
         part.set_custom_reduce_scatter(_Handover(self._receive, self.cuts[-1].stop, unread))  # type: ignore[arg-type]
 
     def open(self) -> None:
-        self.is_open, self._flat = True, None
+        super().open()
+        self._flat = None
         self._present.clear()
 
     def close(self) -> None:
         """Take no more gradients, and forget what fully_shard has put into `.grad`: they are in this parcel."""
-        self.is_open = False
+        super().close()
         for sharded in self._sharded:
             sharded.grad = None
 
     def complete(self) -> None:
         if self._world_size == 1:
             self._flat = torch.cat([*map(self._kept_or_missing, range(self.count))])
-        self.is_ready = True
+        super().complete()
 
     def take(self) -> tuple[Tensor | None, list[bool]]:
         flat, self._flat = self._flat, None

@@ -114,7 +114,8 @@ class GroupParcel(Parcel):
         ]
 
     def open(self) -> None:
-        self.is_open, self._missing = True, set(self.group.positions)
+        super().open()
+        self._missing = set(self.group.positions)
 
     def take(self) -> tuple[list[Tensor | None], list[bool]]:
         taken = self._gradients.take(self.group.positions)

@@ -72,3 +72,31 @@ def test_in_the_first_forward_ranks_are_compared_before_each_gather() -> None:
         return told(net, [0, 1, 2] if group.rank() else [0, 1])
 
     assert on_threads(3, messages) == ["its end and layers.2"] * 3
+
+
+def test_a_call_that_is_refused_gathers_nothing() -> None:
+    """What gathers is a hook, too, and is there first."""
+
+    def gathered(group: Any) -> list[int]:
+        net, found = Net(), list[int]()
+        for number, layer in enumerate(net.layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: found.append(number))
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        told(net, [0, 1 + group.rank()])
+        return found
+
+    assert on_threads(2, gathered) == [[0]] * 2
+
+
+def test_calls_of_a_hook_on_the_model_are_compared() -> None:
+    def messages(group: Any) -> str:
+        net = Net()
+
+        def call(*_: Any) -> None:
+            net.layers[group.rank()](torch.ones(1, 2))
+
+        net.register_forward_pre_hook(call)
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        return told(net, [2])
+
+    assert on_threads(2, messages) == ["layers.0 and layers.1"] * 2

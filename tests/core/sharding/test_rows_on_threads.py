@@ -19,6 +19,17 @@ STEPS = (5, 1, 4)
 """The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
 
 
+class Sometimes(nn.Module):
+    """A block that every forward calls, and that uses its parameters only when it is told to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(37, 5, dtype=dtype)
+
+    def forward(self, hidden: Tensor, is_used: bool) -> tuple[Tensor, Tensor | None]:
+        return hidden * 1.5, self.layer(hidden).sum() if is_used else None
+
+
 class Net(nn.Module):
     """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter."""
 
@@ -26,6 +37,7 @@ class Net(nn.Module):
         super().__init__()
         sizes = [(6, 37), (37, 2), (2, 37), (3, 5)]
         self.layers = nn.ModuleList(nn.Linear(*size, dtype=dtype) for size in sizes)
+        self.layers.append(Sometimes(dtype))
         self.layers[1].bias.requires_grad_(False)
         self.layers[3].requires_grad_(False)
         self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
@@ -36,9 +48,10 @@ class Net(nn.Module):
         hidden = rows
         for layer in self.layers[:3]:
             hidden = torch.tanh(layer(hidden))
+        hidden, more = self.layers[4](hidden, is_used=index == 3)
         loss: Tensor = self.head(hidden).square().sum()
-        # A gradient of -0.0 shows where any other zero is added to it.
-        return loss + self.signs.sum() * -0.0 if index == 3 else loss
+        # Gradients of -0.0 show where any other zero is added to them.
+        return loss if more is None else loss + (more + self.signs.sum()) * -0.0
 
     def loss(self, step: int, index: int) -> Tensor:
         """Of one micro-batch."""
@@ -137,3 +150,32 @@ def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
     found = on_thread_world(3, compared)
     assert list(map(bits, found[1])) == list(map(bits, train(torch.float32, None)))
     assert [bits(each) for each in found[2] if each and "norm" not in each] == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_rank_owns_alone_is_told_by_name(world_size: int) -> None:
+    def owns(group: Any) -> Any:
+        made = copy.deepcopy(net(torch.float32))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+        owned = OwnsRows(made, optimizer, 3, process_group=group, fewest_elements=1)
+        assert owned.reduction.share == range(group.rank(), 3, group.size())
+        for index in owned.reduction.share:
+            with owned.reduction.micro_batch(index):
+                made.loss(0, index).backward()
+        for _ in range(owned.idle_passes):
+            with owned.idle_pass():
+                (0.0 * made.loss(0, 0)).backward()
+        owned.reduction.finish()
+        optimizer.step()
+        sizes = {name: each.numel() for name, each in owned.owned_alone()}
+        return sizes, [name for name, _ in owned.replicated()]
+
+    trained = {name: each.numel() for name, each in net(torch.float32).named_parameters() if each.requires_grad}
+    found = on_thread_world(world_size, owns)
+    assert [others for _, others in found] == [["buffer steps"]] * world_size
+    for name, elements in trained.items():
+        assert sum(sizes[f"parameter {name}"] for sizes, _ in found) == elements
+        momentum = f"the optimizer's momentum_buffer of {name}"
+        is_used = not name.startswith(("unused", "signs", "layers.4"))
+        assert [momentum in sizes for sizes, _ in found] == [is_used] * world_size
+    assert all(name.startswith(("parameter ", "the optimizer's momentum")) for sizes, _ in found for name in sizes)
