@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.base.errors import UserError
 from ddp_core.reduction import ExactReduction
 from ddp_core.sharding.rows import OwnsRows
 from tests.support.thread_world import on_thread_world
@@ -140,6 +141,40 @@ def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
 
     for message in on_thread_world(2, refused):
         assert "backward outside of ExactReduction.micro_batch" in message
+
+
+class Experts(nn.Module):
+    """Calls all experts, and makes its output of some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, chosen: int) -> Tensor:
+        rows = self.head(rows)
+        outputs: list[Tensor] = [torch.tanh(expert(rows)) for expert in self.experts]
+        return outputs[chosen]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_loss_that_depends_on_other_blocks_is_refused(exact: bool) -> None:
+    """A backward would gather them in another sequence, and take the parameters of one for those of another."""
+
+    experts = Experts()
+
+    def refused(group: Any) -> str:
+        made = copy.deepcopy(experts)
+        owned = OwnsRows(
+            made, torch.optim.SGD(made.parameters()), 2, process_group=group, exact=exact, fewest_elements=1
+        )
+        owned.reduction.begin(2)
+        with pytest.raises(UserError) as raised, owned.reduction.micro_batch(group.rank()):
+            made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
+        return str(raised.value)
+
+    for message in on_thread_world(2, refused):
+        assert "its backward comes to experts.0 and experts.2 in another sequence" in message
 
 
 def test_the_ranks_of_a_group_need_not_be_all_ranks() -> None:
