@@ -80,6 +80,7 @@ def train(dtype: torch.dtype, group: Any, exact: bool = True) -> Any:
     if group is not None:
         owned = OwnsRows(made, optimizer, max(STEPS), process_group=group, exact=exact, fewest_elements=1)
     reduction = ExactReduction(made, max(STEPS)) if owned is None else owned.reduction
+    assert exact or not reduction.share, "no step has begun"
     found: list[Any] = []
     for step, micro_batches in enumerate(STEPS):
         if owned and exact:
