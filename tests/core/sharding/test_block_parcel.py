@@ -85,3 +85,12 @@ def test_memory_that_nobody_reads_is_one_for_all() -> None:
     other = unread.of(3, torch.float32, cpu)
     assert (other.shape, other.dtype) == ((3,), torch.float32)
     assert unread.of(9, torch.float32, cpu).shape == (9,)
+
+
+def test_what_torch_would_write_sums_to_is_memory_that_nobody_reads(made: Made) -> None:
+    part, _, _ = made
+    of = {"dtype": torch.float64, "device": torch.device("cpu")}
+    sums, more, whole, another = (part.handover.allocate(size, **of) for size in ((2,), (2,), (4,), (4,)))
+    assert [each.dtype for each in (sums, whole)] == [torch.float64] * 2
+    assert sums.data_ptr() == more.data_ptr()
+    assert len({sums.data_ptr(), whole.data_ptr(), another.data_ptr()}) == 3
