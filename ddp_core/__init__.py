@@ -91,7 +91,7 @@ def _version() -> str:
     from importlib import metadata
 
     try:
-        return metadata.version("ddp-core")
+        return metadata.version("samebits")
     except metadata.PackageNotFoundError:
         return "unknown"  # the folder was put on Python's path without being installed
 
