@@ -44,8 +44,8 @@ class Loader:
     run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
     tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked for a
     whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
-    leaves nothing to collate. A data set with `set_epoch(epoch)` is told the epoch before each micro-batch, in the process
-    that fetches it; held-out samples are always those of epoch 0.
+    leaves nothing to collate. A data set with `set_epoch(epoch)` is told the epoch before each micro-batch, in the
+    process that fetches it; held-out samples are always those of epoch 0.
 
     A micro-batch is made in two parts. The host's part, `gather`, fetches the samples. The device's part, `finish`, is
     a function of these samples and of their keyed random numbers: what a Staged data set leaves to the device, and the
