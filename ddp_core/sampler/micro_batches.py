@@ -131,6 +131,12 @@ class MicroBatches:
         self._passed: int | None = None
 
     def __len__(self) -> int:
+        """The number of steps of a whole epoch, the same wherever the sampler stands."""
+        size = self.reduction.micro_batches * self.micro_batch
+        return -(-self.sampler.samples_trained // size) + self.remaining
+
+    @property
+    def remaining(self) -> int:
         """The number of steps from the sampler's position to the end of its epoch."""
         return len(self._firsts())
 

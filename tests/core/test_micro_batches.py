@@ -84,8 +84,21 @@ def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: 
         found |= mine
         assert reduction.begun == [M] * 5 + [1] * (not drop_last)  # 103 = 5 * 20 + 3
         assert sampler.samples_trained == (100 if drop_last else 103)
-        assert len(batches) == 0
+        assert (len(batches), batches.remaining) == (5 + (not drop_last), 0)
     assert found == expected(2, drop_last)
+
+
+def test_the_length_is_that_of_the_epoch_wherever_the_sampler_stands() -> None:
+    sampler = sampler_of()
+    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    found = []
+    for step in batches:
+        found.append((len(batches), batches.remaining))
+        assert len(list(step)) == step.micro_batches
+    assert found == [(6, left) for left in (6, 5, 4, 3, 2, 1)]
+    sampler.set_epoch(1)
+    sampler.advance(30)  # with another global batch: a step and a half of this one
+    assert (len(batches), batches.remaining) == (2 + 4, 4)
 
 
 @pytest.mark.parametrize("strided", [False, True])
