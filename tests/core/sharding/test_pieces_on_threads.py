@@ -22,7 +22,6 @@ from tests.support.thread_world import on_thread_world
 
 STEPS = (5, 1, 4)
 LAYER = nn.Linear(2, 2)
-"""Made here: ranks that are threads have one random generator."""
 Dealt = Literal["contiguous", "strided"]
 
 
@@ -66,6 +65,12 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def made_before_the_ranks() -> None:
+    """Ranks that are threads have one random generator."""
+    net()
 
 
 def bits(tensors: Any) -> Any:
@@ -178,6 +183,11 @@ def test_ranks_with_other_weights_are_refused_in_the_first_step(shares: Dealt) -
         owned.reduction.begin()
 
     assert all(message.startswith("weight is another on rank 1 than on rank 0") for message in refused(begin))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to shard"):
+        OwnsPieces(nn.ReLU(), optimizer(LAYER), 1)
 
 
 def test_exchanges_wait_as_long_as_asked() -> None:

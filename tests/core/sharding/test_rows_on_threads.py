@@ -67,6 +67,13 @@ def net(dtype: torch.dtype) -> Net:
     return Net(dtype)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def made_before_the_ranks() -> None:
+    """Ranks that are threads have one random generator."""
+    for dtype in (torch.float32, torch.float64):
+        net(dtype)
+
+
 def bits(tensors: dict[str, Tensor] | None) -> Any:
     """Values with their signs, for a comparison."""
     return tensors and {name: (str(each.dtype), each.stride(), str(each.tolist())) for name, each in tensors.items()}
