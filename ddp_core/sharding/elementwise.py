@@ -14,6 +14,7 @@ so does what asks for more elements than are tried.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ _STEPS = 30
 _SEEN = 0.01
 """A rate at which an update shows in the bits of a weight."""
 _SHAPE = (11, 500)
+_PLACE = re.compile(r"\b\d+\b")
 
 
 class _Round(NamedTuple):
@@ -85,7 +87,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """Of each parameter group: the dotted names of what has a number for each element in a parameter's state."""
+    """Of each parameter group: the names, for `of_every_item`, of what has a number for each element in a state."""
     few = few_representatives(optimizer, 1)
     # The shape of a single number says nothing.
     chosen = [[each for each in members if each.like.dim()] or members for members in few]
@@ -101,13 +103,18 @@ def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
         trial.step()
     return [
         {
-            name
+            of_every_item(name)
             for parameter in members
             for name, value in trial.state_of(parameter).items()
             if isinstance(value, Tensor) and value.shape == _SHAPE
         }
         for members in wholes
     ]
+
+
+def of_every_item(name: str) -> str:
+    """One name for all items of a sequence in a state, which may have more of them after more steps."""
+    return _PLACE.sub("0", name)
 
 
 class _Part(NamedTuple):

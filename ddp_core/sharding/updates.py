@@ -15,7 +15,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
 from ddp_core.checkpoint.state import leaves, replaced
 
-from .elementwise import per_element, same_values
+from .elementwise import of_every_item, per_element, same_values
 from .owned import Owned
 
 
@@ -154,7 +154,7 @@ def _described(state: Mapping[str, Any], cut: Tensor | None) -> Any:
 
 def _own_part(state: Mapping[str, Any], member: Owned | Tensor, per_element: set[str]) -> Any:
     """This rank's part of the state of a parameter."""
-    return replaced(state, lambda value, name: _cut(value, member, name in per_element))
+    return replaced(state, lambda value, name: _cut(value, member, of_every_item(name) in per_element))
 
 
 def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:
