@@ -46,7 +46,7 @@ class Trial:
             **{id(group): own for group, own in zip(optimizer.param_groups, self.groups, strict=True)},
         }
         for group, own, parameters in zip(optimizer.param_groups, self.groups, groups, strict=True):
-            own.update({name: _copied(value, copies) for name, value in group.items() if name != "params"})
+            own.update({name: _copied(value, copies) for name, value in group.items()})
             own["params"] = list(parameters)
         others: dict[Any, Any] = dict(optimizer.state)
         for key, value in others.items():
@@ -134,5 +134,5 @@ def _cut_entries(optimizer: torch.optim.Optimizer) -> set[str]:
 
 def _resized(value: Tensor, parameter: Tensor) -> Tensor:
     """A value of a state for `parameter`: every element as the first one was."""
-    filled = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    filled = torch.empty_like(parameter, dtype=value.dtype)
     return filled.fill_(value.flatten()[0]) if value.numel() else filled
