@@ -123,7 +123,12 @@ class _Part(NamedTuple):
     group: int
     place: int
     owned: Owned
-    tensor: nn.Parameter
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What an optimizer of the rank updates."""
+        assert self.owned.tensor is not None
+        return self.owned.tensor
 
 
 def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
@@ -229,12 +234,13 @@ def _pieces(wholes: list[list[nn.Parameter]]) -> list[list[_Part]]:
     """What each rank would own with OwnsPieces: a cut lies at a multiple of BLOCK, and a rank may own nothing."""
     ranks: list[list[_Part]] = [[] for _ in range(_RANKS)]
     for group, place, whole in _numbered(wholes):
-        flat, blocks = in_memory_order(whole.detach(), whole), -(-whole.numel() // BLOCK)
+        flat = in_memory_order(whole.detach(), whole)
+        blocks = -(-whole.numel() // BLOCK)
         cut = min(BLOCK * max(1, blocks // 3), whole.numel())
         for number, (start, stop) in enumerate([(0, cut), (cut, whole.numel())]):
             if start < stop:
                 tensor = nn.Parameter(flat[start:stop].clone())
-                part = _Part(group, place, Owned("", whole, start, stop, tensor), tensor)
+                part = _Part(group, place, Owned("", whole, start, stop, tensor))
                 ranks[(group + place + number) % _RANKS].append(part)
     return ranks
 
@@ -248,10 +254,9 @@ def _rows(wholes: list[list[nn.Parameter]]) -> list[list[_Part]]:
     for rank in range(_RANKS):
         parts = []
         for group, place, whole in every:
-            chunks = whole.detach().chunk(_RANKS)
-            local = chunks[rank] if rank < len(chunks) else whole.detach()[:0]
-            rows = Rows("", whole, local.clone().view(-1), rank, _RANKS)
-            parts.append(_Part(group, place, rows, rows.tensor))
+            count = -(-whole.shape[0] // _RANKS)
+            local = whole.detach()[count * rank : count * (rank + 1)].clone().view(-1)
+            parts.append(_Part(group, place, Rows("", whole, local, rank, _RANKS)))
         ranks.append(parts)
     return ranks
 
@@ -262,15 +267,15 @@ def _numbered(wholes: list[list[nn.Parameter]]) -> Iterable[tuple[int, int, nn.P
 
 def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], parts: Sequence[_Part]) -> str | None:
     """What has other bits in a rank's trial than in that of the whole; None where nothing has."""
-    for group, place, owned, tensor in parts:
-        entire = wholes[group][place]
+    for part in parts:
+        entire, owned, tensor = wholes[part.group][part.place], part.owned, part.tensor
         shape = list(entire.shape)
         if not same_values(owned.of_whole(entire.detach()), tensor.detach()[owned.inside]):
             return f"a weight of shape {shape} has other bits"
         theirs, here = whole.state_of(entire), trial.state_of(tensor)
         if not (here or tensor.numel()):
             continue
-        for name in sorted(theirs.keys() | here.keys(), key=str):
+        for name in sorted(theirs.keys() | here.keys()):
             value: Any = theirs.get(name)
             cut: Any = here.get(name)
             both = isinstance(value, Tensor) and isinstance(cut, Tensor)
