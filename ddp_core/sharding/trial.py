@@ -61,8 +61,8 @@ class Trial:
                 is_cut = name in cut and value.shape == like.shape
                 return _resized(value, parameter) if is_cut else _copied(value, copies)
 
-            if made := replaced(optimizer.state.get(like, {}), begun):
-                state[parameter] = made
+            if like in optimizer.state:
+                state[parameter] = replaced(optimizer.state[like], begun)
         for name, value in vars(optimizer).items():
             is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
             setattr(self.optimizer, name, OrderedDict() if is_hooks else _copied(value, copies))
@@ -81,7 +81,7 @@ class Trial:
 
     def drawn_from(self) -> list[bytes]:
         """The states of all generators of random numbers that a step can reach: equal where none was drawn from."""
-        states: list[Any] = [random.getstate(), np.random.get_state(legacy=False), torch.random.get_rng_state()]
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.random.get_rng_state()]
         devices = {each.device for group in self.groups for each in group["params"] if each.device.type == "cuda"}
         states += [torch.cuda.get_rng_state(device) for device in sorted(devices, key=str)]
         for value in self._values():
@@ -90,7 +90,7 @@ class Trial:
             elif isinstance(value, np.random.Generator):
                 states.append(value.bit_generator.state)
             elif isinstance(value, np.random.RandomState):
-                states.append(value.get_state(legacy=False))
+                states.append(value.get_state())
             elif isinstance(value, torch.Generator):
                 states.append(value.get_state())
         return [bytes(each.numpy()) if isinstance(each, Tensor) else pickle.dumps(each) for each in states]

@@ -68,6 +68,8 @@ def stepped() -> tuple[Rule, list[nn.Parameter]]:
 
 def test_a_copy_changes_its_own_values_alone() -> None:
     rule, parameters = stepped()
+    rule.param_groups[0]["anchor"] = rule.first
+    rule.state[rule.first]["rule"] = rule
     before = [repr(each) for each in (rule.state_dict(), rule.my_hooks, rule.state["all"], *parameters)]  # type: ignore[index]
     trial, new = trial_of(rule, (4, 5), ())
     trial.step()
@@ -76,6 +78,8 @@ def test_a_copy_changes_its_own_values_alone() -> None:
     copied: Any = trial.optimizer
     assert type(copied) is Rule
     assert copied.first is copied.state["all"]["first"] is new[0]
+    assert trial.groups[0]["anchor"] is new[0]
+    assert copied.state[new[0]]["rule"] is copied
     assert copied.my_hooks == {"count": 3}
     assert copied.state["all"]["count"] == 3
     assert trial.groups == copied.param_groups
