@@ -141,7 +141,7 @@ def _border(wanted: int, starts: Sequence[int]) -> int:
     lower = starts[member] + (wanted - starts[member]) // BLOCK * BLOCK
     # Behind a parameter's last element lies what fills its last line, so the next range starts with the next parameter.
     upper = min(lower + BLOCK, starts[member + 1])
-    return lower if wanted - lower < upper - wanted else upper
+    return min(lower, upper, key=lambda place: abs(place - wanted))
 
 
 def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:

@@ -89,9 +89,7 @@ class Trial:
                 states.append(value.getstate())
             elif isinstance(value, np.random.Generator):
                 states.append(value.bit_generator.state)
-            elif isinstance(value, np.random.RandomState):
-                states.append(value.get_state())
-            elif isinstance(value, torch.Generator):
+            elif isinstance(value, np.random.RandomState | torch.Generator):
                 states.append(value.get_state())
         return [bytes(each.numpy()) if isinstance(each, Tensor) else pickle.dumps(each) for each in states]
 

@@ -140,3 +140,16 @@ def test_a_training_in_pieces_is_that_of_one_process(world_size: int, way: str, 
         for (norm, gradients), (whole_norm, whole_gradients) in zip(of_steps, steps, strict=True):
             assert norm == whole_norm
             assert gradients == (nothing if rank else whole_gradients)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_not_the_same_on_all_ranks_are_refused_before_the_first_step(way: str) -> None:
+    def refused(group: Any) -> None:
+        net = copy.deepcopy(kinds())
+        training = Training(net, adam, way, group)
+        with torch.no_grad():
+            training.net.never[3] += group.rank()
+        with pytest.raises(ValueError, match="never is another on rank 1 than on rank 0"):
+            training.exact.begin()
+
+    on_threads(2, refused)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_core.base.user_code import users
 from ddp_core.sharding.trial import Trial
@@ -129,7 +130,11 @@ def test_hooks_of_the_optimizer_are_not_called() -> None:
     optimizer.register_state_dict_pre_hook(lambda *_: called.append("state"))
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     trial, new = trial_of(optimizer, (3,))
-    trial.step()
+    of_all = register_optimizer_step_pre_hook(lambda *_: called.append("of all"))
+    try:
+        trial.step()
+    finally:
+        of_all.remove()
     trial.optimizer.state_dict()
     trial.optimizer.register_step_pre_hook(lambda *_: called.append("mine"))
     assert new[0].tolist() == [-0.5] * 3
