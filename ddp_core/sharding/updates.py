@@ -122,7 +122,8 @@ class OwnUpdates:
         """What all ranks have of a parameter, with its CutTensors."""
         if not isinstance(member, Owned):
             return entries
-        own = leaves(without_queues(self._optimizer.state.get(member.tensor, {}))) if member.tensor is not None else {}
+        states: Mapping[Tensor | None, Any] = self._optimizer.state
+        own = leaves(without_queues(states.get(member.tensor, {})))
 
         def cut(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, _Cut):

@@ -41,15 +41,19 @@ class Kept(torch.optim.Optimizer):
                 state = self.state[each]
                 if not state:
                     state |= {"mean": torch.zeros_like(each), "steps": torch.zeros(()), "past": deque(maxlen=2)}
-                    state |= {"inner": [{"square": torch.zeros_like(each)}, "plain"]}
+                    state |= {"is_empty": not each.numel(), "inner": [{"square": torch.zeros_like(each)}, "plain"]}
                 state["steps"] += 1
                 state["mean"].lerp_(each.grad, 0.1)
                 state["past"].append(each.grad.clone())
                 state["inner"][0]["square"] += each.grad**2
                 each -= 0.1 * state["mean"]
-                if self.unlike == "value":
+                if self.unlike in ("value", "values"):
                     state["total"] = float(each.sum())
-                elif self.unlike == "missing" and each.numel() == 1024:
+                if self.unlike == "values":
+                    state[7] = float(each.sum())
+                if self.unlike == "whole" and each.numel() == 5:
+                    state["mine"] = id(self)
+                if self.unlike == "missing" and each.numel() == 1024:
                     state["is_large"] = True
 
 
@@ -88,9 +92,14 @@ def state_after(steps: int) -> dict[str, Any]:
 
 
 class Rank:
-    """One rank's parts of the parameters, and what updates them; it begins with `state`."""
+    """One rank's parts of the parameters, and what updates them; it begins with `state`.
 
-    def __init__(self, group: Any, state: dict[str, Any] | None = None, unlike: str = "") -> None:
+    `has_empty`: also a tensor in the place of a parameter of which it has no element, as where rows are cut.
+    """
+
+    def __init__(
+        self, group: Any, state: dict[str, Any] | None = None, unlike: str = "", has_empty: bool = False
+    ) -> None:
         (rank, size), whole = (group.rank(), group.size()) if group is not None else (0, 1), parameters()
         self.optimizer = Kept(groups(whole), unlike)
         if state is not None:
@@ -98,7 +107,7 @@ class Rank:
         self.owned: dict[str, Owned] = {}
         for name, cuts in CUTS.items():
             start, stop = [0, *cuts[-size:]][rank : rank + 2]
-            has_part = start < stop or (name == "none" and rank == 0)
+            has_part = has_empty or start < stop or (name == "none" and rank == 0)
             tensor = nn.Parameter(memory_of(whole[name].detach())[start:stop].clone()) if has_part else None
             self.owned[name] = Owned(name, whole[name], start, stop, tensor)
         self.whole = whole["whole"]
@@ -140,9 +149,10 @@ def on_groups_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
 
-def test_a_state_is_cut_goes_on_and_is_whole_again() -> None:
+@pytest.mark.parametrize("has_empty", [False, True])
+def test_a_state_is_cut_goes_on_and_is_whole_again(has_empty: bool) -> None:
     def train(group: Any) -> list[dict[str, Any]]:
-        rank = Rank(group, state_after(2))
+        rank = Rank(group, state_after(2), has_empty=has_empty)
         found = [copy.deepcopy(rank.updates.own_state())]
         rank.step(2)
         rank.step(3)
@@ -223,7 +233,15 @@ def test_a_state_that_lies_in_parts_is_read_where_it_is_owned() -> None:
     assert together([load(None)]) == in_order(state_after(2))
 
 
-@pytest.mark.parametrize(("unlike", "entry"), [("value", "total"), ("missing", "is_large")])
+@pytest.mark.parametrize(
+    ("unlike", "entry"),
+    [
+        ("value", "total of a weight of shape [3000]"),
+        ("values", "7 of a weight of shape [3000]"),
+        ("missing", "is_large of a weight of shape [3000]"),
+        ("whole", "mine of a weight of shape [5]"),
+    ],
+)
 def test_a_value_that_is_another_on_each_rank_is_refused_on_all(unlike: str, entry: str) -> None:
     def refusal(group: Any) -> str:
         rank = Rank(group, unlike=unlike)
@@ -234,7 +252,7 @@ def test_a_value_that_is_another_on_each_rank_is_refused_on_all(unlike: str, ent
         return str(refused.value)
 
     for said in on_threads(RANKS, refusal):
-        assert said.startswith(f"Kept does not treat each element by itself: {entry} of a weight of shape [3000] is ")
+        assert said.startswith(f"Kept does not treat each element by itself: {entry} is another ")
 
 
 def test_a_state_of_other_groups_is_refused_with_their_sizes() -> None:
