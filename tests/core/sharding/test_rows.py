@@ -1,16 +1,13 @@
-"""Parameters in rows, on one rank and on two: state, names and memory of the parts, and what is refused."""
+"""Parameters in rows on two ranks: state, names, groups and memory of the parts, and what is refused."""
 
 from __future__ import annotations
-
-import pytest
 
 from tests.distributed import rows_cases as cases
 from tests.support.processes import run_processes
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_training_in_rows_is_that_of_one_process(world_size: int) -> None:
-    run_processes(cases.trains_as_one_process, world_size)
+def test_a_training_in_rows_is_that_of_one_process_and_mixes_with_nothing() -> None:
+    run_processes(cases.trains_as_one_process, 2)
 
 
 def test_parts_have_names_kinds_and_memory_of_their_own() -> None:
