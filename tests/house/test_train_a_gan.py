@@ -21,7 +21,7 @@ FILES = ROOT / "docs" / "how-to" / "train-a-gan"
 PAGE = FILES.with_suffix(".md").read_text()
 RING, LOOP = FILES / "ring.py", FILES / "ring_loop.py"
 SHORT = [str(RING), "--set", "max_steps=5", "--set", "data.size=320", "--set", "last_batch=keep"]
-PENALTY_IN_THE_LOSS = """
+PENALTY_IN_THE_LOSS = '''
 def forward(self, real):
     between = self.generator(torch.randn(len(real), self.noise))
     return {"between": between, "scores": self.critic(between)}
@@ -39,7 +39,7 @@ def data(size: int = 320):
 
 Gan.forward = forward
 experiment = Experiment(name="ring", optimizer=Component(name="optimizer"), global_batch_size=64, micro_batch=8)
-"""
+'''
 
 
 def test_the_page_shows_its_files() -> None:

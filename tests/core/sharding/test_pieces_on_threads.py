@@ -156,18 +156,13 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
         made = copy.deepcopy(net())
         return OwnsPieces(made, optimizer(made), **{"micro_batches": 4, "process_group": group, **other})
 
-    assert (
-        refused(lambda group: owns(group, micro_batches=4 + group.rank()))
-        == ["the ranks do not agree, so their sums would not: micro_batches is 4 on rank 0, but 5 on rank 1"] * 2
-    )
-    assert (
-        refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()]))
-        == [
-            "the ranks do not agree, so their sums would not: shares is contiguous, in 2 flat tensors on rank 0, but "
-            "strided, in 2 flat tensors on rank 1"
-        ]
-        * 2
-    )
+    assert refused(lambda group: owns(group, micro_batches=4 + group.rank())) == [
+        "the ranks do not agree, so their sums would not: micro_batches is 4 on rank 0, but 5 on rank 1"
+    ] * 2
+    assert refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])) == [
+        "the ranks do not agree, so their sums would not: shares is contiguous, in 2 flat tensors on rank 0, but "
+        "strided, in 2 flat tensors on rank 1"
+    ] * 2
     assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
     assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
 

@@ -130,9 +130,7 @@ def check_rounding(found: list[dict[str, Tensor]]) -> None:
 def test_torchs_own_sums_differ_by_rounding_alone(world_size: int) -> None:
     found = on_thread_world(world_size, functools.partial(train, torch.float64, exact=False))
     check_rounding(found[0])
-    assert all(
-        [each["norm"] for each in theirs[1:6:2]] == [each["norm"] for each in found[0][1:6:2]] for theirs in found
-    )
+    assert all([each["norm"] for each in theirs[1:6:2]] == [each["norm"] for each in found[0][1:6:2]] for theirs in found)
 
 
 def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
