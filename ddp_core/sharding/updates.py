@@ -122,7 +122,7 @@ class OwnUpdates:
         """What all ranks have of a parameter, with its CutTensors."""
         if not isinstance(member, Owned):
             return entries
-        states: Mapping[Tensor | None, Any] = self._optimizer.state
+        states: Mapping[Any, Any] = self._optimizer.state
         own = leaves(without_queues(states.get(member.tensor, {})))
 
         def cut(leaf: Any, name: str) -> Any:
