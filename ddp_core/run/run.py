@@ -49,6 +49,7 @@ from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
 from ddp_core.sharding import Sharding
 from ddp_core.trainers import Job, Trainer, build_trainer
+from ddp_core.trainers.own_metrics import OwnMetrics
 from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.trial import check_loss, try_metrics
 
@@ -108,7 +109,7 @@ def run(request: Request, world: World) -> None:
         stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
-        parts, source, data = _build_the_same(request, collectives, console)
+        parts, own_metrics, source, data = _build_the_same(request, collectives, console)
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
@@ -135,7 +136,7 @@ def run(request: Request, world: World) -> None:
                     splits=parts.splits,
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
-                    named_metrics=parts.named_metrics,
+                    own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
                     collectives=collectives,
@@ -196,8 +197,8 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console
-) -> tuple[BuiltExperiment, Source, DataDigest]:
-    """All parts, the user's code and the digest of the data.
+) -> tuple[BuiltExperiment, OwnMetrics | None, Source, DataDigest]:
+    """All parts, the metrics as they are counted, the user's code and the digest of the data.
 
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
     """
@@ -205,16 +206,17 @@ def _build_the_same(
     collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
     require_same_model(collectives, parts.model)
-    if parts.named_metrics is not None and parts.splits.test is not None:
+    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
+    if own_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)
-        try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
+        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
     # All modules of the user are imported by now.
     source = collect(request.loaded)
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
+    return parts, own_metrics, source, agreed_digest(parts.splits, collectives, console.say, request.options)
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
