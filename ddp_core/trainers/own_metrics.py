@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ _TAKEN = ("loss", "accuracy")  # names of figures that every evaluation has
 class OwnMetrics:
     """The metrics of an experiment file by name; that of the function `metrics` is empty."""
 
+    names: Sequence[str]
     functions: Mapping[str, NamedMetric]
     of_torchmetrics: Mapping[str, Metric]
     are_tried: bool = False
@@ -54,13 +55,15 @@ class OwnMetrics:
                     "can be called like one, or a metric of torchmetrics"
                 )
         states = {name: each for name, each in named.items() if library and isinstance(each, library.Metric)}
-        return cls({name: each for name, each in named.items() if name not in states}, states)
+        functions = {name: each for name, each in named.items() if name not in states}
+        return cls(list(named), functions, states)
 
 
 class OwnFigures:
     """The own metrics of one evaluation; `add` is called for the batches that this rank computes."""
 
     def __init__(self, metrics: OwnMetrics, batches: int, device: torch.device) -> None:
+        self._names = metrics.names
         self._sums = NamedSums(metrics.functions, batches)
         self._states = MetricStates(metrics.of_torchmetrics, device, metrics.are_tried)
 
@@ -79,7 +82,8 @@ class OwnFigures:
         figures: dict[str, Any] | None = None
         try:
             if collectives.world.is_first:
-                figures = _named({**of_sums(), **of_states()})
+                found = {**of_sums(), **of_states()}
+                figures = _named({name: found[name] for name in self._names})
         finally:
             figures = collectives.broadcast(figures)
         if figures is None:
