@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,19 +77,30 @@ class OwnFigures:
         """`test_<name>` of every figure, the same on every rank: numbers and nested lists, null where not finite.
 
         Rank 0 computes them from what all ranks have: on another kind of CPU a quotient of sums may have other bits.
-        Raises there what a metric raises, and UserError on the other ranks.
+        Raises there what a metric raises, and a UserError that says so on the other ranks.
         """
         of_sums, of_states = self._sums.figures(collectives), self._states.figures(collectives)
-        figures: dict[str, Any] | None = None
+        figures: dict[str, Any] = {}
+        problem: str | None = None
         try:
             if collectives.world.is_first:
                 found = {**of_sums(), **of_states()}
                 figures = _named({name: found[name] for name in self._names})
+        except Exception as error:
+            problem = _in_one_line(error)
+            raise
         finally:
-            figures = collectives.broadcast(figures)
-        if figures is None:
-            raise UserError("rank 0 could not compute the metrics from what all ranks have counted")
+            figures, problem = collectives.broadcast((figures, problem))
+        if problem is not None:
+            raise UserError(f"rank 0 cannot compute the metrics: {problem}")
         return figures
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: {error}"
 
 
 def _named(found: Mapping[str, Any]) -> dict[str, Any]:

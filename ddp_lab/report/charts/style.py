@@ -94,6 +94,7 @@ def row_axes(names: Sequence[str], label: str) -> Axes:
     axes.set_yticks(range(len(names)), [_in_two_lines(name) for name in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.locator_params("x", nbins=3)  # the names take up to a half of the width
     axes.grid(visible=False, axis="y")
     axes.spines.bottom.set_visible(False)
     axes.set_title(label)

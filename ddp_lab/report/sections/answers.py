@@ -90,11 +90,11 @@ def _memories(whole: Group, sharded: Group) -> tuple[Spread, Spread] | None:
 
 
 def _quality(family: Family) -> list[str]:
-    """The first figure of the held-out samples, over the completed runs."""
+    """The first figure of the held-out samples, or the loss, over the completed runs."""
     done = [run for group in family.groups for run in group.completed]
-    name = next(iter(own_figures(run.record["result"] for run in done)), None)
-    spread = Spread.of(run.result(name) for run in done) if name else None
-    if name is None or spread is None:
+    name = next(iter(own_figures(run.record["result"] for run in done)), "test_loss")
+    spread = Spread.of(run.result(name) for run in done)
+    if spread is None:
         return []
     scale, unit = (100, " %") if name == "test_accuracy" else (1, "")
     if spread.low == spread.high:

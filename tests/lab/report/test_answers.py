@@ -26,7 +26,7 @@ def said(output: Path) -> str:
 
 def times(output: Path, layout: Layout, *speeds: float, **result: Any) -> None:
     for speed in speeds:
-        write_run(output, layout, steps=0, speed=speed, result={"test_accuracy": None, **result})
+        write_run(output, layout, steps=0, speed=speed, result={"test_accuracy": None, "test_loss": None, **result})
 
 
 def test_the_fastest_layout_is_named_with_its_gain_and_the_weights(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_the_noise_hides_is_not_said(tmp_path: Path) -> None:
 
 def test_other_weights_are_said(tmp_path: Path) -> None:
     times(tmp_path, single(), 1000.0)
-    write_run(tmp_path, ddp(2), steps=0, speed=2000.0, digest="b" * 64, result={"test_accuracy": None})
+    write_run(tmp_path, ddp(2), steps=0, speed=2000.0, digest="b" * 64, result={"test_accuracy": None, "test_loss": None})
     assert said(tmp_path).endswith("2.0 times single, but digests differ.")
 
 
@@ -76,6 +76,8 @@ def test_sharding_is_weighed_against_the_same_ranks(tmp_path: Path) -> None:
 def test_the_quality_is_that_of_accuracy_or_of_the_experiments_own_figure(tmp_path: Path) -> None:
     write_run(tmp_path / "a", single(), steps=0, result={"test_accuracy": 0.98611})
     assert said(tmp_path / "a") == "run as single only; accuracy 98.61 %."
+    write_run(tmp_path / "c", single(), steps=0, result={"test_accuracy": None, "test_loss": 0.5})
+    assert said(tmp_path / "c") == "run as single only; loss 0.5000."
     for seed, value in enumerate((2.8112, 3.0208)):
         result = {"test_accuracy": None, "test_perplexity": value}
         write_run(tmp_path / "b", single(), steps=0, seed=seed, result=result)
