@@ -59,7 +59,7 @@ def evaluate_run(request: Request, world: World) -> None:
 
 
 def _job(request: Request, beginning: Beginning) -> Job:
-    collectives, console, parts, *_ = beginning
+    collectives, console, parts, own_metrics, *_ = beginning
     return Job(
         experiment=request.loaded.experiment,
         layout=request.layout,
@@ -70,7 +70,7 @@ def _job(request: Request, beginning: Beginning) -> Job:
         splits=parts.splits,
         optimizer=parts.optimizer,
         schedule=parts.schedule,
-        named_metrics=parts.named_metrics,
+        own_metrics=own_metrics,
         collectives=collectives,
         device=collectives.device,
         console=console,

@@ -102,7 +102,7 @@ def run(request: Request, world: World) -> None:
     launched = world.report_dir is not None
     stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
     with ExitStack() as stack:
-        collectives, console, parts, source, data = stack.enter_context(begun(request, world))
+        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
@@ -130,7 +130,7 @@ def run(request: Request, world: World) -> None:
                     splits=parts.splits,
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
-                    named_metrics=parts.named_metrics,
+                    own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
                     collectives=collectives,
