@@ -107,12 +107,13 @@ class WatchedRun:
     def _read_standing(self) -> None:
         """Read the files that tell whether somebody works here."""
         self._now = time.time()
-        self._read_record()
         try:
             self.is_held = is_held(self.directory.path, patience=0.0)
         except OSError:  # somebody else's run, whose lock may not be opened
             self.is_held = False
         self._read_heartbeats()
+        # Last: a run writes how it has ended before it gives its lock back.
+        self._read_record()
 
     @property
     def state(self) -> State:
@@ -121,9 +122,11 @@ class WatchedRun:
         if status != "running":
             return status
         silent = self.silent_seconds
-        if not self.is_held and silent > self._patience:
+        is_dead = not self.is_held and any(rank.process == "gone" for rank in self.ranks)
+        can_return = self.record["layout"]["kind"] == "ddp"
+        if (is_dead and not can_return) or (not self.is_held and silent > self._patience):
             return "interrupted"
-        if silent > max(SILENT_SECONDS, 3 * (self.seconds_per_step or 0.0)):
+        if is_dead or silent > max(SILENT_SECONDS, 3 * (self.seconds_per_step or 0.0)):
             return "silent"
         return "running" if self.step or self.ranks else "starting"
 

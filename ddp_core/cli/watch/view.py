@@ -56,7 +56,7 @@ def picture(runs: Sequence[WatchedRun], problems: Sequence[str], console: Consol
     """All runs, as much of each as fits into the terminal; with `whole`, all of each."""
     width, height = console.width, console.height
     is_ascii = console.options.ascii_only
-    notes: Lines = [_line(f"passed over: {problem}", "yellow") for problem in problems]
+    notes: Lines = [_line(text, "yellow") for problem in problems for text in wrap(f"passed over: {problem}", width)]
     if not runs:
         return Group(_line("no run yet; waiting for one (Ctrl-C leaves)"), *notes)
     parts: list[Lines] = []
