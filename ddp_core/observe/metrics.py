@@ -20,6 +20,7 @@ from typing import IO, Any, NotRequired, Self
 from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
+from ddp_core.base.ending import take_off_bar
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
@@ -228,4 +229,6 @@ class Console:
         if self._bar is not None:
             self._bar.write(text, file=stream)
         else:
+            if not self._is_first:
+                take_off_bar()  # rank 0 draws it anew
             print(text, file=stream, flush=True)
