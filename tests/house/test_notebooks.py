@@ -51,7 +51,7 @@ def test_an_experiment_that_is_no_file_is_refused_with_the_way_out() -> None:
     experiment = Experiment(
         name="mine", model=Component(name="mlp"), data=Component(name="digits"), global_batch_size=64
     )
-    with pytest.raises(UserError, match="each rank is a new process.*%%writefile"):
+    with pytest.raises(UserError, match=r"each rank is a new process.*%%writefile"):
         train(experiment)  # type: ignore[arg-type]
 
 
