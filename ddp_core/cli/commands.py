@@ -180,6 +180,29 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     return compare_runs(runs or [Path(output)], as_json)
 
 
+@ddp.command(options=partial(field_options, "output"))
+@click.argument("place", metavar="[RUN|DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Say how it stands, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a terminal: the least time between two lines of progress of a run.",
+)
+def watch(place: Path | None, output: str, once: bool, every: float) -> int:
+    """Look at runs while they train.
+
+    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
+    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
+    """
+    from ddp_core.cli.watch.watch import watch_runs
+
+    return watch_runs(place or Path(output), once, every)
+
+
 @ddp.command(
     "verify", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
 )

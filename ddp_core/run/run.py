@@ -187,7 +187,9 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     if request.options.log_to:
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        experiment = request.loaded.experiment
+        total = experiment.total_steps(record.steps_per_epoch)
+        logged = LoggedRun(directory.path, experiment.name, loggable(settings), total)
         loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)

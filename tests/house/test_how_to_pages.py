@@ -15,6 +15,7 @@ PAGES = [
     "shard-the-optimizer",
     "stop-early",
     "train-from-python",
+    "watch-a-run",
 ]
 
 
