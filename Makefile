@@ -79,7 +79,7 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,schemas,recording]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,schemas,recording,pyright]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-foreign: setup ## Other people's models and optimizers on every layout, hours; ONLY="timm torchvision.res" WORKERS=2 AGAIN=1
@@ -124,10 +124,13 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 	$(NO_GPU) $(BIN)/python -m pytest -m "not gpu and not gpu2"
 	$(MAKE) --no-print-directory test-gpu
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -c 'import basedpyright' 2>/dev/null || \
+	  $(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[pyright]'
+	$(BIN)/python -m tools.typed_examples
 
 compare: setup ## One table of all runs in outputs/
 	@$(BIN)/ddp compare

@@ -36,8 +36,8 @@ class Moment:
     averaged_model: nn.Module | None
     """The model with averaged weights, where the experiment has an `ema_decay`."""
     rank: int
-    directory: Path | None
-    """The run directory; None in a trainer that has none."""
+    directory: Path
+    """The run directory."""
 
     @property
     def is_first(self) -> bool:

@@ -122,7 +122,10 @@ class CallbackCalls(StepObserver):
         self._call("on_end", epoch, self._state.last_epoch_loss)
 
     def _call(self, method: Literal["on_step", "on_epoch", "on_end"], epoch: int, loss: float | None) -> None:
-        state = self._state
+        if not self._callbacks:
+            return
+        state, directory = self._state, self._job.directory
+        assert directory is not None, "callbacks are called in a run directory"
         moment = Moment(
             step=state.step,
             epoch=epoch,
@@ -132,7 +135,7 @@ class CallbackCalls(StepObserver):
             model=state.model,
             averaged_model=None if state.average is None else state.average.module,
             rank=self._job.collectives.world.rank,
-            directory=self._job.directory,
+            directory=directory,
         )
         with user_code("your callback"):
             for callback in self._callbacks:

@@ -52,7 +52,7 @@ class Job:
     named_metrics: NamedMetrics | None = None
     callbacks: Sequence[Callback] = ()
     directory: Path | None = None
-    """The run directory, for callbacks."""
+    """The run directory, for callbacks; None where none is called."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     broken: Callable[[int, str], None] | None = None

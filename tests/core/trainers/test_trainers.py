@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,7 @@ def trainer_of(
         stop=stop or StopRequest(),
         observers=[FaultScript(faults), *observers],
         callbacks=callbacks,
+        directory=Path("run"),
     )
     trainer = build_trainer(job)
     try:
