@@ -88,6 +88,9 @@ class ExperimentOptions(Frozen):
     record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
         default=None, description="Train the experiment that this file records; its own file gives the functions only."
     )
+    only_steps: Annotated[Steps | None, CommandLine(hidden=True)] = Field(
+        default=None, description="Only try the run: end after so many steps, as if they were all (`ddp rehearse`)."
+    )
 
 
 class KernelOptions(Frozen):

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def run(request: Request, world: World) -> None:
                     named_metrics=parts.named_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
+                    only_steps=_only_steps(request),
                     collectives=collectives,
                     device=collectives.device,
                     console=console,
@@ -214,7 +216,14 @@ def _build_the_same(
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
+    # Files may take minutes to read, which a run that is only tried does not have.
+    splits = parts.splits if _only_steps(request) is None else replace(parts.splits, files=())
+    return parts, source, agreed_digest(splits, collectives, console.say, request.options)
+
+
+def _only_steps(request: Request) -> int | None:
+    """The steps after which a run ends that is only tried; None for any other run."""
+    return None if request.asked is None else request.asked.only_steps
 
 
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
