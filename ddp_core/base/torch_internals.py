@@ -161,6 +161,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "fully_shard sets it on every part of a model, and nothing public takes it away",
         "2.4",
     ),
+    "_execution_engine": PrivateName(
+        "torch.autograd.Variable",
+        "compare at the end of a backward which blocks of a sharded model it has come to",
+        "hooks are those of tensors and nodes, none of which is known to be the last",
+        "0.4",
+    ),
     # Of tensors, modules and data.
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
@@ -355,6 +361,11 @@ def forget_that_it_is_cut(module: nn.Module) -> None:
 def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Those of `gathered_together` whose gradients travel as one flat tensor, in their order there."""
     return [(part, whole) for part, whole in gathered_together(module) if part.requires_grad]
+
+
+def at_the_end_of_backward(function: Callable[[], None]) -> None:
+    """Call the function when the backward that runs has ended; for hooks in that backward."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -67,6 +67,12 @@ class Run:
         return digest
 
     @property
+    def ended_early(self) -> dict[str, Any] | None:
+        """The `step`, `of` how many, and the `reason`, where a callback has ended the completed run; else None."""
+        early: dict[str, Any] | None = self.record.get("ended_early")
+        return early
+
+    @property
     def promise_broken(self) -> dict[str, Any] | None:
         """The `step`, the `attempt`, and `what` was found, where the guard found other bits; None where it did not.
 

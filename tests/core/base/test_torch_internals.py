@@ -217,6 +217,16 @@ def sent_together(_: int, __: int, ___: str) -> None:
     assert not hasattr(net, "_is_fsdp_managed_module")
 
 
+def end_of_backward(_: int, __: int, ___: str) -> None:
+    seen = []
+    first, last = nn.Parameter(torch.ones(1)), torch.ones(1)
+    first.register_hook(lambda _: seen.append("first"))
+    rows = first * last
+    rows.register_hook(lambda _: torch_internals.at_the_end_of_backward(lambda: seen.append("end")))
+    rows.sum().backward()
+    assert seen == ["first", "end"]
+
+
 def foreach(_: int, __: int, ___: str) -> None:
     ours = [torch.ones(2), torch.ones(3)]
     torch_internals.foreach_add_(ours, [torch.ones(2), torch.ones(3)])
@@ -348,6 +358,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_abort_process_group": abort,
     "_world": groups,
     **dict.fromkeys(("_fsdp_param_group", "_is_fsdp_managed_module"), sent_together),
+    "_execution_engine": end_of_backward,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
     "_int_mm": int_mm,
     "torch.Tensor._version": counter_of_writes,
