@@ -65,7 +65,7 @@ def card(
 ---
 library_name: {"transformers" if to == "hf" else "pytorch"}
 tags:
-- ddp-core
+- samebits
 ---
 
 # {experiment["name"]}

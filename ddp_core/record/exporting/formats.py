@@ -212,4 +212,4 @@ def require_packages(name: str) -> None:
     """Raises UserError where a package is missing that the format needs."""
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
     if missing:
-        raise UserError(f"--to {name} needs {' and '.join(missing)}: pip install 'ddp-core[export]'")
+        raise UserError(f"--to {name} needs {' and '.join(missing)}: pip install 'samebits[export]'")

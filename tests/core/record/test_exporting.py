@@ -205,7 +205,7 @@ def _full(*_: object) -> None:
 
 def test_what_is_missing_for_a_format_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--to onnx needs onnx and onnxscript: pip install 'ddp-core\[export\]'"):
+    with pytest.raises(UserError, match=r"--to onnx needs onnx and onnxscript: pip install 'samebits\[export\]'"):
         written(run, "onnx", tmp_path)
 
 
