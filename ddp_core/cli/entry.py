@@ -15,8 +15,9 @@ from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import meant_by
-from ddp_core.cli.commands import COMPLETION_VARIABLE, IS_OWN_PROCESS, ddp
+from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp
 from ddp_core.cli.config import DEFAULT_MAP, config_of
+from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
 
