@@ -16,6 +16,7 @@ PAGES = [
     "shard-the-optimizer",
     "stop-early",
     "train-from-python",
+    "use-what-was-trained",
     "watch-a-run",
 ]
 
