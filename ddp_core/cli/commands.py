@@ -155,6 +155,25 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
 
 
+@ddp.command("rehearse", options=field_options)
+@_config(title="What is trained, and from where on")
+@click.pass_context
+def rehearse_(context: click.Context, /, **_: object) -> int:
+    """Try a long run in about a minute, before it is submitted.
+
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Everything is built twice; two steps are
+    trained on every layout that fits this machine; a run is killed and resumed; the weights are loaded again. Then it
+    tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing is
+    written to --output. The exit code is 0 where the long run may be submitted.
+    """
+    _quiet()
+    from ddp_core.cli.preflight import rehearse
+
+    config = config_of(context)
+    with config.blamed():
+        return rehearse(asked_in(context), "ddp " + " ".join(context.obj))
+
+
 @ddp.command("list")
 def list_() -> int:
     """List the experiments and the questions they answer."""

@@ -184,9 +184,13 @@ def train_silently(asked: Asked) -> None:
         raise _failed(words, code, lines[-1] if lines else "")
 
 
-def run_ddp(words: list[str]) -> tuple[int, str]:
-    """The exit code of a `ddp` command, and what it wrote to standard error."""
-    done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
+def run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
+    """The exit code of a `ddp` command, and what it wrote to standard error.
+
+    Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
+    """
+    command = [sys.executable, "-m", "ddp_core", *words]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
     return done.returncode, done.stderr
 
 

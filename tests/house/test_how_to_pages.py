@@ -11,6 +11,7 @@ from tests.support.commands import ROOT
 
 PAGES = [
     "change-a-run-on-the-way",
+    "rehearse-a-long-run",
     "report-your-own-figures",
     "shard-the-optimizer",
     "stop-early",
