@@ -6,6 +6,7 @@ import io
 import json
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,23 @@ _config = partial(
     help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line overrides "
     "it. [default: none]",
 )
+
+
+def _step(value: str) -> int | str:
+    if value in ("final", "newest", "best"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
+    return int(value)
+
+
+def _at(usual: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--at",
+        metavar="STEP",
+        type=_step,
+        help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
+    )
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -176,6 +194,31 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     lines = said.getvalue().splitlines()
     click.echo(json.dumps({"run": str(run), "identical": code == ExitCode.DONE, "verdict": lines[-1], "lines": lines}))
     return code
+
+
+def _options_of_eval() -> list[click.Parameter]:
+    recorded = field_options("settings", "device", "data_dir", default="as recorded")
+    return [*field_options("layout", "nproc_per_node", "shard"), *recorded]
+
+
+@ddp.command("eval", options=_options_of_eval)
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@_at("those it ended with, else its newest checkpoint")
+@click.option(
+    "--data", metavar="NAME", help="Another data set of the experiment's file or of ddp, as --set data.name=NAME."
+)
+@_as_json
+@click.pass_context
+def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
+    """Evaluate weights of RUN, on any layout.
+
+    The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
+    data and evaluation can be changed. This runs the code that the run has kept.
+    """
+    _quiet()
+    from ddp_core.cli.evaluate import evaluate
+
+    return evaluate(run, context.find_root().obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
 
 
 @ddp.command()

@@ -22,6 +22,7 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
 from ddp_core.record.data import digest_data, how_compared, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
@@ -196,17 +197,26 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         print(f"data      compared by a sample: {record['data']['digest_of']}")
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
+    ends = [how_it_ended(each.get("ended_early")) or "was trained to its last step" for each in (record, repeated)]
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
         figure = None if other or broken else _other_figure(record["result"], repeated["result"])
         if figure is not None:
             print(f"different figures, though the weights are identical: {figure}")
             return DIFFERENT
+        if repeated.get("ended_early"):
+            print(f"both      {ends[1]}")
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
     if (ddp := _other_ddp(record)) is not None:
         causes.insert(0, f"other code: {ddp}")
+    if ends[0] != ends[1]:
+        causes.insert(
+            0,
+            f"another end: the run {ends[0]}; the repetition {ends[1]}. A callback asks by something else than the "
+            "figures and weights of the training, such as a clock",
+        )
     if record["data_sha256"] is None:
         causes.insert(0, "a data set that gives other items at each read")
     if broken:

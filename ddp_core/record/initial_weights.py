@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
+from ddp_core.base.torch_internals import plain_name
 from ddp_core.checkpoint import difference, newest_valid
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
@@ -71,14 +72,18 @@ def put_weights(model: nn.Module, weights: InitialWeights) -> None:
 
 
 def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
-    """Load a state dict into the model, also that of a wrapped model, or one without the second names of tied weights.
+    """Load a state dict into the model: also that of a wrapped or compiled model, or one without second names.
+
+    A tensor that a model has under several names (tied weights) may be there once.
 
     Raises UserError where the names or shapes are those of another model; its message begins with `whose`.
     """
     own = model.state_dict()
     if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
         found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
-    found = dict(found)
+    # Either of the two may be of a compiled model.
+    ours = {plain_name(name): name for name in own}
+    found = {ours.get(plain_name(name), name): value for name, value in found.items()}
     # safetensors keeps tied weights once, under one of their names.
     for name, tensor in own.items():
         twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file, is_there
 from ddp_core.checkpoint import is_part, load, read_checkpoint
 
-WEIGHTS = "model.safetensors"
-_DIGESTS = {WEIGHTS: "weights_sha256", "model_ema.safetensors": "ema_sha256"}
+WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model_ema.safetensors"
+_DIGESTS = {WEIGHTS: "weights_sha256", AVERAGED_WEIGHTS: "ema_sha256"}
 """The files of a run's final weights, and the fields of run.json with their digests."""
 _NESTED = ("model", "state_dict")
 """The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
@@ -61,19 +61,41 @@ def exchanged_weights(directory: Path, record: Mapping[str, Any]) -> str | None:
 
     Raises UserError (2) for a file that is missing, or cannot be read.
     """
-    for name, field in _DIGESTS.items():
-        if (digest := record.get(field)) is not None and weights_digest(_whole_state(directory / name)) != digest:
-            return name
-    return None
+    return next((name for name, _, is_recorded in _states(directory, record) if not is_recorded), None)
+
+
+def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names.
+
+    Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read.
+    """
+    found = {}
+    for name, state, is_recorded in _states(directory, record):
+        if not is_recorded:
+            raise _exchanged(directory / name)
+        found[name] = state
+    return found
 
 
 def require_recorded_weights(directory: Path, record: Mapping[str, Any]) -> None:
     """Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read."""
     if (name := exchanged_weights(directory, record)) is not None:
-        raise UserError(
-            f"{directory / name} holds other weights than the run ended with; restore it from a copy, or train again",
-            ExitCode.NO_CHECKPOINT,
-        )
+        raise _exchanged(directory / name)
+
+
+def _exchanged(file: Path) -> UserError:
+    return UserError(
+        f"{file} holds other weights than the run ended with; restore it from a copy, or train again",
+        ExitCode.NO_CHECKPOINT,
+    )
+
+
+def _states(directory: Path, record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor], bool]]:
+    """Of each file whose digest is recorded: its name, its state dict, and whether that has the digest."""
+    for name, field in _DIGESTS.items():
+        if (digest := record.get(field)) is not None:
+            state = _whole_state(directory / name)
+            yield name, state, weights_digest(state) == digest
 
 
 def _whole_state(file: Path) -> dict[str, Tensor]:

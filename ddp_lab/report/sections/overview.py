@@ -90,7 +90,7 @@ def _run_row(run: Run, letters: Mapping[str, str], environment: str, has_own: bo
         text(run.experiment),
         text(way_of(run), link=run_anchor(run)),
         figure(run.seed, str(run.seed)),
-        text(run.status, TONES[run.status]),
+        text(run.ended, TONES[run.status]),
         Cell(shown, letter or digest[:8] or None, "code", note=run.broken or ""),
         *([_own(run)] if has_own else []),
         figure(loss, number(loss, 4)),

@@ -47,6 +47,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         ("finished", moment(record["finished_at"])),
         ("exit code", plain(record["exit_code"])),
         *([("figures", figures)] if (figures := _own_figures(run)) else []),
+        *([("end", run.early_end)] if run.early_end else []),
         ("environment", letter),
         ("while it ran", run.disturbance or "little else ran on the machine"),
         *([("guard", run.guard)] if run.guard else []),

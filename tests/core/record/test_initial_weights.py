@@ -67,6 +67,20 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     assert fresh.first.weight is fresh.second.weight
 
 
+def test_weights_of_a_compiled_model_fit_the_plain_one_and_the_other_way_round(tmp_path: Path) -> None:
+    trained, fresh = model(), model()
+    fresh[0] = torch.compile(fresh[0], backend="eager")
+    compiled = torch.compile(trained, backend="eager")
+    torch.save(compiled.state_dict(), tmp_path / "compiled.pt")
+    torch.save(fresh.state_dict(), tmp_path / "partly.pt")
+    put_weights(fresh, find_weights(str(tmp_path / "compiled.pt")))
+    assert all(map(torch.equal, fresh.state_dict().values(), trained.state_dict().values()))
+    put_weights(compiled, find_weights(str(tmp_path / "partly.pt")))
+    plain = model()
+    put_weights(plain, find_weights(str(tmp_path / "partly.pt")))
+    assert same(plain, trained)
+
+
 def test_another_precision_is_converted(tmp_path: Path) -> None:
     half, fresh = model().half(), model()
     save_file(half.state_dict(), tmp_path / "half.safetensors")

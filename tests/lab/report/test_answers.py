@@ -59,8 +59,10 @@ def test_what_the_noise_hides_is_not_said(tmp_path: Path) -> None:
 
 def test_other_weights_are_said(tmp_path: Path) -> None:
     times(tmp_path, single(), 1000.0)
-    write_run(tmp_path, ddp(2), steps=0, speed=2000.0, digest="b" * 64, result={"test_accuracy": None, "test_loss": None})
-    assert said(tmp_path).endswith("2.0 times single, but digests differ.")
+    write_run(
+        tmp_path, ddp(2), steps=0, speed=2000.0, digest="b" * 64, result={"test_accuracy": None, "test_loss": None}
+    )
+    assert "2.0 times single, but digests differ" in said(tmp_path)
 
 
 def test_sharding_is_weighed_against_the_same_ranks(tmp_path: Path) -> None:
