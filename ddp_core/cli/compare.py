@@ -120,6 +120,7 @@ def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "code": (record.get("source") or {}).get("files"),
         "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
         "initial weights": (record.get("init_from") or {}).get("sha256"),
     }
 

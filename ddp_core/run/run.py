@@ -40,7 +40,15 @@ from ddp_core.run.beginning import begun
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
-from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
+from ddp_core.run.resuming import (
+    by_rank_0,
+    choose_checkpoint,
+    choose_directory,
+    choose_fork,
+    choose_weights,
+    open_record,
+    resume,
+)
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.own_metrics import OwnMetrics
 from ddp_core.trainers.trial import check_loss
@@ -102,7 +110,8 @@ def run(request: Request, world: World) -> None:
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        origin = Origin(source, data, by_rank_0(collectives, choose_weights, request, directory))
+        weights = by_rank_0(collectives, choose_weights, request, directory)
+        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))

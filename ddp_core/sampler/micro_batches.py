@@ -67,7 +67,7 @@ class Step:
         sampler.advance(self.samples)
 
     def again(self, parts: Iterable[tuple[int, Batch]]) -> Iterator[tuple[int, Batch]]:
-        """Begin the reduction once more, for another update on the same micro-batches: a generator's after its critic's.
+        """Begin the reduction anew, for another update on the same micro-batches (a generator's after its critic's).
 
         `parts` are the `(index, batch)` that the loop kept of the first pass. The random numbers are others than in the
         passes before, and as little dependent on the layout.

@@ -12,6 +12,15 @@ from tests.support.commands import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["report-your-own-figures", "shard-the-optimizer", "train-from-python", "stop-early"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "report-your-own-figures",
+        "shard-the-optimizer",
+        "train-from-python",
+        "stop-early",
+        "change-a-run-on-the-way",
+    ],
+)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
