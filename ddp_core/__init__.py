@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
     from ddp_core.data.splits import InMemory, Splits
     from ddp_core.observe.callback import Callback, Moment
+    from ddp_core.observe.early_stopping import EarlyStopping
     from ddp_core.record.reading import Run
+    from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
     from ddp_core.sampler import ElasticSampler, MicroBatches
 
@@ -29,6 +31,7 @@ __all__ = [
     "Callback",
     "Checkpointer",
     "Component",
+    "EarlyStopping",
     "ElasticSampler",
     "ExactReduction",
     "Experiment",
@@ -41,6 +44,7 @@ __all__ = [
     "Splits",
     "__version__",
     "load",
+    "load_model",
     "train",
 ]
 
@@ -48,6 +52,7 @@ _PLACES = {
     "Callback": "ddp_core.observe.callback",
     "Checkpointer": "ddp_core.checkpoint",
     "Component": "ddp_core.config.experiment",
+    "EarlyStopping": "ddp_core.observe.early_stopping",
     "ElasticSampler": "ddp_core.sampler",
     "ExactReduction": "ddp_core.reduction",
     "Experiment": "ddp_core.config.experiment",
@@ -59,6 +64,7 @@ _PLACES = {
     "Schedule": "ddp_core.config.experiment",
     "Splits": "ddp_core.data.splits",
     "load": "ddp_core.checkpoint",
+    "load_model": "ddp_core.record.trained",
     "train": "ddp_core.cli.training",
 }
 """The module that each name is loaded from. The imports above say the same to type checkers, which do not run this."""
@@ -87,7 +93,7 @@ def _version() -> str:
     from importlib import metadata
 
     try:
-        return metadata.version("ddp-core")
+        return metadata.version("samebits")
     except metadata.PackageNotFoundError:
         return "unknown"  # the folder was put on Python's path without being installed
 

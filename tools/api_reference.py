@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 
 FRONT = [
-    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "Moment"),
-    *("train", "Run"),
+    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "Moment", "EarlyStopping"),
+    *("train", "Run", "load_model"),
     *("ElasticSampler", "MicroBatches", "ExactReduction", "Checkpointer", "load"),
 ]
 """The short list in the order in which a user learns it."""

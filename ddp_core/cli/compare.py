@@ -11,6 +11,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
 
@@ -64,7 +65,8 @@ def table(runs: Sequence[RunAndRecord]) -> str:
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
     cells = [_row(_facts_of(directory, record, _reference(runs)), sharded, in_part) for directory, record in runs]
     broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
-    return "\n".join([name, *aligned(cells), *broken, verdict([record for _, record in runs]), ""])
+    early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
+    return "\n".join([name, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
 
 
 def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -98,6 +100,9 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
         return f"{len(digests)} different ones, of other {' and other '.join(changed)}"
+    if _early(first) != _early(other):
+        ends = (_early(each) or "trained to its last step" for each in (first, other))
+        return f"{len(digests)} different ones, of other lengths ({'; '.join(ends)})"
     if "random" in map(how_compared, (first, other)):
         return f"{len(digests)} different ones, of data that differ from one read to the next"
     parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
@@ -105,6 +110,10 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
         return f"{len(digests)} different ones, under other fingerprints ({parts[0]}): the promise does not cover that"
     by_sample = " (their data were compared by a sample)" if "sample" in map(how_compared, (first, other)) else ""
     return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
+
+
+def _early(record: Mapping[str, Any]) -> str | None:
+    return how_it_ended(record.get("ended_early"))
 
 
 def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +151,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "simulated": layout["kind"] == "dp" and layout["device"] == "cpu",
         "world_size": layout["nnodes"] * layout["nproc_per_node"],
         "reduction": record["options"]["reduction"],
+        "ended_early": record.get("ended_early"),
         "status": record["status"] if record["status"] != "running" or directory.is_live else "interrupted",
         "samples_per_second": speed,
         "speed_up": speed / reference if speed and reference else None,

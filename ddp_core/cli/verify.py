@@ -22,9 +22,10 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
 from ddp_core.record.data import digest_data, how_compared, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, has_weights, read_weights
 
 DIFFERENT = 1
 """Exit code of `ddp verify` where code, data or weights are not those of the record."""
@@ -157,8 +158,10 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     weights = recorded_weights(record)
     if weights is None:
         return None
-    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
-    file = next((place for place in places if is_file(place)), None)
+    # A bundle holds what lay in a folder as one safetensors file.
+    suffix = Path(weights.file).suffix or ".safetensors"
+    places = [Path(weights.file), directory.path / f"init_from{suffix}"]
+    file = next((place for place in places if has_weights(place)), None)
     if file is None:
         raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:
@@ -196,13 +199,22 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         print(f"data      compared by a sample: {record['data']['digest_of']}")
     other = fingerprint_differences(repeated["fingerprint"], record["fingerprint"])
     broken = broken_promise(record) or broken_promise(repeated)
+    ends = [how_it_ended(each.get("ended_early")) or "was trained to its last step" for each in (record, repeated)]
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
+        if repeated.get("ended_early"):
+            print(f"both      {ends[1]}")
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
     if (ddp := _other_ddp(record)) is not None:
         causes.insert(0, f"other code: {ddp}")
+    if ends[0] != ends[1]:
+        causes.insert(
+            0,
+            f"another end: the run {ends[0]}; the repetition {ends[1]}. A callback asks by something else than the "
+            "figures and weights of the training, such as a clock",
+        )
     if record["data_sha256"] is None:
         causes.insert(0, "a data set that gives other items at each read")
     if broken:

@@ -137,11 +137,14 @@ def require_continuable(directory: RunDirectory, request: Request, samples: int)
 
 
 def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
-    """Whether the run is completed, and the request asks for more steps of it and for nothing else."""
+    """Whether the run is completed, and the request asks for more steps of it and for nothing else.
+
+    A run that a callback has ended early is extended by the same words, and by no less: not by the same length.
+    """
     experiment = request.loaded.experiment
     return (
         record.get("status") == "completed"
-        and differing(record, experiment).keys() <= set(LENGTH)
+        and set() < differing(record, experiment).keys() <= set(LENGTH)
         and starts_alike(record, request)
         and experiment.total_steps(experiment.steps_per_epoch(samples)) > record["result"]["steps"]
     )

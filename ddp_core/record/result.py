@@ -90,6 +90,12 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
     return result
 
 
+def early_end(trainer: Trainer) -> dict[str, Any] | None:
+    """Where a callback has ended the run, and why, for its record; None where all steps were trained."""
+    reason = trainer.state.ended_early
+    return None if reason is None else {"step": trainer.state.step, "of": trainer.total_steps, "reason": reason}
+
+
 def _numbers(tensor: Tensor) -> list[float]:
     """A tensor's elements, as JSON can hold them: of a complex one both parts."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

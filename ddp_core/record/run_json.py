@@ -144,6 +144,14 @@ class RecordedFinding(TypedDict):
     attempt: NotRequired[Count]
 
 
+class RecordedEarlyEnd(TypedDict):
+    """Where a callback has ended the run, of how many steps, and why."""
+
+    step: Count
+    of: _Positive
+    reason: str
+
+
 class RecordedCode(TypedDict):
     """The version of ddp_core."""
 
@@ -192,6 +200,7 @@ class RecordedRun(TypedDict):
     ema_sha256: NotRequired[str | None]
     result: RecordedResult
     promise_broken: NotRequired[RecordedFinding | None]
+    ended_early: NotRequired[RecordedEarlyEnd | None]
     fingerprint: dict[str, Any]
     fingerprint_changed: bool
     environment: RecordedEnvironment

@@ -27,10 +27,11 @@ from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, kept_length
 from ddp_core.record.data import fields_of, recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
 from ddp_core.record.guarded import broken_promise, not_promised
 from ddp_core.record.initial_weights import InitialWeights
-from ddp_core.record.result import gather_ends, result_of, save_weights, summary
+from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.train_state import TrainState
 
@@ -133,6 +134,7 @@ class RunRecord:
                 "ema_sha256": None,
                 "result": before.get("result", {}),
                 "promise_broken": before.get("promise_broken"),
+                "ended_early": None,
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
@@ -244,7 +246,8 @@ class RunRecord:
         if (average := trainer.state.average) is not None:
             save_weights(average.module.state_dict(), self.directory.path / "model_ema.safetensors", self.fence)
         digests = {"weights_sha256": end.weights, "optimizer_sha256": end.optimizer, "ema_sha256": end.average}
-        self._end("completed", 0, None, **digests, result=result)
+        early = early_end(trainer)
+        self._end("completed", 0, None, **digests, result=result, ended_early=early)
         job.metrics.finish(result, end.weights)
         job.console.end_progress()
         for module in sorted(collect(self.request.loaded).modules.keys() - self.origin.source.modules.keys()):
@@ -254,6 +257,8 @@ class RunRecord:
             )
         if end.slowest is not None:
             job.console.say(end.slowest)
+        if (words := how_it_ended(early)) is not None:
+            job.console.say(words)
         job.console.say(f"done: {summary(result)}")
         job.console.say(f"weights sha256 {end.weights}")
         if (broken := broken_promise(self.directory.read())) is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
@@ -158,20 +158,33 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     # A run that was extended has checkpoints of the shorter experiment.
     ours = [attempt.get("experiment_sha256") for attempt in directory.read()["attempts"]]
     theirs = start.metadata.get("experiment_sha256")
-    world, weights = job.collectives.world, describe(trainer.state.ownership.described_weights())
-
-    def agree(error: Exception | None) -> None:
-        if (first := next(filter(None, job.collectives.gather(error)), None)) is not None:
-            raise first
-
-    state = load(
-        start,
-        expect={f"model.{name}": shape for name, shape in weights.items()},
-        only=["model"],
-        expect_metadata={"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()},
-        readers=Readers(world.local_rank, world.nproc_per_node, agree),
-        in_parts=job.layout.saves_in_parts,
+    state = load_together(
+        trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
     )
     trainer.state.load_state_dict(state)
+    if theirs != trainer.experiment.digest():
+        trainer.state.ended_early = None  # a longer training was asked for since
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
+
+
+def load_together(trainer: Trainer, checkpoint: Checkpoint, expect_metadata: Mapping[str, Any] | None = None) -> Any:
+    """The state of a checkpoint, whose files the ranks verify together; in parts where the layout saves in parts.
+
+    Raises UserError (3), on every rank, where a file is damaged or its weights are of another model.
+    """
+    collectives = trainer.job.collectives
+    world, weights = collectives.world, describe(trainer.state.ownership.described_weights())
+
+    def agree(error: Exception | None) -> None:
+        if (first := next(filter(None, collectives.gather(error)), None)) is not None:
+            raise first
+
+    return load(
+        checkpoint,
+        expect={f"model.{name}": shape for name, shape in weights.items()},
+        only=["model"],
+        expect_metadata=expect_metadata,
+        readers=Readers(world.local_rank, world.nproc_per_node, agree),
+        in_parts=trainer.job.layout.saves_in_parts,
+    )

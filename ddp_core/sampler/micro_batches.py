@@ -8,7 +8,7 @@ to each rank are not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -52,6 +52,7 @@ class Step(Generic[Batch]):
     """The position of the first sample in the epoch's global order."""
     _source: MicroBatches[Batch] = field(repr=False)
     _fetched: Iterator[Batch] = field(repr=False)
+    _passes: int = field(default=0, repr=False)
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         sampler, reduction = self._source.sampler, self._source.reduction
@@ -63,10 +64,25 @@ class Step(Generic[Batch]):
         reduction.begin(self.micro_batches)
         for index in reduction.share_of(self.micro_batches):
             batch = next(self._fetched)
-            if self._source.keyed_random:
-                torch.manual_seed(mix(sampler.seed, self.epoch, self.first, index, 3) >> 1)
+            self._seed(index)
             yield index, batch
         sampler.advance(self.samples)
+
+    def again(self, parts: Iterable[tuple[int, Batch]]) -> Iterator[tuple[int, Batch]]:
+        """Begin the reduction anew, for another update on the same micro-batches (a generator's after its critic's).
+
+        `parts` are the `(index, batch)` that the loop kept of the first pass. The random numbers are others than in the
+        passes before, and as little dependent on the layout.
+        """
+        self._passes += 1
+        self._source.reduction.begin(self.micro_batches)
+        for index, batch in parts:
+            self._seed(index, self._passes)
+            yield index, batch
+
+    def _seed(self, index: int, *again: int) -> None:
+        if self._source.keyed_random:
+            torch.manual_seed(mix(self._source.sampler.seed, self.epoch, self.first, index, 3, *again) >> 1)
 
 
 class MicroBatches(Generic[Batch]):
@@ -155,6 +171,12 @@ class MicroBatches(Generic[Batch]):
         self._passed: int | None = None
 
     def __len__(self) -> int:
+        """The number of steps of a whole epoch, the same wherever the sampler stands."""
+        size = self.reduction.micro_batches * self.micro_batch
+        return -(-self.sampler.samples_trained // size) + self.remaining
+
+    @property
+    def remaining(self) -> int:
         """The number of steps from the sampler's position to the end of its epoch."""
         return len(self._firsts())
 

@@ -85,8 +85,21 @@ def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: 
         found |= mine
         assert reduction.begun == [M] * 5 + [1] * (not drop_last)  # 103 = 5 * 20 + 3
         assert sampler.samples_trained == (100 if drop_last else 103)
-        assert len(batches) == 0
+        assert (len(batches), batches.remaining) == (5 + (not drop_last), 0)
     assert found == expected(2, drop_last)
+
+
+def test_the_length_is_that_of_the_epoch_wherever_the_sampler_stands() -> None:
+    sampler = sampler_of()
+    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    found = []
+    for step in batches:
+        found.append((len(batches), batches.remaining))
+        assert len(list(step)) == step.micro_batches
+    assert found == [(6, left) for left in (6, 5, 4, 3, 2, 1)]
+    sampler.set_epoch(1)
+    sampler.advance(30)  # with another global batch: a step and a half of this one
+    assert (len(batches), batches.remaining) == (2 + 4, 4)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -137,6 +150,24 @@ def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> Non
     for step in MicroBatches(Ids(), sampler_of(), Dealt(0, 1, True), SIZE, keyed_random=False):
         assert [index for index, _ in step] == list(range(step.micro_batches))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_every_layout() -> None:
+    def numbers(world_size: int) -> dict[tuple[int, int, int], float]:
+        found = {}
+        for rank in range(world_size):
+            sampler, dealt = sampler_of(), Dealt(rank, world_size, False)
+            for step in MicroBatches(Ids(), sampler, dealt, SIZE):
+                kept = list(step)
+                for again in (1, 2):
+                    parts = step.again(kept)
+                    found |= {(step.first, again, index): torch.rand(()).item() for index, _ in parts}
+                assert dealt.begun[-3:] == [step.micro_batches] * 3
+            assert sampler.samples_trained == SAMPLES
+        return found
+
+    assert numbers(1) == numbers(3)
+    assert len(set(numbers(1).values())) == len(numbers(1)) == 2 * 26
 
 
 def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:

@@ -12,6 +12,6 @@ from tests.support.commands import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["rehearse-a-long-run", "shard-the-optimizer", "train-from-python"])
+@pytest.mark.parametrize("name", ["rehearse-a-long-run", "shard-the-optimizer", "train-from-python", "stop-early"])
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)

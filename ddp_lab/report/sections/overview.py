@@ -87,7 +87,7 @@ def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cel
         text(run.experiment),
         text(way_of(run), link=run_anchor(run)),
         figure(run.seed, str(run.seed)),
-        text(run.status, TONES[run.status]),
+        text(run.ended, TONES[run.status]),
         Cell(shown, letter or digest[:8] or None, "code", note=run.broken or ""),
         figure(accuracy, values.percent(accuracy)),
         figure(loss, number(loss, 4)),

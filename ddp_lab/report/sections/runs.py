@@ -45,6 +45,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         ("started", moment(record["started_at"])),
         ("finished", moment(record["finished_at"])),
         ("exit code", plain(record["exit_code"])),
+        *([("end", run.early_end)] if run.early_end else []),
         ("environment", letter),
         ("while it ran", run.disturbance or "little else ran on the machine"),
         *([("guard", run.guard)] if run.guard else []),

@@ -189,6 +189,7 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "simulated": True,
         "world_size": 2,
         "reduction": "exact",
+        "ended_early": None,
         "status": "completed",
         "samples_per_second": 1500.0,
         "speed_up": 1.5,
