@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -82,9 +83,18 @@ def _step(value: str) -> int | str:
     return int(value)
 
 
-def _at(usual: str) -> Callable[[Any], Any]:
+def _bytes(value: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([kMGT]?B)?", value)
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"{value} is no size; give bytes, or a number with kB, MB, GB or TB")
+    units = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    return int(found[1]) * units[found[2] or "B"]
+
+
+def _at(usual: str, default: str | None = None) -> Callable[[Any], Any]:
     return click.option(
         "--at",
+        default=default,
         metavar="STEP",
         type=_step,
         help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
@@ -170,6 +180,29 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     return compare_runs(runs or [Path(output)], as_json)
 
 
+@ddp.command(options=partial(field_options, "output"))
+@click.argument("place", metavar="[RUN|DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Say how it stands, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a terminal: the least time between two lines of progress of a run.",
+)
+def watch(place: Path | None, output: str, once: bool, every: float) -> int:
+    """Look at runs while they train.
+
+    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
+    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
+    """
+    from ddp_core.cli.watch.watch import watch_runs
+
+    return watch_runs(place or Path(output), once, every)
+
+
 @ddp.command(
     "verify", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
 )
@@ -239,6 +272,58 @@ def bundle(run: Path, target: Path | None) -> int:
     from ddp_core.cli.bundle import make_bundle
 
     return make_bundle(run, target)
+
+
+@ddp.command("export", options=partial(field_options, "data_dir", default="as recorded"))
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["safetensors", "torch", "onnx", "torch-export", "hf", "dcp"]),
+    help="safetensors and torch: a state dict. onnx and torch-export: a graph with its weights. hf: a folder for "
+    "from_pretrained, of a transformers model. dcp: torch.distributed.checkpoint.",
+)
+@_at("final", "final")
+@click.option(
+    "--weights",
+    type=click.Choice(["auto", "trained", "averaged"]),
+    default="auto",
+    show_default=True,
+    help="With ema_decay, the averaged weights or those before averaging. auto: those that evaluated better.",
+)
+@click.option(
+    "--out",
+    "target",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder to write, which must not exist. [default: EXPERIMENT-RUN-FORMAT, here]",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    metavar="SIZE",
+    type=_bytes,
+    default="5GB",
+    show_default=True,
+    help="safetensors and hf: several files and an index, where there are more bytes of weights.",
+)
+def export_(run: Path, data_dir: str | None, **choices: Any) -> int:
+    """Write the weights of RUN for other programs.
+
+    The folder has the weights, a card that says what they are, and how to verify them. This runs the code that the run
+    has kept.
+    """
+    _quiet()
+    from ddp_core.record.exporting import export
+    from ddp_core.record.places import place_named
+
+    with place_named(run) as place:
+        done = export(place, data_dir=None if data_dir is None else Path(data_dir), **choices)
+    for line in done.lines:
+        print(f"note: {line}")
+    print(f"{done.folder}: {done.files} files, {done.bytes:,} bytes")
+    print(f"weights sha256 {done.digest}")
+    return ExitCode.DONE
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))

@@ -14,6 +14,7 @@ from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
@@ -57,13 +58,15 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 def table(runs: Sequence[RunAndRecord]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of
-    the data of a run a sample was digested, or they are random, a column says so.
+    Accuracy and the experiment's own figures, the first of them, have a column where a run has them. Where a run is
+    sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of the data of a
+    run a sample was digested, or they are random, a column says so.
     """
     name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
-    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded, in_part) for directory, record in runs]
+    own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]
+    cells = [_row(_facts_of(directory, record, _reference(runs)), own, sharded, in_part) for directory, record in runs]
     lines = [list(cells[0]), *(list(row.values()) for row in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     header, *rows = (
@@ -117,6 +120,7 @@ def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "code": (record.get("source") or {}).get("files"),
         "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
         "initial weights": (record.get("init_from") or {}).get("sha256"),
     }
 
@@ -152,6 +156,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "samples_per_second": speed,
         "speed_up": speed / reference if speed and reference else None,
         "accuracy": result.get("test_accuracy"),
+        "figures": {name: value for name, value in result.items() if name.startswith(PREFIX)},
         "loss": result.get("test_loss", result.get("train_loss")),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "step_memory_bytes": result.get("step_memory_bytes"),
@@ -164,7 +169,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
     }
 
 
-def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
+def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
     predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
@@ -177,7 +182,7 @@ def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
         "reduction": facts["reduction"],
         "samples/s": _number(facts["samples_per_second"] or None, "{:.0f}"),
         "speed-up": _number(facts["speed_up"], "{:.2f}x"),
-        "accuracy": _number(facts["accuracy"], "{:.4f}"),
+        **{in_words(name): _own(facts["figures"].get(name)) for name in own},
         "loss": _number(facts["loss"], "{:.5f}"),
         "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
         **({"in steps": in_steps} if sharded else {}),
@@ -193,6 +198,10 @@ def _speed(record: Mapping[str, Any]) -> float | None:
         return None
     speed = (record.get("result") or {}).get("samples_per_second")
     return None if speed is None else float(speed)
+
+
+def _own(value: float | None) -> str:
+    return str(value) if isinstance(value, int) else _number(value, "{:.4f}")
 
 
 def _number(value: float | None, form: str, scale: float = 1.0, without: str = "-") -> str:

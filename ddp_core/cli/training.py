@@ -66,6 +66,12 @@ def _asked(
     options: Mapping[str, Any],
 ) -> Asked:
     """What the arguments of `train` ask for. Raises UserError."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise UserError(
+            f"train takes the name or the file of an experiment, not {type(name_or_path).__name__}: each rank is a new "
+            "process, which can import a file only; in a notebook, begin the cell with %%writefile NAME.py and say "
+            'train("NAME.py")'
+        )
     fields = {name: field for name, field in Asked.model_fields.items() if not command_line(field).hidden}
     for name in options:
         if name == "experiment" or name not in fields:

@@ -18,7 +18,7 @@ from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
-LoggerName = Literal["tensorboard", "mlflow", "wandb"]
+LoggerName = Literal["tensorboard", "mlflow", "wandb", "prometheus"]
 
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
@@ -72,8 +72,16 @@ class ExperimentOptions(Frozen):
         str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
     ] = Field(
         None,
-        description="Start from the weights of a run (final, else of the newest checkpoint) or of a .safetensors or "
-        "torch.save file.",
+        description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
+        "torch.save file, or of a folder of torch.distributed.checkpoint.",
+    )
+    fork: Annotated[str | None, CommandLine(metavar="RUN"), ByDefault("none")] = Field(
+        None,
+        description="Begin a new run with the whole state of a checkpoint of RUN (weights, optimizer, position), and "
+        "with the settings of this command. --resume auto continues it.",
+    )
+    at: Annotated[Steps | None, ByDefault("that of the newest checkpoint")] = Field(
+        None, description="The step of the checkpoint that --fork begins with."
     )
     reduction: Annotated[ReductionKind | None, ByDefault("what the experiment says")] = Field(
         None,

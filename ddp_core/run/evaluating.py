@@ -20,14 +20,13 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Evaluated, Request
 from ddp_core.numerics.limits import RULES
-from ddp_core.observe.metrics import MetricsWriter, read_metrics
+from ddp_core.observe.metrics import MetricsWriter, read_metrics, readable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.trained import TrainedWeights
 from ddp_core.run.beginning import Beginning, begun
 from ddp_core.run.resuming import load_together
 from ddp_core.trainers import Job, Trainer, build_trainer
-from ddp_core.trainers.figures import readable
 
 _NOT_FIGURES = ("kind", "time", "step", "epoch")
 """What an evaluation in metrics.jsonl holds beside its figures."""
@@ -59,7 +58,7 @@ def evaluate_run(request: Request, world: World) -> None:
 
 
 def _job(request: Request, beginning: Beginning) -> Job:
-    collectives, console, parts, *_ = beginning
+    collectives, console, parts, own_metrics, *_ = beginning
     return Job(
         experiment=request.loaded.experiment,
         layout=request.layout,
@@ -70,7 +69,7 @@ def _job(request: Request, beginning: Beginning) -> Job:
         splits=parts.splits,
         optimizer=parts.optimizer,
         schedule=parts.schedule,
-        named_metrics=parts.named_metrics,
+        own_metrics=own_metrics,
         collectives=collectives,
         device=collectives.device,
         console=console,

@@ -21,6 +21,7 @@ COMMANDS = (
     "train",
     "list",
     "compare",
+    "watch",
     "verify",
     "bundle",
     "verify-layouts",

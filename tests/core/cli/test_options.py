@@ -19,6 +19,8 @@ VALUES = {
     "resume": "auto",
     "accept_changed_code": True,
     "init_from": "weights.safetensors",
+    "fork": "outputs/mine/single-cpu",
+    "at": 40,
     "reduction": "plain",
     "numerics": "portable",
     "record": "run.json",
