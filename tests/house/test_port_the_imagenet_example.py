@@ -22,8 +22,12 @@ from tests.support.processes import run_processes
 FOLDER = Path(__file__).parents[2] / "docs" / "tutorials" / "port-the-imagenet-example"
 PAGE = FOLDER.with_suffix(".md").read_text()
 FILE, DIFF = FOLDER / "imagenet.py", FOLDER / "main.diff"
+OPTIONS = (
+    "../pictures -a squeezenet1_1 -b 12 --micro-batches 6 --epochs 2 -j 0 --seed 0 --lr 0.001 --no-accel "
+    "--dist-url env:// --dist-backend gloo"
+)
 THEIRS = os.environ.get("DDP_IMAGENET_EXAMPLE")
-"""The path of pytorch/examples' imagenet/main.py, at the commit that the page names; it is not a part of this project."""
+"""The path of pytorch/examples' imagenet/main.py, at the commit that the page names; it is no part of this project."""
 
 
 def write_pictures(folder: Path) -> None:
@@ -60,8 +64,7 @@ def _run(rank: int, world_size: int, script: Path, folder: Path) -> str:
     """Train by the patched script; return the digest of the weights in its checkpoint."""
     os.chdir(folder)
     import_torchvision()
-    sys.argv = [script.name, *"../pictures -a squeezenet1_1 -b 12 --micro-batches 6 --epochs 2 -j 0".split()]
-    sys.argv += [*"--seed 0 --lr 0.001 --no-accel --dist-url env:// --dist-backend gloo".split()]
+    sys.argv = [script.name, *OPTIONS.split()]
     runpy.run_path(str(script), run_name="__main__")
     if rank:
         return ""
