@@ -70,11 +70,6 @@ class Request:
     """None for a request that trains."""
 
     @property
-    def only_steps(self) -> int | None:
-        """The steps after which a run ends that is only tried; None for any other run."""
-        return None if self.asked is None else self.asked.only_steps
-
-    @property
     def source_sha256(self) -> str:
         """SHA-256 of the text of the experiment's file."""
         return hashlib.sha256(self.loaded.source.encode()).hexdigest()
