@@ -12,6 +12,14 @@ from tests.support.commands import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["shard-the-optimizer", "train-from-python", "stop-early", "change-a-run-on-the-way"])
+@pytest.mark.parametrize(
+    "name", ["shard-the-optimizer", "train-from-python", "stop-early", "change-a-run-on-the-way", "seeds-and-sweeps"]
+)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
+
+
+@pytest.mark.extras("hydra")
+@pytest.mark.timeout(900)
+def test_hydra_hands_over_its_settings(installed: Path, tmp_path: Path) -> None:
+    follow((ROOT / "docs" / "how-to" / "use-hydra.md").read_text(), installed, tmp_path)
