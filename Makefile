@@ -79,7 +79,7 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,sweeps,schemas,recording]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,export,sweeps,schemas,recording]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-foreign: setup ## Other people's models and optimizers on every layout, hours; ONLY="timm torchvision.res" WORKERS=2 AGAIN=1

@@ -1,15 +1,18 @@
 """Keeps benchmarks/results/mutants.json and writes the tables of docs/reference/mutants.md from it.
 
-`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale.
+`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale. With
+`--with FILE`, the mutants.json of another branch or clone, the record has what either has.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.mutant_outcomes import Accepted, Kept
@@ -126,6 +129,16 @@ def write() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks(read(), Accepted.read())}\n{END}{after}")
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str]) -> int:
+    """Write the page, with the record of another branch if asked to; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants_page", description="Write the page of mutants.")
+    parser.add_argument("--with", type=Path, metavar="FILE", help="another mutants.json, whose outcomes to keep, too")
+    if other := vars(parser.parse_args(words))["with"]:
+        theirs = Kept.read(json.loads(other.read_text())["results"])
+        save(Kept.read(read()["results"]).with_other(theirs).plain())
     write()
-    sys.exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

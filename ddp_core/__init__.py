@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ddp_core.observe.callback import Callback
     from ddp_core.observe.early_stopping import EarlyStopping
     from ddp_core.record.reading import Run
+    from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
     from ddp_core.sampler import ElasticSampler, MicroBatches
 
@@ -42,6 +43,7 @@ __all__ = [
     "Splits",
     "__version__",
     "load",
+    "load_model",
     "train",
 ]
 
@@ -60,6 +62,7 @@ _PLACES = {
     "Schedule": "ddp_core.config.experiment",
     "Splits": "ddp_core.data.splits",
     "load": "ddp_core.checkpoint",
+    "load_model": "ddp_core.record.trained",
     "train": "ddp_core.cli.training",
 }
 """The module that each name is loaded from. The imports above say the same to type checkers, which do not run this."""
@@ -88,7 +91,7 @@ def _version() -> str:
     from importlib import metadata
 
     try:
-        return metadata.version("ddp-core")
+        return metadata.version("samebits")
     except metadata.PackageNotFoundError:
         return "unknown"  # the folder was put on Python's path without being installed
 

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 
 FRONT = [
     *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "EarlyStopping"),
-    *("train", "Run"),
+    *("train", "Run", "load_model"),
     *("ElasticSampler", "MicroBatches", "ExactReduction", "Checkpointer", "load"),
 ]
 """The short list in the order in which a user learns it."""

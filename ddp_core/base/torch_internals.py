@@ -161,6 +161,12 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "fully_shard sets it on every part of a model, and nothing public takes it away",
         "2.4",
     ),
+    "_execution_engine": PrivateName(
+        "torch.autograd.Variable",
+        "compare at the end of a backward which blocks of a sharded model it has come to",
+        "hooks are those of tensors and nodes, none of which is known to be the last",
+        "0.4",
+    ),
     # Of tensors, modules and data.
     "_foreach_add_": PrivateName("torch", "add many tensors in one call", *_FOREACH),
     "_foreach_copy_": PrivateName("torch", "copy many tensors in one call", *_FOREACH),
@@ -215,6 +221,19 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "load_state_dict looks nowhere else",
         "0.4",
         "https://github.com/pytorch/pytorch/pull/117464",
+    ),
+    "_orig_mod": PrivateName(
+        "torch._dynamo.OptimizedModule",
+        "give a compiled model's weights the names that they have in the plain model, and the plain model itself",
+        "torch.compile returns a module in which the plain one is a part of this name",
+        "2.0",
+        "https://github.com/pytorch/pytorch/issues/101107",
+    ),
+    "_compiled_call_impl": PrivateName(
+        "torch.nn.Module",
+        "give back the plain model of one that `Module.compile` has changed in place",
+        "there is a public method to compile a module, and none to undo it",
+        "2.2",
     ),
     "_shutdown_workers": PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
@@ -344,6 +363,11 @@ def sent_together(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]
     return [(part, whole) for part, whole in gathered_together(module) if part.requires_grad]
 
 
+def at_the_end_of_backward(function: Callable[[], None]) -> None:
+    """Call the function when the backward that runs has ended; for hooks in that backward."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's collectives on this device wait for a silent peer."""
     timeout = group._get_backend(device).options._timeout
@@ -419,3 +443,21 @@ def end_loader_workers(batches: Iterator[Any]) -> None:
     for worker in cast(Any, batches)._workers:
         worker.kill()
         worker.join()
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight of a compiled model has in the plain one."""
+    return name.replace("_orig_mod.", "")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The plain model of one that is compiled, or has compiled parts: the same parameters, in the same objects."""
+    while (plain := dict(model.named_children()).get("_orig_mod")) is not None:
+        model = plain
+    for part in model.modules():
+        part._compiled_call_impl = None
+    for part in list(model.modules()):
+        for name, child in list(part.named_children()):
+            if "_orig_mod" in dict(child.named_children()):
+                setattr(part, name, uncompiled(child))
+    return model

@@ -26,7 +26,7 @@ from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, has_weights, read_weights
 
 DIFFERENT = 1
 """Exit code of `ddp verify` where code, data or weights are not those of the record."""
@@ -209,8 +209,10 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     weights = recorded_weights(record)
     if weights is None:
         return None
-    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
-    file = next((place for place in places if is_file(place)), None)
+    # A bundle holds what lay in a folder as one safetensors file.
+    suffix = Path(weights.file).suffix or ".safetensors"
+    places = [Path(weights.file), directory.path / f"init_from{suffix}"]
+    file = next((place for place in places if has_weights(place)), None)
     if file is None:
         raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:

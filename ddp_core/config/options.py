@@ -72,8 +72,8 @@ class ExperimentOptions(Frozen):
         str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
     ] = Field(
         None,
-        description="Start from the weights of a run (final, else of the newest checkpoint) or of a .safetensors or "
-        "torch.save file.",
+        description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
+        "torch.save file, or of a folder of torch.distributed.checkpoint.",
     )
     fork: Annotated[str | None, CommandLine(metavar="RUN"), ByDefault("none")] = Field(
         None,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,20 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 
 
+class Evaluated(NamedTuple):
+    """The weights that a request evaluates, and trains no further."""
+
+    named: str
+    """What the user has named: a run, a checkpoint or a bundle."""
+    run: str
+    """The run directory, an absolute path."""
+    step: int
+    manifest: str | None
+    """The manifest file of the checkpoint; None for the weights that the run ended with."""
+    as_json: bool
+    """How the figures are printed."""
+
+
 @dataclass(frozen=True)
 class Request:
     """The experiment with its file, layout, options, how to resume, and the command that started it."""
@@ -52,6 +66,8 @@ class Request:
     command: str = ""
     asked: Asked | None = None
     """What the user asked for on the command line; None for a request that has another origin."""
+    evaluated: Evaluated | None = None
+    """None for a request that trains."""
 
     @property
     def source_sha256(self) -> str:
@@ -74,6 +90,7 @@ class Request:
                 "resume": self.resume,
                 "command": self.command,
                 "asked": None if self.asked is None else self.asked.model_dump(mode="json", exclude_unset=True),
+                "evaluated": self.evaluated,
             }
         )
 
@@ -101,6 +118,7 @@ class Request:
             resume=told["resume"],
             command=told["command"],
             asked=None if told["asked"] is None else Asked(**told["asked"]),
+            evaluated=None if told["evaluated"] is None else Evaluated(*told["evaluated"]),
         )
 
     def for_nodes(self, nnodes: int) -> Request:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -173,19 +173,8 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
     if fork is not None:
         ours.append(fork["experiment_sha256"])
     theirs = start.metadata.get("experiment_sha256")
-    world, weights = job.collectives.world, describe(trainer.state.ownership.described_weights())
-
-    def agree(error: Exception | None) -> None:
-        if (first := next(filter(None, job.collectives.gather(error)), None)) is not None:
-            raise first
-
-    state = load(
-        start,
-        expect={f"model.{name}": shape for name, shape in weights.items()},
-        only=["model"],
-        expect_metadata={"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()},
-        readers=Readers(world.local_rank, world.nproc_per_node, agree),
-        in_parts=job.layout.saves_in_parts,
+    state = load_together(
+        trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
     )
     fresh = [dict(group) for group in trainer.state.optimizer.param_groups]
     trainer.state.load_state_dict(state)
@@ -195,6 +184,28 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
+
+
+def load_together(trainer: Trainer, checkpoint: Checkpoint, expect_metadata: Mapping[str, Any] | None = None) -> Any:
+    """The state of a checkpoint, whose files the ranks verify together; in parts where the layout saves in parts.
+
+    Raises UserError (3), on every rank, where a file is damaged or its weights are of another model.
+    """
+    collectives = trainer.job.collectives
+    world, weights = collectives.world, describe(trainer.state.ownership.described_weights())
+
+    def agree(error: Exception | None) -> None:
+        if (first := next(filter(None, collectives.gather(error)), None)) is not None:
+            raise first
+
+    return load(
+        checkpoint,
+        expect={f"model.{name}": shape for name, shape in weights.items()},
+        only=["model"],
+        expect_metadata=expect_metadata,
+        readers=Readers(world.local_rank, world.nproc_per_node, agree),
+        in_parts=trainer.job.layout.saves_in_parts,
+    )
 
 
 def _take_hyperparameters(optimizer: Optimizer, fresh: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -8,9 +8,9 @@ to each rank are not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_core.base.seeds import mix
 
 from .elastic import ElasticSampler
+
+Batch = TypeVar("Batch")
 
 
 class StepReduction(Protocol):
@@ -48,6 +50,7 @@ class Step:
     """The position of the first sample in the epoch's global order."""
     _source: MicroBatches = field(repr=False)
     _fetched: Iterator[Any] = field(repr=False)
+    _passes: int = field(default=0, repr=False)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         sampler, reduction = self._source.sampler, self._source.reduction
@@ -59,10 +62,25 @@ class Step:
         reduction.begin(self.micro_batches)
         for index in reduction.share_of(self.micro_batches):
             batch = next(self._fetched)
-            if self._source.keyed_random:
-                torch.manual_seed(mix(sampler.seed, self.epoch, self.first, index, 3) >> 1)
+            self._seed(index)
             yield index, batch
         sampler.advance(self.samples)
+
+    def again(self, parts: Iterable[tuple[int, Batch]]) -> Iterator[tuple[int, Batch]]:
+        """Begin the reduction anew, for another update on the same micro-batches (a generator's after its critic's).
+
+        `parts` are the `(index, batch)` that the loop kept of the first pass. The random numbers are others than in the
+        passes before, and as little dependent on the layout.
+        """
+        self._passes += 1
+        self._source.reduction.begin(self.micro_batches)
+        for index, batch in parts:
+            self._seed(index, self._passes)
+            yield index, batch
+
+    def _seed(self, index: int, *again: int) -> None:
+        if self._source.keyed_random:
+            torch.manual_seed(mix(self._source.sampler.seed, self.epoch, self.first, index, 3, *again) >> 1)
 
 
 class MicroBatches:

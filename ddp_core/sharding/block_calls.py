@@ -1,27 +1,32 @@
-"""All ranks call the same blocks in the same sequence, because each call gathers parameters from all of them."""
+"""All ranks come to the same blocks in the same sequence, because at each they gather parameters from all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+from ddp_core.base.torch_internals import at_the_end_of_backward
+from ddp_core.base.user_code import our_code
+from ddp_core.checkpoint.state import leaves
 
 from .blocks import refusal
 
 _END = -1
-"""Stands for the end of a forward in the place of a block's number."""
+"""Stands for the end of a forward or backward in the place of a block's number."""
 
 
 class BlockCalls:
-    """Compares the forwards of a `module` whose `blocks` are gathered by the ranks of `group`, before each gather.
+    """Compares the passes of a `module` whose `blocks` are gathered by the ranks of `group`, before each gather.
 
     Gathers are paired by their sequence alone: where one rank leaves a block out, it would get parameters of another
-    block, or wait for ever. In the first forward in training, and in the first in evaluation, ranks agree on each call;
-    each later forward must repeat that one. Raises UserError (2), in a first forward on every rank.
+    block, or wait for ever. A forward gathers a block when it is called, a backward when it comes to an output of it.
+    In the first forward in training, in the first in evaluation and in the first backward, ranks agree on each block;
+    each later one must repeat that one. Raises UserError (2), in a first one on every rank.
     """
 
     def __init__(
@@ -30,44 +35,80 @@ class BlockCalls:
         self._group, self._device = group, device
         names = {part: name for name, part in module.named_modules()}
         self._names = [names[block] for block in blocks]
-        self._agreed: dict[bool, list[int]] = {}
-        """The numbers of the blocks that a forward calls, in training and in evaluation, and the end."""
-        self._calls: list[int] | None = None
-        """Of the forward that runs; None outside, where a backward may call blocks again."""
+        self._agreed: dict[str, list[int]] = {}
+        """By the kind of pass: the numbers of the blocks that it comes to, and the end."""
+        self._forward: list[int] | None = None
+        """The blocks that the forward that runs has called; None outside, where a backward may call blocks again."""
+        self._backward: list[int] | None = None
+        """The blocks that the backward that runs has come to, each once."""
         for number, block in enumerate(blocks):
+            # Before the hooks of fully_shard, which gather.
             block.register_forward_pre_hook(partial(self._before_block, number), prepend=True)
+            block.register_forward_hook(partial(self._after_block, number), prepend=True)
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end)
 
     def _begin(self, *_: Any) -> None:
-        self._calls = []
+        self._forward = []
 
     def _before_block(self, number: int, module: nn.Module, _: Any) -> None:
-        if self._calls is not None:
-            self._add(number, module.training)
+        if self._forward is not None:
+            self._add(number, self._forward, _kind(module))
 
-    def _end(self, module: nn.Module, *_: Any) -> None:
-        self._add(_END, module.training)
-        assert self._calls is not None
-        self._agreed[module.training] = self._calls
-        self._calls = None
+    def _after_block(self, number: int, _: nn.Module, __: Any, output: Any) -> None:
+        for tensor in _with_gradients(output):
+            tensor.register_hook(partial(self._before_backward_of, number))
 
-    def _add(self, number: int, is_training: bool) -> None:
-        assert self._calls is not None
-        if (agreed := self._agreed.get(is_training)) is not None:
-            # The last call of a forward is its end, after which none comes.
-            self._require_same([number, agreed[len(self._calls)]])
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+        assert self._forward is not None
+        self._add(_END, self._forward, _kind(module))
+        self._forward = None
+        for tensor in _with_gradients(output):
+            tensor.register_hook(self._begin_backward)
+
+    @our_code
+    def _begin_backward(self, _: Tensor) -> None:
+        if self._backward is None:
+            self._backward = []
+            at_the_end_of_backward(self._end_backward)
+
+    @our_code
+    def _before_backward_of(self, number: int, gradient: Tensor) -> None:
+        self._begin_backward(gradient)
+        assert self._backward is not None
+        if number not in self._backward:
+            self._add(number, self._backward, "backward")
+
+    def _end_backward(self) -> None:
+        assert self._backward is not None
+        self._add(_END, self._backward, "backward")
+        self._backward = None
+
+    def _add(self, number: int, passed: list[int], kind: str) -> None:
+        if (agreed := self._agreed.get(kind)) is not None:
+            # The last one of a pass is its end, after which none comes.
+            self._require_same([number, agreed[len(passed)]], kind)
         else:
             everyones = list(torch.empty(self._group.size(), dtype=torch.int64, device=self._device).split(1))
             dist.all_gather(everyones, torch.tensor([number], device=self._device), group=self._group)
-            self._require_same([int(each) for each in everyones])
-        self._calls.append(number)
+            self._require_same([int(each) for each in everyones], kind)
+        passed.append(number)
+        if number == _END:
+            self._agreed[kind] = passed
 
-    def _require_same(self, numbers: Sequence[int]) -> None:
+    def _require_same(self, numbers: Sequence[int], kind: str) -> None:
         if len(set(numbers)) > 1:
             found = " and ".join(sorted({"its end" if each == _END else self._names[each] for each in numbers}))
             raise refusal(
-                f"with some samples its forward comes to {found} in another sequence than with others, and each call "
-                "gathers parameters from all ranks: let it call the same layers with all samples (no layer that is "
-                "left out at random, no large expert that only some samples reach)"
+                f"with some samples its {kind} comes to {found} in another sequence than with others, where parameters "
+                "are gathered from all ranks: let it call the same layers with all samples, and let the loss depend on "
+                "all of them (no layer that is left out at random, no large expert that only some samples reach)"
             )
+
+
+def _kind(module: nn.Module) -> str:
+    return "forward" if module.training else "forward in evaluation"
+
+
+def _with_gradients(output: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in leaves(output).values() if isinstance(leaf, Tensor) and leaf.requires_grad)

@@ -19,23 +19,24 @@ from .parcels import Parcel
 
 
 class BlockParcel(Parcel):
-    """What `part`, a module of fully_shard, sends in a backward: a flat tensor of W parts, one for each rank.
+    """What `part`, a module of fully_shard with trained parameters, sends in a backward: W parts, one for each rank.
 
     A part has the rows of that rank of one parameter after the other, each filled up to the length of the first rank's.
     `rows` are this rank's by the id of their sharded parameter. All parcels share `unread`.
     """
 
+    _flat: Tensor | None = None
+
     def __init__(self, part: FSDPModule, rows: Mapping[int, Rows], world_size: int, unread: UnreadMemory) -> None:
         members = sent_together(part)
         self.rows = [rows[id(sharded)] for sharded, _ in members]
         self.count = len(members)
-        self.like = next((row.local.new_empty(0) for row in self.rows), torch.empty(0))
+        self.like = self.rows[0].local.new_empty(0)
         elements = sum(row.reach for row in self.rows)
         self.cuts = [slice(rank * elements, (rank + 1) * elements) for rank in range(world_size)]
         self._world_size = world_size
         self._sharded = [sharded for sharded, _ in members]
         self._present: set[int] = set()
-        self._flat: Tensor | None = None
         self._kept: list[Tensor | None] = [None] * len(members)
         self._hooks = [
             whole.register_post_accumulate_grad_hook(functools.partial(self._made, position))
@@ -48,19 +49,20 @@ class BlockParcel(Parcel):
         part.set_custom_reduce_scatter(_Handover(self._receive, self.cuts[-1].stop, unread))  # type: ignore[arg-type]
 
     def open(self) -> None:
-        self.is_open, self._flat = True, None
+        super().open()
+        self._flat = None
         self._present.clear()
 
     def close(self) -> None:
         """Take no more gradients, and forget what fully_shard has put into `.grad`: they are in this parcel."""
-        self.is_open = False
+        super().close()
         for sharded in self._sharded:
             sharded.grad = None
 
     def complete(self) -> None:
         if self._world_size == 1:
-            self._flat = torch.cat([self.like, *map(self._kept_or_missing, range(self.count))])
-        self.is_ready = True
+            self._flat = torch.cat([*map(self._kept_or_missing, range(self.count))])
+        super().complete()
 
     def take(self) -> tuple[Tensor | None, list[bool]]:
         flat, self._flat = self._flat, None
@@ -76,7 +78,6 @@ class BlockParcel(Parcel):
             row.tensor.grad = row.filled(part[: row.stop - row.start]) if is_used else None
 
     def discard(self) -> None:
-        self._flat = None
         for row in self.rows:
             row.tensor.grad = None
 
@@ -124,8 +125,7 @@ class UnreadMemory:
     All blocks share it; otherwise each would keep its own until the end of the pass.
     """
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
+    _memory = torch.empty(0)
 
     def of(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of so many elements; its memory is that of every other such tensor."""

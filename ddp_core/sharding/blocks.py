@@ -42,9 +42,9 @@ def blocks_of(module: nn.Module, fewest_elements: int = FEWEST_ELEMENTS) -> list
 
 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """How often each parameter is registered in the module and what it consists of; a part may stand in two places."""
+    """In how many parts of the module each parameter is registered; a part may stand in two places."""
     parts = (part for _, part in module.named_modules(remove_duplicate=False))
-    own = (part.named_parameters(recurse=False, remove_duplicate=False) for part in parts)
+    own = (part.named_parameters(recurse=False) for part in parts)
     return Counter(parameter for parameters in own for _, parameter in parameters)
 
 

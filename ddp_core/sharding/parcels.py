@@ -57,7 +57,7 @@ class Parcel(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget this rank's sums of the step before, and what the parcel has been filled with."""
+        """Forget this rank's sums of the step before."""
 
     @abstractmethod
     def remove_hooks(self) -> None:
@@ -101,18 +101,21 @@ class Turns:
 class GroupParcel(Parcel):
     """The gradients of one flat group of whole parameters, watched by hooks on these; `pieces` are this rank's."""
 
+    _missing: set[int]
+    """The parameters, by their positions, whose gradients the backward at hand has still to make."""
+
     def __init__(self, group: FlatGroup, pieces: Sequence[Piece], rank: int, gradients: Gradients) -> None:
         self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
         self.like = group.flat[:0]
         self._pieces, self._first, self._gradients = pieces, group.cuts[rank].start, gradients
-        self._missing: set[int] = set()
         self._hooks = [
             gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))
             for position in group.positions
         ]
 
     def open(self) -> None:
-        self.is_open, self._missing = True, set(self.group.positions)
+        super().open()
+        self._missing = set(self.group.positions)
 
     def take(self) -> tuple[list[Tensor | None], list[bool]]:
         taken = self._gradients.take(self.group.positions)

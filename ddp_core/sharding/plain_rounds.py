@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import foreach_mul_, reduce_zeros_too, sent_together
+from ddp_core.base.torch_internals import reduce_zeros_too, sent_together
 from ddp_core.base.user_code import our_code
+from ddp_core.reduction.flat import scale_
 from ddp_core.reduction.norm import clip_gradients_
 
 from .blocks import refusing_bypasses
@@ -27,10 +28,11 @@ class PlainRounds:
     As with `Rounds`, every rank must run the same number of passes. In an `idle_pass`, weight the loss by 0.
     """
 
-    def __init__(self, parts: Sequence[FSDPModule], rows: Mapping[int, Rows], group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(
+        self, parts: Sequence[FSDPModule], rows: Mapping[int, Rows], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._group, self._device = group, device
         self._members = [(sharded, rows[id(sharded)]) for part in parts for sharded, _ in sent_together(part)]
-        self._device = self._members[0][1].local.device if self._members else torch.device("cpu")
         self._present: set[int] = set()
         self._leaves = 0
         wholes = (whole for part in parts for _, whole in sent_together(part))
@@ -72,8 +74,8 @@ class PlainRounds:
 
         It stays None for a parameter that no micro-batch has used.
         """
-        used = torch.zeros(len(self._members), device=self._device)
-        used[list(self._present)] = 1.0
+        own = [float(position in self._present) for position in range(len(self._members))]
+        used = torch.tensor(own, device=self._device)
         dist.all_reduce(used, group=self._group)
         gradients = []
         for (sharded, rows), is_used in zip(self._members, used.tolist(), strict=True):
@@ -82,8 +84,7 @@ class PlainRounds:
                 rows.tensor.grad = rows.filled(part)
                 gradients.append(rows.tensor.grad)
             sharded.grad = None
-        if scale != 1.0 and gradients:
-            foreach_mul_(gradients, scale)
+        scale_(gradients, scale)
 
     @torch.no_grad()
     def clip_gradients_(self, max_norm: float) -> Tensor:

@@ -48,7 +48,7 @@ class Representative:
         count = values.numel()
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(min(count, _NOISE), generator=generator)
-        filled = noise.repeat(-(-count // _NOISE))[:count] if count else noise
+        filled = noise.repeat(-(-count // _NOISE))[:count]
         filled *= torch.linspace(0.5, 2.0, count) * scale
         _in_memory(values).copy_(filled)
 
@@ -100,11 +100,11 @@ def kind_of(parameter: nn.Parameter) -> Any:
 
 
 def cropped(shape: torch.Size | tuple[int, ...], most: int) -> tuple[int, ...]:
-    """A shape of no more than `most` elements; cut lengths are odd, so that rows do not end where vectors do."""
+    """A shape of at most `most` elements (1 or more); cut lengths are odd, so that rows do not end where vectors do."""
     sizes = list(shape)
-    while math.prod(sizes) > most and max(sizes) > 1:
+    while math.prod(sizes) > most:
         longest = sizes.index(max(sizes))
-        sizes[longest] = max(1, (sizes[longest] // 2) - 1 | 1)
+        sizes[longest] = (sizes[longest] // 2) - 1 | 1
     return tuple(sizes)
 
 

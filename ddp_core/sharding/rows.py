@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_core.base.torch_internals import forget_that_it_is_cut, gathered_together
+from ddp_core.base.torch_internals import forget_that_it_is_cut, gathered_together, sent_together
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
@@ -107,7 +107,7 @@ class OwnsRows(OwnsPart):
             unread, parts = UnreadMemory(), reversed(self._parts)
             channel = Channel(process_group, self.device, timeout)
             self._rounds = Rounds(
-                [BlockParcel(part, by_parameter, own.size(), unread) for part in parts],
+                [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
                 list(by_parameter.values()),
                 _GradientsOfRows(list(by_parameter.values())),
                 # One rank alone sends nothing, and its channel has no group.
@@ -119,7 +119,7 @@ class OwnsRows(OwnsPart):
             )
             self.reduction = ExactReduction(module, micro_batches, process_group=process_group, shares=self._rounds)
         else:
-            self._rounds = self.reduction = PlainRounds(self._parts, by_parameter, own)
+            self._rounds = self.reduction = PlainRounds(self._parts, by_parameter, own, self.device)
         self.updates = OwnUpdates(optimizer, {id(wholes[name]): rows for name, rows in self._rows.items()}, self.group)
         rows = list(by_parameter.values())
         self.owned = [*rows]

@@ -151,6 +151,24 @@ def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> Non
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_every_layout() -> None:
+    def numbers(world_size: int) -> dict[tuple[int, int, int], float]:
+        found = {}
+        for rank in range(world_size):
+            sampler, dealt = sampler_of(), Dealt(rank, world_size, False)
+            for step in MicroBatches(Ids(), sampler, dealt, SIZE):
+                kept = list(step)
+                for again in (1, 2):
+                    parts = step.again(kept)
+                    found |= {(step.first, again, index): torch.rand(()).item() for index, _ in parts}
+                assert dealt.begun[-3:] == [step.micro_batches] * 3
+            assert sampler.samples_trained == SAMPLES
+        return found
+
+    assert numbers(1) == numbers(3)
+    assert len(set(numbers(1).values())) == len(numbers(1)) == 2 * 26
+
+
 def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
     batches = MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE)
     first, second = itertools.islice(batches, 2)

@@ -82,6 +82,34 @@ def test_only_what_is_new_or_changed_is_run_again() -> None:
     assert Kept().plan(function, accepted) is None
 
 
+def test_two_records_are_put_together() -> None:
+    sha, change = functions_of(CUT)["BatchCut.of"].sha, (0, "a", "b")
+    now = mutations.test_digest(NAMED) or ""
+    ours = Kept(
+        {
+            (CUT, "BatchCut.of"): Judged(sha, [Outcome("survived", None, change), Outcome("killed", NAMED), Outcome()]),
+            (CUT, "BatchCut.parts"): Judged("earlier", [Outcome("killed", NAMED)]),
+            (CUT, "ours"): Judged("x", [Outcome()]),
+        },
+        {NAMED: now},
+    )
+    theirs = Kept(
+        {
+            (CUT, "BatchCut.of"): Judged(sha, [Outcome("killed", "t"), Outcome(), Outcome("survived", None, change)]),
+            (CUT, "BatchCut.parts"): Judged(functions_of(CUT)["BatchCut.parts"].sha, [Outcome("killed", NAMED)]),
+            (CUT, "theirs"): Judged("y", [Outcome()]),
+        },
+        {NAMED: "earlier", "t": "digest"},
+    )
+    both = ours.with_other(theirs)
+    assert both.plain() == theirs.with_other(ours).plain()
+    assert both.tests == {NAMED: now, "t": "digest"}
+    told = {name: [(each.kind, each.test) for each in judged.outcomes] for (_, name), judged in both.functions.items()}
+    assert told["BatchCut.of"] == [("killed", "t"), ("killed", NAMED), ("survived", None)]
+    assert told["BatchCut.parts"] == [(None, None)], "of the present source, but by an earlier state of the test"
+    assert told.keys() == {"BatchCut.of", "BatchCut.parts", "ours", "theirs"}
+
+
 def test_a_test_is_another_one_where_it_or_what_it_shares_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     def digest(text: str) -> str | None:
         mutations.test_digest.cache_clear()

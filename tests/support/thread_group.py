@@ -137,6 +137,14 @@ def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
 
 
+def _gather(own: Tensor, parts: list[Tensor] | None, group: ThreadGroup, group_dst: int) -> None:
+    assert (parts is None) == (group.rank() != group_dst)
+    everyones: list[Any] = [None] * group.size()
+    _all_gather_object(everyones, own.clone(), group)
+    for part, theirs in zip(parts or [], everyones, strict=parts is not None):
+        part.copy_(theirs)
+
+
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
     assert operation == dist.ReduceOp.MAX
     everyones = [torch.empty_like(tensor)] * group.size()
@@ -176,6 +184,10 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     patch.setattr("ddp_core.reduction.contiguous.dist", SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp))
     patch.setattr("ddp_core.reduction.contiguous.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
+    patch.setattr("ddp_core.sharding.updates.dist", SimpleNamespace(all_gather_object=_all_gather_object))
+    patch.setattr(
+        "ddp_core.sharding.owns_part.dist", SimpleNamespace(all_gather_object=_all_gather_object, gather=_gather)
+    )
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Forwards that call other blocks are refused before a gather would pair unlike ones; ranks are threads here."""
+"""Passes that come to other blocks are refused before a gather would pair unlike ones; ranks are threads here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def told(net: Net, calls: list[int]) -> str:
     try:
         net(torch.ones(1, 2), calls)
     except UserError as error:
-        return str(error).partition("comes to ")[2].partition(" in another")[0]
+        kind = "forward" if net.training else "forward in evaluation"
+        return str(error).partition(f"its {kind} comes to ")[2].partition(" in another")[0]
     return ""
 
 
@@ -72,3 +73,95 @@ def test_in_the_first_forward_ranks_are_compared_before_each_gather() -> None:
         return told(net, [0, 1, 2] if group.rank() else [0, 1])
 
     assert on_threads(3, messages) == ["its end and layers.2"] * 3
+
+
+def test_a_call_that_is_refused_gathers_nothing() -> None:
+    """What gathers is a hook, too, and is there first."""
+
+    def gathered(group: Any) -> list[int]:
+        net, found = Net(), list[int]()
+        for number, layer in enumerate(net.layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: found.append(number))
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        told(net, [0, 1 + group.rank()])
+        return found
+
+    assert on_threads(2, gathered) == [[0]] * 2
+
+
+def test_calls_of_a_hook_on_the_model_are_compared() -> None:
+    def messages(group: Any) -> str:
+        net = Net()
+
+        def call(*_: Any) -> None:
+            net.layers[group.rank()](torch.ones(1, 2))
+
+        net.register_forward_pre_hook(call)
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        return told(net, [2])
+
+    assert on_threads(2, messages) == ["layers.0 and layers.1"] * 2
+
+
+class Branches(Net):
+    """Calls all layers, and makes its output of those that it is told, and of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows: Tensor, used: list[int]) -> Any:
+        outputs = [layer(rows) for layer in self.layers]
+        return {"some": [outputs[number].sum() for number in used], "own": self.own * 2.0}, "no tensor"
+
+
+def told_by_backward(net: Net, used: list[int]) -> str:
+    outputs, _ = net(torch.ones(1, 2), used)
+    try:
+        sum(outputs["some"], outputs["own"]).backward()
+    except UserError as error:
+        return str(error).partition("its backward comes to ")[2].partition(" in another")[0]
+    return ""
+
+
+def test_each_later_backward_repeats_the_first_one() -> None:
+    def messages(group: Any) -> list[str]:
+        found = []
+        for used in ([0, 2], [2, 0], [1, 2], [2], [0, 1, 2]):
+            net = Branches()
+            BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+            with torch.no_grad():
+                net(torch.ones(1, 2), [1])
+            found += [told_by_backward(net, [0, 2]), told_by_backward(net, [0, 2]), told_by_backward(net, used)]
+        return found
+
+    first, second = on_threads(2, messages)
+    assert first == second
+    assert first[0::3] == first[1::3] == [""] * 5
+    others = ["", "", "layers.0 and layers.1", "its end and layers.0", "layers.0 and layers.1"]
+    assert first[2::3] == others
+
+
+def test_in_the_first_backward_ranks_are_compared_before_each_gather() -> None:
+    def messages(group: Any) -> tuple[str, list[int]]:
+        net, gathered = Branches(), list[int]()
+        for number, layer in enumerate(net.layers):
+
+            def gather(_: nn.Module, __: Any, output: Tensor, number: int = number) -> None:
+                output.register_hook(lambda _: gathered.append(number))
+
+            layer.register_forward_hook(gather)
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        return told_by_backward(net, [[1, 2], [0, 2]][group.rank()]), gathered
+
+    assert on_threads(2, messages) == [("layers.0 and layers.1", [2])] * 2
+
+
+@pytest.mark.parametrize("used", [[], [2]])
+def test_a_backward_that_ends_sooner_is_refused(used: list[int]) -> None:
+    def messages(group: Any) -> str:
+        net = Branches()
+        BlockCalls(net, list(net.layers), group, torch.device("cpu"))
+        return told_by_backward(net, used if group.rank() else [0, *used])
+
+    assert on_threads(2, messages) == ["its end and layers.0"] * 2

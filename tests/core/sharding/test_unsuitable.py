@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
@@ -42,6 +43,35 @@ def test_a_hook_on_a_weight_is_not_lost_silently(put: Callable[[Tensor], Any]) -
 def test_a_weight_without_elements_is_refused() -> None:
     with pytest.raises(UserError, match=r"0\.weight has no elements.*use shard mode gradients"):
         refuse_unsuitable(nn.Sequential(nn.PReLU(0, init=0.0), nn.Linear(3, 2)))
+
+
+def test_a_single_number_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.scale = nn.Parameter(torch.ones(()))  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r"scale is a single number.*shape \[1\]"):
+        refuse_unsuitable(model)
+
+
+def test_a_weight_that_does_not_lie_row_by_row_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(UserError, match=r"0\.weight does not lie row by row.*leave out memory_format"):
+        refuse_unsuitable(model)
+
+
+def test_blocks_are_the_innermost_parts_of_containers_that_are_large_enough() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = nn.Linear(8, 8), _Block(nn.Linear(8, 8))
+            self.stages = nn.Sequential(nn.Sequential(_Block(nn.Linear(8, 8)), nn.Linear(4, 4)), nn.ModuleList())
+            self.named = nn.ModuleDict({"deep": nn.ModuleList([nn.Linear(8, 8)]), "small": nn.Linear(2, 8)})
+
+    model = Model()
+    stage, small = model.stages[0], model.named["small"]
+    deep = model.named["deep"][0]  # type: ignore[index]
+    assert blocks_of(model, fewest_elements=20) == [stage[0], stage[1], deep, small]  # type: ignore[index]
+    assert blocks_of(model, fewest_elements=24) == [stage[0], deep, small]  # type: ignore[index]
+    assert blocks_of(model, fewest_elements=25) == [stage[0], deep]  # type: ignore[index]
 
 
 def test_a_layer_that_stands_in_two_blocks_stays_with_the_model() -> None:

@@ -1,0 +1,317 @@
+"""Pieces of parameters on ranks that are threads: gradients, norms, weights and optimizer state of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.checkpoint import CutTensor
+from ddp_core.reduction import ExactReduction
+from ddp_core.sharding import OwnsPieces
+from ddp_core.sharding.owns_part import whole_on_first
+from tests.support.thread_world import on_thread_world
+
+STEPS = (5, 1, 4)
+LAYER = nn.Linear(2, 2)
+Dealt = Literal["contiguous", "strided"]
+
+
+class Net(nn.Module):
+    """Parameters of two dtypes: tied, frozen, unused, used once, tiny, and large enough to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 700)
+        self.norm = nn.BatchNorm1d(700)
+        self.second = nn.Linear(700, 6)
+        self.again = nn.Linear(6, 700, bias=False)
+        self.again.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+        self.signs, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3000))
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.none = nn.ParameterList([torch.ones(0, 3), torch.ones(0, 2)])
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, rows: Tensor, index: int) -> Tensor:
+        hidden = self.second(torch.tanh(self.norm(self.first(rows)) + self.again(rows)))
+        loss: Tensor = (hidden.square().double() * self.scale[0]).sum()
+        # A gradient of -0.0 shows where any other zero is added to it.
+        return loss + self.signs.sum() * -0.0 if index == 3 else loss
+
+    def loss(self, step: int, index: int) -> Tensor:
+        """Of one micro-batch."""
+        loss: Tensor = self(torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + index)), index)
+        return loss
+
+    def get_extra_state(self) -> Any:
+        """No tensor."""
+        return "version 2"
+
+    def set_extra_state(self, state: Any) -> None:
+        """See above."""
+        assert state == "version 2"
+
+
+@functools.cache
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def made_before_the_ranks() -> None:
+    """Ranks that are threads have one random generator."""
+    net()
+
+
+def bits(tensors: Any) -> Any:
+    """Values with their signs, for a comparison."""
+    return tensors and {
+        name: (str(each.dtype), each.stride(), str(each.tolist())) if isinstance(each, Tensor) else each
+        for name, each in tensors.items()
+    }
+
+
+def optimizer(made: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(shares: Dealt | None, group: Any) -> list[Any]:
+    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state.
+
+    `shares`: None for one process that owns all.
+    """
+    made = copy.deepcopy(net())
+    updates = optimizer(made)
+    owned: Any = OwnsPieces(made, updates, max(STEPS), process_group=group, shares=shares) if shares else None
+    reduction = owned.reduction if owned else ExactReduction(made, max(STEPS))
+    found: list[Any] = []
+    for step, micro_batches in enumerate(STEPS):
+        reduction.begin(micro_batches)
+        for index in reduction.share:
+            with reduction.micro_batch(index):
+                made.loss(step, index).backward()
+        assert not owned or owned.idle_passes == 0
+        reduction.finish(1 / micro_batches)
+        named = {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
+        found.append(owned.whole_gradients() if owned else {name: each.clone() for name, each in named.items()})
+        found.append({"norm": reduction.clip_gradients_(3.0)})
+        updates.step()
+    found.append({name: each.clone() for name, each in made.named_parameters()})
+    if owned:
+        found += [owned.whole_weights(), *momenta(owned.whole_state())]
+        reduction.close()
+        owned.close()
+        return found
+    return [*found, made.state_dict(), *momenta(updates.state_dict())]
+
+
+def momenta(state: Any) -> list[Any]:
+    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+
+
+@functools.cache
+def expected() -> list[Any]:
+    return list(map(bits, train(None, None)))
+
+
+def check(ranks: list[Any]) -> None:
+    assert list(map(bits, ranks[0])) == expected()
+    for other in ranks[1:]:
+        # The norms and the weights are everywhere, what else is whole on rank 0 alone.
+        everywhere = [1, 3, 5, 6, 7]
+        assert [bits(other[at]) for at in everywhere] == [expected()[at] for at in everywhere]
+        assert [each for at, each in enumerate(other) if at not in everywhere] == [None] * 4
+
+
+@pytest.mark.parametrize(("shares", "world_size"), [("contiguous", 2), ("contiguous", 3), ("strided", 3)])
+def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int) -> None:
+    check(on_thread_world(world_size, functools.partial(train, shares)))
+
+
+@pytest.mark.parametrize("group", [None, SimpleNamespace(size=lambda: 1, rank=lambda: 0)], ids=["none", "of one rank"])
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_one_rank_alone_exchanges_nothing(shares: Dealt, group: Any) -> None:
+    check([train(shares, group)])
+
+
+def refused(make: Callable[[Any], Any]) -> list[str]:
+    """What two ranks are told that make OwnsPieces with other arguments, or train with them."""
+
+    def told(group: Any) -> str:
+        try:
+            make(group)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return on_thread_world(2, told)
+
+
+def test_ranks_that_do_not_fit_together_are_refused() -> None:
+    def owns(group: Any, **other: Any) -> OwnsPieces:
+        made = copy.deepcopy(LAYER)
+        return OwnsPieces(made, optimizer(made), **{"micro_batches": 4, "process_group": group, **other})
+
+    for message in refused(lambda group: owns(group, micro_batches=4 + group.rank())):
+        assert message.endswith("micro_batches is 4 on rank 0, but 5 on rank 1")
+    for message in refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])):
+        assert "shares is contiguous, in 1 flat tensors on rank 0, but strided, in 1" in message
+    assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
+    assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_ranks_with_other_weights_are_refused_in_the_first_step(shares: Dealt) -> None:
+    def begin(group: Any) -> None:
+        made = copy.deepcopy(LAYER)
+        owned = OwnsPieces(made, optimizer(made), 4, process_group=group, shares=shares)
+        with torch.no_grad():
+            made.weight.add_(group.rank())
+        owned.reduction.begin()
+
+    assert all(message.startswith("weight is another on rank 1 than on rank 0") for message in refused(begin))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to shard"):
+        OwnsPieces(nn.ReLU(), optimizer(LAYER), 1)
+
+
+def test_exchanges_wait_as_long_as_asked() -> None:
+    def waits(group: Any) -> Any:
+        made = copy.deepcopy(LAYER)
+        owned = OwnsPieces(made, optimizer(made), 2, process_group=group, timeout=timedelta(seconds=7))
+        channel: Any = owned._channel
+        return channel.group.asked
+
+    assert on_thread_world(2, waits) == [(torch.device("cpu"), timedelta(seconds=7))] * 2
+
+
+class Stored(nn.Module):
+    """Its state_dict leaves one parameter out, and has another in another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out, self.reshaped, self.usual = (nn.Parameter(torch.arange(2.0)) for _ in range(3))
+        self.register_state_dict_post_hook(self._change)
+
+    @staticmethod
+    def _change(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        del state["left_out"]
+        state["reshaped"] = state["reshaped"].view(1, 2)
+
+
+def test_weights_go_out_as_what_each_rank_owns_of_them() -> None:
+    def weights(group: Any) -> Any:
+        made = copy.deepcopy(net())
+        owned = OwnsPieces(made, optimizer(made), 2, process_group=group)
+        average = copy.deepcopy(made)
+        with torch.no_grad():
+            for parameter in average.parameters():
+                parameter.add_(1.0)
+        found = owned.own_weights(), owned.own_weights(average)
+        trained = [name for name, each in made.named_parameters(remove_duplicate=False) if each.requires_grad]
+        for state in found:
+            assert [name for name, each in state.items() if isinstance(each, CutTensor)] == trained
+            assert state["again.weight"] is state["first.weight"]
+        whole = whole_on_first(found[1], group, torch.device("cpu"))
+        assert bits(whole) == (None if group.rank() else bits(average.state_dict()))
+        other = Stored()
+        kept = OwnsPieces(other, optimizer(other), 2, process_group=group).own_weights()
+        assert isinstance(kept["usual"], CutTensor)
+        assert kept["reshaped"].tolist() == [[0.0, 1.0]]
+        return {name: sum(map(len, each.pieces.values())) for name, each in found[0].items() if name in trained}
+
+    ranks = on_thread_world(2, weights)
+    for name, parameter in net().named_parameters():
+        assert not parameter.requires_grad or sum(sizes[name] for sizes in ranks) == parameter.numel()
+
+
+def test_what_a_rank_owns_alone_is_told_by_name() -> None:
+    def owns(group: Any) -> Any:
+        made = copy.deepcopy(net())
+        updates = optimizer(made)
+        owned = OwnsPieces(made, updates, 2, process_group=group)
+        assert list(owned.owned_alone()) == []
+        with owned.reduction.micro_batch(group.rank()):
+            made.loss(0, 0).backward()
+        owned.reduction.finish()
+        updates.step()
+        return {name: value.numel() for name, value in owned.owned_alone()}, [name for name, _ in owned.replicated()]
+
+    ranks = on_thread_world(2, owns)
+    every = [f"parameter {name}" for name, _ in net().named_parameters()]
+    assert all(names == every + [f"buffer {name}" for name, _ in net().named_buffers()] for _, names in ranks)
+    start = "the optimizer's momentum_buffer of "
+    sizes = {name: sum(own.get(name, 0) for own, _ in ranks) for own, _ in ranks for name in own}
+    used = ["first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight", "scale"]
+    assert sizes == {start + name: net().get_parameter(name).numel() for name in used}
+
+
+def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
+    """Of a group that is not all ranks; one of them has nothing of some tensors, in two pieces others."""
+
+    def together(world: Any) -> Any:
+        group = dist.new_group([1, 2])
+        if (rank := world.rank()) == 0:
+            return None
+        pieces: list[dict[str, dict[int, list[float]]]] = [
+            {"exact": {}, "half": {0: [1.0], 3: [4.0]}, "none": {}, "turned": {0: [1.0, 2.0, 3.0]}},
+            {"exact": {0: [0.1, 0.2]}, "half": {1: [2.0, 3.0]}, "none": {}, "turned": {3: [4.0, 5.0, 6.0]}},
+        ]
+        forms: dict[str, Any] = {
+            "exact": (torch.float64, (2,), (1,)),
+            "half": (torch.bfloat16, (4,), (1,)),
+            "none": (torch.float32, (0,), (1,)),
+            "turned": (torch.int64, (2, 3), (1, 2)),
+        }
+        state: dict[str, Any] = {
+            name: CutTensor(
+                *form,
+                {at: torch.tensor(values, dtype=form[0]) for at, values in pieces[rank - 1][name].items()},
+            )
+            for name, form in forms.items()
+        }
+        state["nested"] = [{"again": state["exact"]}, 7]
+        return whole_on_first(state, group, torch.device("cpu"))
+
+    _, whole, nothing = on_thread_world(3, together)
+    assert nothing is None
+    assert whole["exact"].dtype == torch.float64
+    assert whole["exact"].tolist() == [0.1, 0.2]
+    assert whole["half"].dtype == torch.bfloat16
+    assert whole["half"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert whole["none"].tolist() == []
+    assert whole["turned"].stride() == (1, 2)
+    assert whole["turned"].tolist() == [[1, 3, 5], [2, 4, 6]]
+    assert whole["nested"] == [{"again": whole["exact"]}, 7]
+    assert whole["nested"][0]["again"] is whole["exact"]
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
+    made = copy.deepcopy(net())
+    updates = optimizer(made)
+    made.loss(0, 0).backward()
+    updates.step()
+    state = updates.state_dict()
+
+    def loaded(group: Any) -> Any:
+        other = copy.deepcopy(net())
+        owned = OwnsPieces(other, optimizer(other), 2, process_group=group, shares=shares)
+        owned.load_state(state)
+        return momenta(owned.whole_state())
+
+    whole, nothing = on_thread_world(2, loaded)
+    assert list(map(bits, whole)) == list(map(bits, momenta(state)))
+    assert nothing == [None]

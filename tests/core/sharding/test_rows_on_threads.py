@@ -1,0 +1,229 @@
+"""Parameters that torch's fully_shard cuts between ranks that are threads: gradients and states of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.base.errors import UserError
+from ddp_core.reduction import ExactReduction
+from ddp_core.sharding.rows import OwnsRows
+from tests.support.thread_world import on_thread_world
+
+STEPS = (5, 1, 4)
+"""The micro-batches of each step: neither two nor three ranks have equal shares of five, or of one."""
+
+
+class Sometimes(nn.Module):
+    """A block that every forward calls, and that uses its parameters only when it is told to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(37, 5, dtype=dtype)
+
+    def forward(self, hidden: Tensor, is_used: bool) -> tuple[Tensor, Tensor | None]:
+        return hidden * 1.5, self.layer(hidden).sum() if is_used else None
+
+
+class Net(nn.Module):
+    """Blocks with rows that two or three ranks cannot share equally; not every micro-batch uses every parameter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = [(6, 37), (37, 2), (2, 37), (3, 5)]
+        self.layers = nn.ModuleList(nn.Linear(*size, dtype=dtype) for size in sizes)
+        self.layers.append(Sometimes(dtype))
+        self.layers[1].bias.requires_grad_(False)
+        self.layers[3].requires_grad_(False)
+        self.signs, self.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+        self.head = nn.Linear(37, 2, dtype=dtype)
+        self.register_buffer("steps", torch.zeros((), dtype=dtype))
+
+    def forward(self, rows: Tensor, index: int) -> Tensor:
+        hidden = rows
+        for layer in self.layers[:3]:
+            hidden = torch.tanh(layer(hidden))
+        hidden, more = self.layers[4](hidden, is_used=index == 3)
+        loss: Tensor = self.head(hidden).square().sum()
+        # Gradients of -0.0 show where any other zero is added to them.
+        return loss if more is None else loss + (more + self.signs.sum()) * -0.0
+
+    def loss(self, step: int, index: int) -> Tensor:
+        """Of one micro-batch."""
+        generator = torch.Generator().manual_seed(10 * step + index)
+        loss: Tensor = self(torch.randn(3, 6, generator=generator, dtype=self.steps.dtype), index)
+        return loss
+
+
+@functools.cache
+def net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net(dtype)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def made_before_the_ranks() -> None:
+    """Ranks that are threads have one random generator."""
+    for dtype in (torch.float32, torch.float64):
+        net(dtype)
+
+
+def bits(tensors: dict[str, Tensor] | None) -> Any:
+    """Values with their signs, for a comparison."""
+    return tensors and {name: (str(each.dtype), each.stride(), str(each.tolist())) for name, each in tensors.items()}
+
+
+def train(dtype: torch.dtype, group: Any, exact: bool = True) -> Any:
+    """What a training comes to: of each step the gradients and their norm; the weights; the optimizer's state."""
+    made = copy.deepcopy(net(dtype))
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    owned: Any = None
+    if group is not None:
+        owned = OwnsRows(made, optimizer, max(STEPS), process_group=group, exact=exact, fewest_elements=1)
+    reduction = ExactReduction(made, max(STEPS)) if owned is None else owned.reduction
+    assert exact or not reduction.share, "no step has begun"
+    found: list[Any] = []
+    for step, micro_batches in enumerate(STEPS):
+        if owned and exact:
+            with owned.unsent_pass():
+                made.loss(step, 3).backward()
+        reduction.begin(micro_batches)
+        for index in reduction.share:
+            with reduction.micro_batch(index):
+                made.loss(step, index).backward()
+        for _ in range(owned.idle_passes if owned else 0):
+            with owned.idle_pass():
+                (0.0 * made.loss(step, 0)).backward()
+        reduction.finish(*([1 / micro_batches] if step else []))
+        named = {name: each.grad for name, each in made.named_parameters() if each.grad is not None}
+        found.append(owned.whole_gradients() if owned else {name: each.clone() for name, each in named.items()})
+        found.append({"norm": reduction.clip_gradients_(3.0)})
+        optimizer.step()
+    if owned:
+        found += [owned.whole_weights(), *states(owned.whole_state())]
+        owned.reduction.close()
+        owned.close()
+        return found
+    return [*found, made.state_dict(), *states(optimizer.state_dict())]
+
+
+def states(state: Any) -> list[Any]:
+    return [{str(number): each["momentum_buffer"] for number, each in state["state"].items()}] if state else [None]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float64), (3, torch.float32)])
+def test_a_training_has_the_bits_of_one_process(world_size: int, dtype: torch.dtype) -> None:
+    expected = list(map(bits, train(dtype, None)))
+    first, *others = on_thread_world(world_size, functools.partial(train, dtype))
+    assert list(map(bits, first)) == expected
+    for other in others:
+        # Whole tensors are on rank 0 alone, the norms everywhere.
+        assert [bits(each) for each in other] == [each if "norm" in each else None for each in expected]
+
+
+def check_rounding(found: list[dict[str, Tensor]]) -> None:
+    for one, other in zip(found, train(torch.float64, None), strict=True):
+        assert list(one) == list(other)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchs_own_sums_differ_by_rounding_alone(world_size: int) -> None:
+    found = on_thread_world(world_size, functools.partial(train, torch.float64, exact=False))
+    check_rounding(found[0])
+    norms = [[each["norm"] for each in theirs[1:6:2]] for theirs in found]
+    assert norms == norms[:1] * world_size
+
+
+def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:
+    def refused(group: Any) -> str:
+        made = copy.deepcopy(net(torch.float32))
+        owned = OwnsRows(made, torch.optim.SGD(made.parameters()), 2, process_group=group, fewest_elements=1)
+        with owned.reduction.micro_batch(group.rank()):
+            made.loss(0, 0).backward()
+        with pytest.raises(RuntimeError) as raised:
+            made.loss(0, 0).backward()
+        return str(raised.value)
+
+    for message in on_thread_world(2, refused):
+        assert "backward outside of ExactReduction.micro_batch" in message
+
+
+class Experts(nn.Module):
+    """Calls all experts, and makes its output of some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, rows: Tensor, chosen: int) -> Tensor:
+        rows = self.head(rows)
+        outputs: list[Tensor] = [torch.tanh(expert(rows)) for expert in self.experts]
+        return outputs[chosen]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_loss_that_depends_on_other_blocks_is_refused(exact: bool) -> None:
+    """A backward would gather them in another sequence, and take the parameters of one for those of another."""
+
+    experts = Experts()
+
+    def refused(group: Any) -> str:
+        made = copy.deepcopy(experts)
+        owned = OwnsRows(
+            made, torch.optim.SGD(made.parameters()), 2, process_group=group, exact=exact, fewest_elements=1
+        )
+        owned.reduction.begin(2)
+        with pytest.raises(UserError) as raised, owned.reduction.micro_batch(group.rank()):
+            made(torch.ones(1, 4), 2 * group.rank()).sum().backward()
+        return str(raised.value)
+
+    for message in on_thread_world(2, refused):
+        assert "its backward comes to experts.0 and experts.2 in another sequence" in message
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_ranks_of_a_group_need_not_be_all_ranks(exact: bool) -> None:
+    def train_on_two(world: Any) -> Any:
+        group = dist.new_group([1, 2])
+        return train(torch.float64, group, exact) if world.rank() else None
+
+    _, first, second = on_thread_world(3, train_on_two)
+    check_rounding(first)
+    assert [each for each in second if each and "norm" not in each] == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_rank_owns_alone_is_told_by_name(world_size: int) -> None:
+    def owns(group: Any) -> Any:
+        made = copy.deepcopy(net(torch.float32))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+        owned = OwnsRows(made, optimizer, 3, process_group=group, fewest_elements=1)
+        assert owned.reduction.share == range(group.rank(), 3, group.size())
+        for index in owned.reduction.share:
+            with owned.reduction.micro_batch(index):
+                made.loss(0, index).backward()
+        for _ in range(owned.idle_passes):
+            with owned.idle_pass():
+                (0.0 * made.loss(0, 0)).backward()
+        owned.reduction.finish()
+        optimizer.step()
+        sizes = {name: each.numel() for name, each in owned.owned_alone()}
+        return sizes, [name for name, _ in owned.replicated()]
+
+    trained = {name: each.numel() for name, each in net(torch.float32).named_parameters() if each.requires_grad}
+    found = on_thread_world(world_size, owns)
+    assert [others for _, others in found] == [["buffer steps"]] * world_size
+    for name, elements in trained.items():
+        assert sum(sizes[f"parameter {name}"] for sizes, _ in found) == elements
+        momentum = f"the optimizer's momentum_buffer of {name}"
+        is_used = not name.startswith(("unused", "signs", "layers.4"))
+        assert [momentum in sizes for sizes, _ in found] == [is_used] * world_size
+    assert all(name.startswith(("parameter ", "the optimizer's momentum")) for sizes, _ in found for name in sizes)
