@@ -79,7 +79,7 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,schemas,recording,pyright,uv]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,sweeps,schemas,recording,pyright,uv]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest

@@ -130,7 +130,7 @@ def run(request: Request, world: World) -> None:
                     splits=parts.splits,
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
-                    own_metrics=OwnMetrics.of(parts.metrics),
+                    own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
                     only_steps=request.only_steps,
