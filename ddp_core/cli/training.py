@@ -66,6 +66,12 @@ def asked_for(
     options: Mapping[str, Any],
 ) -> Asked:
     """What such arguments of `train` ask for. Raises UserError."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise UserError(
+            f"train takes the name or the file of an experiment, not {type(name_or_path).__name__}: each rank is a new "
+            "process, which can import a file only; in a notebook, begin the cell with %%writefile NAME.py and say "
+            'train("NAME.py")'
+        )
     fields = {name: field for name, field in Asked.model_fields.items() if not command_line(field).hidden}
     for name in options:
         if name == "experiment" or name not in fields:
@@ -178,9 +184,13 @@ def train_silently(asked: Asked) -> None:
         raise _failed(words, code, lines[-1] if lines else "")
 
 
-def run_ddp(words: list[str]) -> tuple[int, str]:
-    """The exit code of a `ddp` command, and what it wrote to standard error."""
-    done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
+def run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
+    """The exit code of a `ddp` command, and what it wrote to standard error.
+
+    Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
+    """
+    command = [sys.executable, "-m", "ddp_core", *words]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
     return done.returncode, done.stderr
 
 

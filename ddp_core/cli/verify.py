@@ -270,6 +270,10 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
         if repeated.get("ended_early"):
             print(f"both      {ends[1]}")
+        figure = None if other or broken else _other_figure(record["result"], repeated["result"])
+        if figure is not None:
+            print(f"different figures, though the weights are identical: {figure}")
+            return DIFFERENT
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
@@ -290,6 +294,14 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
     else:
         print(f"different under the same fingerprint: {_first_difference(directory, again)}")
     return DIFFERENT
+
+
+def _other_figure(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first figure of the last evaluation that the repetition has and the record has not alike, in words."""
+    for name in there.keys() & here.keys():
+        if name.startswith(("test_", "ema_test_")) and there[name] != here[name]:
+            return f"{name} is {here[name]} here, and was {there[name]}"
+    return None
 
 
 def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`ddp`, whose own processes are forks that have torch already, not new interpreters.
 
-These are the trainings of `verify` and `verify-layouts`, and the process that rehearses a resume.
+These are the trainings of `verify`, `verify-layouts` and `rehearse`, and the process that rehearses a resume.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def main(words: Sequence[str]) -> int:
     return cli.main(words)
 
 
-def _run_ddp(words: list[str]) -> tuple[int, str]:
+def _run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as scratch:
         errors = Path(scratch) / "errors"
         errors.touch()
         child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, errors))
         child.start()
-        child.join()
-        assert child.exitcode is not None
+        child.join(limit)
+        if child.exitcode is None:
+            child.kill()
+            raise subprocess.TimeoutExpired("ddp", limit or 0.0)
         return child.exitcode, errors.read_text()
 
 
