@@ -123,7 +123,7 @@ def choose_fork(request: Request, directory: RunDirectory, samples: int, data: D
         parent = RunDirectory(Path(fork.run))
         if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
             raise UserError(
-                f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing here: bring "
+                f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring "
                 "them back, or begin a run with the weights alone: --init-from"
             )
     return fork
