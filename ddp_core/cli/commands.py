@@ -99,12 +99,19 @@ def ddp(context: click.Context) -> int:
 )
 @click.option(
     "--seeds",
+    cls=TitledOption,
+    title="What is trained, and from where on",
     metavar="0-4",
-    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again.",
+    shell_complete=complete_value,
+    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again. "
+    "[default: once, with the experiment's seed]",
 )
 @click.option(
     "--at-once",
+    cls=TitledOption,
+    title="What is trained, and from where on",
     metavar="N",
+    shell_complete=complete_value,
     type=click.IntRange(1),
     help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
 )

@@ -19,9 +19,7 @@ def train_seeds(
     `blamed`: the context in which an error about a setting names the file of --config. Raises UserError.
     """
     numbers = seeds_in(seeds)
-    require_one_machine("--seeds")
-    if asked.nnodes.high > 1:
-        raise UserError("--seeds trains on this machine alone: start each seed by itself where it takes several nodes")
+    require_one_machine("--seeds", asked)
     if any(setting.partition("=")[0].strip() == "seed" for setting in asked.settings):
         raise UserError("--seeds and --set seed=… both choose the seed: leave one of them out")
     if asked.resume not in ("auto", "never"):

@@ -80,7 +80,7 @@ class Trial:
         return ["train", *self.asked.model_copy(update=changes).to_words()]
 
     def _is_this(self, record: Mapping[str, Any]) -> bool:
-        """Whether a completed run of the same experiment is what is asked for, on whatever layout where it is exact."""
+        """Whether a run of the same experiment is what is asked for, on whatever layout where it is exact."""
         asked, layout = self.asked, record["layout"]
         began = [(record.get(name) or {}).get("given") for name in ("init_from", "forked_from")]
         reduction = record["options"]["reduction"]
@@ -100,8 +100,12 @@ def _has_other_code(record: Mapping[str, Any]) -> bool:
     return any(hashlib.sha256(file.read_bytes()).hexdigest() != kept[place] for place, file in today.items())
 
 
-def require_one_machine(option: str) -> None:
-    """Raises UserError where a launcher has started this process: each of its processes would train everything."""
+def require_one_machine(option: str, asked: Asked) -> None:
+    """Raises UserError where more than this machine has a part in it: each of its processes would train everything."""
+    if asked.nnodes.high > 1:
+        raise UserError(
+            f"{option} trains on this machine alone: start each training by itself on its {asked.nnodes} nodes"
+        )
     node: Node | None = node_here()
     if World.is_set() or node is not None:
         raise UserError(
@@ -134,7 +138,7 @@ def train_all(trials: Sequence[Trial], at_once: int | None = None) -> int:
                 print(f"{trial.name}: training …", flush=True)
                 variables = {**caller_variables(Path(scratch) / str(len(waiting))), **shares[share]}
                 process = training.start_ddp(trial.words(), variables, is_quiet=len(shares) > 1)
-                children.running[trial.name] = (process, share)
+                children.add(trial.name, process, share)
             for name, code, share in children.ended():
                 free.append(share)
                 ended[name] = code
@@ -181,6 +185,12 @@ class _Children:
         self.is_asked_to_stop = True
         for process, _share in self.running.values():
             process.send_signal(signal.SIGTERM)
+
+    def add(self, name: str, process: subprocess.Popen[bytes], share: int) -> None:
+        """Take a training that has just been started."""
+        self.running[name] = (process, share)
+        if self.is_asked_to_stop:
+            process.send_signal(signal.SIGTERM)  # asked while it was being started
 
     def ended(self) -> Iterator[tuple[str, int, int]]:
         """Name, exit code and share of the trainings that have ended since."""

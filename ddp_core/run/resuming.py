@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
+from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
@@ -25,6 +26,7 @@ from ddp_core.record.continuing import (
     recorded_weights,
     require_continuable,
 )
+from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
 from ddp_core.record.forking import Fork, bring_checkpoint, find_fork
 from ddp_core.record.initial_weights import InitialWeights, find_weights
@@ -111,9 +113,20 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
     return None if given is None else find_weights(given)
 
 
-def choose_fork(request: Request, directory: RunDirectory, samples: int) -> Fork | None:
-    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued."""
-    return None if (directory.path / "run.json").exists() else find_fork(request, samples)
+def choose_fork(request: Request, directory: RunDirectory, samples: int, data: DataDigest) -> Fork | None:
+    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued.
+
+    Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
+    """
+    fork = None if (directory.path / "run.json").exists() else find_fork(request, samples)
+    if fork is not None:
+        parent = RunDirectory(Path(fork.run))
+        if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
+            raise UserError(
+                f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring "
+                "them back, or begin a run with the weights alone: --init-from"
+            )
+    return fork
 
 
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:

@@ -110,7 +110,7 @@ def run(request: Request, world: World) -> None:
         if world.local_rank == 0:
             tell_caller(directory.path)
         weights = by_rank_0(collectives, choose_weights, request, directory)
-        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples))
+        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples, data))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))

@@ -235,6 +235,7 @@ class Trainer(ABC):
         # A state that is not at step 0 came from the checkpoint of its step.
         self.saving.newest_step = self.state.step
         self.checks.begin()
+        self.callbacks.begin()
         self.clock.restart()
         # A run that ended early may have been lost after its last save, and before its record said so.
         end = self.state.step if self.is_at_end else self.total_steps

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.words:
         return _print_words(plan)
     if not options.look:
-        require_one_machine("ddp sweep")
+        require_one_machine("ddp sweep", plan.asked)
     code = 0
     if plan.grid:
         trials = [_trial(plan, settings) for settings in plan.combinations()]

@@ -35,7 +35,7 @@ COMMANDS = (
     "rendezvous",
     "completion",
 )
-OFFERED = ("chaos", "claims", "probe", "project", "report")
+OFFERED = ("chaos", "claims", "probe", "project", "report", "sweep")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 
@@ -101,8 +101,9 @@ def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.Captu
         for name, field in fields.items()
         if name != "experiment" and not command_line(field).hidden
     }
-    assert rows.keys() - {"Usage:", "--help", "--config", "--dry-run"} == shown
-    assert {"--config", "--dry-run"} <= rows.keys()
+    others = {"--config", "--dry-run", "--seeds", "--at-once"}
+    assert rows.keys() - {"Usage:", "--help", *others} == shown
+    assert others <= rows.keys()
     assert [option for option in shown if "[default: " not in rows[option]] == []
     assert 3 <= len(examples.splitlines()) <= 6
     for line in examples.splitlines():
