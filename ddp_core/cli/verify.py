@@ -268,12 +268,12 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
     ends = [how_it_ended(each.get("ended_early")) or "was trained to its last step" for each in (record, repeated)]
     if all(record.get(name) == repeated[name] for name in ("weights_sha256", "ema_sha256")):
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
+        if repeated.get("ended_early"):
+            print(f"both      {ends[1]}")
         figure = None if other or broken else _other_figure(record["result"], repeated["result"])
         if figure is not None:
             print(f"different figures, though the weights are identical: {figure}")
             return DIFFERENT
-        if repeated.get("ended_early"):
-            print(f"both      {ends[1]}")
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []

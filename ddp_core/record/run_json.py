@@ -200,6 +200,8 @@ class RecordedRun(TypedDict):
     options: RecordedOptions
     command: str | None
     launch_id: str | None
+    steps_per_epoch: NotRequired[_Positive]
+    total_steps: NotRequired[_Positive]
     status: Literal["running", "completed", "stopped", "failed"]
     exit_code: int | None
     message: str | None

@@ -132,6 +132,8 @@ class RunRecord:
                 "options": request.options.model_dump(),
                 "command": request.command,
                 "launch_id": self.world.launch_id,
+                "steps_per_epoch": self.steps_per_epoch,
+                "total_steps": loaded.experiment.total_steps(self.steps_per_epoch),
                 "status": "running",
                 "exit_code": None,
                 "message": None,
