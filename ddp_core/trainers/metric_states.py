@@ -131,8 +131,10 @@ class MetricStates:
         _require_same(name, seen, reductions, attributes)
         for key, value in states.items():
             by_batch = seen.states.setdefault(key, {})
-            if by_batch and reductions[key] == "sum" and value.dtype == torch.int64:
-                by_batch[min(by_batch)] += value
+            first = next(iter(by_batch.values()), None)
+            is_whole = reductions[key] == "sum" and value.dtype == torch.int64
+            if is_whole and first is not None and first.shape == value.shape:
+                first += value
             else:
                 by_batch[batch] = value
 
