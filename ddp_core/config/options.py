@@ -69,7 +69,7 @@ class ExperimentOptions(Frozen):
         default=False, description="Continue a run although the code of the experiment or its modules was edited since."
     )
     init_from: Annotated[
-        str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
+        str | None, CommandLine(metavar="RUN|FILE|DIR"), ByDefault("random weights, drawn from the seed")
     ] = Field(
         default=None,
         description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
