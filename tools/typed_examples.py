@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,6 +117,13 @@ def red(shown: list[Example]) -> list[str]:
     return [f"{by_module[module].place(line)}: {checker}: {text}" for checker, module, line, text in found]
 
 
+def checkable(everything: Sequence[Example]) -> tuple[list[Example], dict[Example, set[str]]]:
+    """Those of the examples that have here what they import, and of the others what they lack."""
+    modules = {example.module for example in everything}
+    lacking = {example: lacks for example in everything if (lacks := example.missing - modules)}
+    return [example for example in everything if example not in lacking], lacking
+
+
 Finding = tuple[str, str, int, str]
 """Who has found it, the module, its line, and the message."""
 
@@ -150,13 +157,9 @@ def _said(folder: Path, *words: str) -> str:
 
 def main() -> int:
     """Check them all; prints what is red and what was left out."""
-    everything = examples()
-    modules = {example.module for example in everything}
-    left_out = {example: example.missing - modules for example in everything}
-    shown = [example for example in everything if not left_out[example]]
+    shown, left_out = checkable(examples())
     for example, missing in left_out.items():
-        if missing:
-            print(f"left out: {example.place(1)} needs {', '.join(sorted(missing))} (make test-extras installs it)")
+        print(f"left out: {example.place(1)} needs {', '.join(sorted(missing))}, an extra package")
     findings = red(shown)
     print("\n".join(findings) if findings else f"mypy and pyright: no issues in {len(shown)} examples")
     return 1 if findings else 0
