@@ -37,7 +37,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,8 +79,19 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,foreign,loggers,export,schemas,recording,pyright,uv]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,sweeps,schemas,recording,pyright,uv]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
+
+test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
+	$(NO_GPU) .venv-streams/bin/python -m pytest -m extras tests/house/test_use_streaming_libraries.py
+
+# Of the two files the first decides about a package.
+.venv-streams/.installed: pyproject.toml constraints.txt constraints-streams.txt | setup
+	rm -rf .venv-streams && $(BIN)/python -m venv .venv-streams
+	awk -F'==' '!seen[$$1]++' constraints-streams.txt constraints.txt >.venv-streams/constraints.txt
+	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt pip hatchling
+	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[test,streams]'
+	touch $@
 
 test-foreign: setup ## Other people's models and optimizers on every layout, hours; ONLY="timm torchvision.res" WORKERS=2 AGAIN=1
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[foreign]'

@@ -78,7 +78,14 @@ def __getattr__(name: str) -> Any:
     elif name in _PLACES:
         from importlib import import_module
 
-        value = getattr(import_module(_PLACES[name]), name)
+        from ddp_core.base.platforms import refused_platform
+
+        try:
+            value = getattr(import_module(_PLACES[name]), name)
+        except ModuleNotFoundError:
+            if (reason := refused_platform()) is None:
+                raise
+            raise ImportError(reason) from None
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     globals()[name] = value

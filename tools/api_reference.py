@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 
 FRONT = [
-    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "Moment", "EarlyStopping"),
+    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "EarlyStopping", "Moment"),
     *("train", "Run", "load_model"),
     *("ElasticSampler", "MicroBatches", "ExactReduction", "Checkpointer", "load"),
 ]

@@ -49,6 +49,11 @@ def make_bundle(path: Path, target: Path | None) -> int:
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
     if "source" not in record:
         raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    if (fork := record.get("forked_from")) is not None:
+        raise UserError(
+            f"{path} is a fork of {fork['run']}, without which nobody can train it again, and a bundle holds one run: "
+            "hand over both run directories"
+        )
     target = target or Path(f"{record['experiment']['name']}-{path.resolve().name}.zip")
     if is_there(target):
         raise UserError(f"{target} exists; name another file with -o FILE")

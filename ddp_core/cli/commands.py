@@ -135,9 +135,20 @@ def ddp(context: click.Context) -> int:
     is_flag=True,
     help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
+@click.option(
+    "--seeds",
+    metavar="0-4",
+    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again.",
+)
+@click.option(
+    "--at-once",
+    metavar="N",
+    type=click.IntRange(1),
+    help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
+)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_once: int | None, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -150,6 +161,10 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
+    if seeds is not None:
+        from ddp_core.cli.seeds import train_seeds
+
+        return train_seeds(asked, seeds, at_once, is_dry_run, config.blamed())
     # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
@@ -197,6 +212,29 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     from ddp_core.cli.compare import compare_runs
 
     return compare_runs(runs or [Path(output)], as_json)
+
+
+@ddp.command(options=partial(field_options, "output"))
+@click.argument("place", metavar="[RUN|DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Say how it stands, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a terminal: the least time between two lines of progress of a run.",
+)
+def watch(place: Path | None, output: str, once: bool, every: float) -> int:
+    """Look at runs while they train.
+
+    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
+    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
+    """
+    from ddp_core.cli.watch.watch import watch_runs
+
+    return watch_runs(place or Path(output), once, every)
 
 
 @ddp.command(

@@ -16,6 +16,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.forking import find_fork
 from ddp_core.run.memory import replica_of, samples_at_once, way_of
 from ddp_core.sharding import Sharding
 
@@ -112,12 +113,14 @@ def _default(part: Frozen, name: str) -> Any:
 
 
 def _start(request: Request, samples: int) -> str:
+    fork = find_fork(request, samples)
+    new = "at step 0, as a new run" if fork is None else f"at step {fork.step}, as a fork of {fork.run}"
     if request.resume == "never":
-        return "at step 0, as a new run"
+        return new
     if request.resume == "auto":
         found = find_resumable(request, samples)
         if found is None:
-            return "at step 0, as a new run: there is no unfinished run of this experiment with these settings"
+            return f"{new}: there is no unfinished run of this experiment with these settings"
     else:
         found = RunDirectory(Path(request.resume))
     checkpoint = newest_valid(found.checkpoints)

@@ -18,7 +18,7 @@ from ddp_core.config.layout import DeviceType, LayoutKind, ShardMode
 from ddp_core.config.records import ByDefault, CommandLine, Frozen, Numerics, ReductionKind, is_repeated, option_name
 
 Launcher = Literal["torchrun", "spawn"]
-LoggerName = Literal["tensorboard", "mlflow", "wandb"]
+LoggerName = Literal["tensorboard", "mlflow", "wandb", "prometheus"]
 
 Count = Annotated[int, Field(gt=0), CommandLine(metavar="N")]
 Steps = Annotated[int, Field(gt=0), CommandLine(metavar="STEPS")]
@@ -69,11 +69,19 @@ class ExperimentOptions(Frozen):
         default=False, description="Continue a run although the code of the experiment or its modules was edited since."
     )
     init_from: Annotated[
-        str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
+        str | None, CommandLine(metavar="RUN|FILE|DIR"), ByDefault("random weights, drawn from the seed")
     ] = Field(
         default=None,
         description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
         "torch.save file, or of a folder of torch.distributed.checkpoint.",
+    )
+    fork: Annotated[str | None, CommandLine(metavar="RUN"), ByDefault("none")] = Field(
+        default=None,
+        description="Begin a new run with the whole state of a checkpoint of RUN (weights, optimizer, position), and "
+        "with the settings of this command. --resume auto continues it.",
+    )
+    at: Annotated[Steps | None, ByDefault("that of the newest checkpoint")] = Field(
+        default=None, description="The step of the checkpoint that --fork begins with."
     )
     reduction: Annotated[ReductionKind | None, ByDefault("what the experiment says")] = Field(
         default=None,

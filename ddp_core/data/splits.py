@@ -78,7 +78,8 @@ def as_splits(built: Any, whose: str) -> Splits:
     elif isinstance(built, tuple | list) and len(built) == 2:
         splits = Splits(*built)
     elif isinstance(built, tuple | list | Mapping | str):
-        raise UserError(f"{whose} returned {structure_of(built)}; {_EXPECTED}")
+        way = "; a list of samples goes into Splits(train=...)" if isinstance(built, list) else ""
+        raise UserError(f"{whose} returned {structure_of(built)}; {_EXPECTED}{way}")
     else:
         splits = Splits(built)
     _require_indexed(splits.train, f"{whose}: train")

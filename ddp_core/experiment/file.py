@@ -244,7 +244,8 @@ def _require_known_names(path: Path, source: str, namespace: Mapping[str, Any], 
         if name.startswith("_") or name in used or isinstance(value, ModuleType):
             continue
         if name in SIGNATURES:
-            fits = callable(value) or (name == "callbacks" and isinstance(value, list))
+            kinds = {"callbacks": list, "metrics": Mapping}
+            fits = callable(value) or (name in kinds and isinstance(value, kinds[name]))
             if name not in experiment.model_fields_set and not fits:
                 also = f", or say `Experiment({name}={name})`" if name in _OWN_BY_DEFAULT else ""
                 raise UserError(

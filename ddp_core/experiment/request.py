@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,8 @@ class BuiltExperiment:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None = None
     """None where a built-in rule sets the rate."""
-    named_metrics: Callable[..., Any] | None = None
+    metrics: Callable[..., Any] | Mapping[str, Any] | None = None
+    """The file's own: a function, an object like one, or several by name."""
     callbacks: Sequence[Callback] = ()
     observers: Sequence[StepObserver] = ()
 
@@ -163,7 +164,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
-    hits, named_metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
+    hits, metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
     return BuiltExperiment(
         model=model,
         loss=loss,
@@ -171,7 +172,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
         splits=splits,
         optimizer=optimizer,
         schedule=schedule_of(loaded, optimizer, len(splits.train)),
-        named_metrics=named_metrics if callable(named_metrics) else None,
+        metrics=metrics if callable(metrics) or isinstance(metrics, Mapping) else None,
         callbacks=callbacks,
         observers=observers,
     )

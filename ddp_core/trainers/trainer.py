@@ -405,7 +405,7 @@ class Trainer(ABC):
                 settings,
                 job.collectives,
                 splits.collate,
-                job.named_metrics,
+                job.own_metrics,
                 keep_pace=not self.state.ownership.has_whole_weights,
                 seed=EvaluationSeed(self.seed_micro_batch, (self.state.step - 1) // self.steps_per_epoch),
                 written=WrittenParameters(model, "evaluation batch") if self.exact else None,
