@@ -1,7 +1,7 @@
 """`ddp rehearse`: all that a long run will do, tried in short before it is submitted.
 
 Everything is built twice; every layout that fits this machine trains two steps, evaluates and saves; a run is killed
-and resumed on another layout; the weights are loaded from the finished run. Each of these is `ddp train` in processes
+and resumed on another layout; the weights are exported and loaded. Each of these is `ddp train` in processes
 of its own, with `--only-steps`, in a folder that is removed afterwards.
 """
 
@@ -17,6 +17,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli import training
 from ddp_core.cli.compare import aligned
@@ -32,10 +37,13 @@ from ddp_core.data.data_digest import digest_items
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, build_splits
 from ddp_core.record.directory import find_runs
+from ddp_core.record.exporting import export
+from ddp_core.record.places import place_named
 from ddp_core.record.reading import Run
+from ddp_core.record.trained import load_model
 
 STEPS = 2
-LOADED = "weights loaded again"
+EXPORTED = "weights exported and loaded"
 _LIMIT = 300.0
 """Seconds that one training may take, beside the time for building its parts."""
 _LEFT_OUT = {
@@ -77,7 +85,7 @@ def rehearse(asked: Asked, command: str) -> int:
     with TemporaryDirectory(prefix="ddp-rehearsal-") as scratch:
         train = _Training(asked, Path(scratch), _LIMIT + 10 * built_seconds)
         trials = [train(title, tries) for title, tries in attempts.items()]
-        trials.append(_loaded(trials))
+        trials.append(_exported(trials, Path(scratch) / "exported"))
         for line in aligned([_row(trial) for trial in trials]):
             print(line)
         told = expectations(request, parts, layout, trials[0].run)
@@ -152,16 +160,27 @@ class _Training:
         return [line for line in lines if "warning: " in line]
 
 
-def _loaded(trials: Sequence[Trial]) -> Trial:
-    """The weights of the first run that has ended well, loaded into a new model and compared with its record."""
-    began, trial = time.monotonic(), Trial(LOADED)
+def _exported(trials: Sequence[Trial], folder: Path) -> Trial:
+    """The weights of the first run that has ended well, exported and loaded again into a model without them."""
+    began, trial = time.monotonic(), Trial(EXPORTED)
     trial.run = next((each.run for each in trials if each.run is not None), None)
     try:
         if trial.run is None:
             raise UserError("there is no finished run")
-        trial.run.load_model()
+        with place_named(trial.run) as place:
+            export(place, "safetensors", folder, weights="trained")
+        model, again = (load_model(trial.run, weights="trained") for _ in range(2))
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.zero_()
+        weights = {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+        again.load_state_dict(weights)
+        if weights_digest(again.state_dict()) != weights_digest(model.state_dict()):
+            raise UserError("other weights were loaded than the run ended with", ExitCode.NO_CHECKPOINT)
     except UserError as error:
         trial.error = error
+    except (RuntimeError, SafetensorError) as error:
+        trial.error = UserError(f"the exported weights cannot be loaded: {error}", ExitCode.NO_CHECKPOINT)
     trial.seconds = time.monotonic() - began
     return trial
 
@@ -172,7 +191,7 @@ def _row(trial: Trial) -> dict[str, str]:
         "tried": trial.title,
         "result": "done" if trial.error is None else f"failed ({int(trial.error.exit_code)})",
         "weights": "-" if digest is None else digest[:12],
-        **measured(None if trial.title == LOADED else trial.run),
+        **measured(None if trial.title == EXPORTED else trial.run),
         "took": f"{trial.seconds:.1f} s",
     }
 

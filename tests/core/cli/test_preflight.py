@@ -59,7 +59,7 @@ def test_a_run_that_works_may_be_submitted_and_is_told_of(tmp_path: Path) -> Non
     ended = rehearsed(written(tmp_path, "nothing"), "--output", outputs, "--max-seconds", "0.5")
     assert ended.code == 0, ended.output + ended.errors
     rows = tried(ended)
-    assert list(rows) == ["single-cpu", "single-cpu, killed, then single-cpu", "weights loaded again"]
+    assert list(rows) == ["single-cpu", "single-cpu, killed, then single-cpu", "weights exported and loaded"]
     assert {cells[0] for cells in rows.values()} == {"done"}
     assert len({cells[1] for cells in rows.values()}) == 1
     lines = dict(line.split(maxsplit=1) for line in ended.output.splitlines() if not line.startswith(" "))
