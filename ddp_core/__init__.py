@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from ddp_core.cli.training import train
     from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
     from ddp_core.data.splits import InMemory, Splits
-    from ddp_core.observe.callback import Callback
+    from ddp_core.observe.callback import Callback, Moment
+    from ddp_core.observe.early_stopping import EarlyStopping
     from ddp_core.record.reading import Run
+    from ddp_core.record.trained import load_model
     from ddp_core.reduction import ExactReduction
     from ddp_core.sampler import ElasticSampler, MicroBatches
 
@@ -29,17 +31,20 @@ __all__ = [
     "Callback",
     "Checkpointer",
     "Component",
+    "EarlyStopping",
     "ElasticSampler",
     "ExactReduction",
     "Experiment",
     "InMemory",
     "MicroBatches",
+    "Moment",
     "Optimizer",
     "Run",
     "Schedule",
     "Splits",
     "__version__",
     "load",
+    "load_model",
     "train",
 ]
 
@@ -47,16 +52,19 @@ _PLACES = {
     "Callback": "ddp_core.observe.callback",
     "Checkpointer": "ddp_core.checkpoint",
     "Component": "ddp_core.config.experiment",
+    "EarlyStopping": "ddp_core.observe.early_stopping",
     "ElasticSampler": "ddp_core.sampler",
     "ExactReduction": "ddp_core.reduction",
     "Experiment": "ddp_core.config.experiment",
     "InMemory": "ddp_core.data.splits",
     "MicroBatches": "ddp_core.sampler",
+    "Moment": "ddp_core.observe.callback",
     "Optimizer": "ddp_core.config.experiment",
     "Run": "ddp_core.record.reading",
     "Schedule": "ddp_core.config.experiment",
     "Splits": "ddp_core.data.splits",
     "load": "ddp_core.checkpoint",
+    "load_model": "ddp_core.record.trained",
     "train": "ddp_core.cli.training",
 }
 """The module that each name is loaded from. The imports above say the same to type checkers, which do not run this."""
@@ -70,7 +78,14 @@ def __getattr__(name: str) -> Any:
     elif name in _PLACES:
         from importlib import import_module
 
-        value = getattr(import_module(_PLACES[name]), name)
+        from ddp_core.base.platforms import refused_platform
+
+        try:
+            value = getattr(import_module(_PLACES[name]), name)
+        except ModuleNotFoundError:
+            if (reason := refused_platform()) is None:
+                raise
+            raise ImportError(reason) from None
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     globals()[name] = value
@@ -85,7 +100,7 @@ def _version() -> str:
     from importlib import metadata
 
     try:
-        return metadata.version("ddp-core")
+        return metadata.version("samebits")
     except metadata.PackageNotFoundError:
         return "unknown"  # the folder was put on Python's path without being installed
 

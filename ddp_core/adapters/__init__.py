@@ -25,6 +25,6 @@ def imports_of(adapter: str, package: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"ddp_core.adapters.{adapter} needs the package {package}: pip install {package}, "
-            "or install ddp-core with its extra `peers`",
+            "or install samebits with its extra `peers`",
             name=package,
         ) from error

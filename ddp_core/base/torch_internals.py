@@ -222,6 +222,19 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "0.4",
         "https://github.com/pytorch/pytorch/pull/117464",
     ),
+    "_orig_mod": PrivateName(
+        "torch._dynamo.OptimizedModule",
+        "give a compiled model's weights the names that they have in the plain model, and the plain model itself",
+        "torch.compile returns a module in which the plain one is a part of this name",
+        "2.0",
+        "https://github.com/pytorch/pytorch/issues/101107",
+    ),
+    "_compiled_call_impl": PrivateName(
+        "torch.nn.Module",
+        "give back the plain model of one that `Module.compile` has changed in place",
+        "there is a public method to compile a module, and none to undo it",
+        "2.2",
+    ),
     "_shutdown_workers": PrivateName(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "end the processes that load data when an epoch is left early",
@@ -430,3 +443,21 @@ def end_loader_workers(batches: Iterator[Any]) -> None:
     for worker in cast(Any, batches)._workers:
         worker.kill()
         worker.join()
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight of a compiled model has in the plain one."""
+    return name.replace("_orig_mod.", "")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The plain model of one that is compiled, or has compiled parts: the same parameters, in the same objects."""
+    while (plain := dict(model.named_children()).get("_orig_mod")) is not None:
+        model = plain
+    for part in model.modules():
+        part._compiled_call_impl = None
+    for part in list(model.modules()):
+        for name, child in list(part.named_children()):
+            if "_orig_mod" in dict(child.named_children()):
+                setattr(part, name, uncompiled(child))
+    return model

@@ -1,42 +1,30 @@
-"""`ddp bundle` and `ddp verify BUNDLE`: a finished run as one file, to hand it over, and the check of such a file.
-
-A bundle (format `ddp-bundle/1`, which is the zip file's comment) is a zip file whose members are stored as they are,
-without compression, by sorted names and with one fixed time: the same run gives the same bytes. MANIFEST has the
-SHA-256 of each other member, as `sha256sum --check` reads it.
-
-A bundle may come from a stranger. So nothing of it is unpacked before all of it is checked: names, sizes, digests.
-"""
+"""`ddp bundle` and `ddp verify BUNDLE`: a finished run as one file, to hand it over, and the check of such a file."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
-from ddp_core.base.documents import parse_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sync
-from ddp_core.base.refusals import is_lack, refused
+from ddp_core.base.refusals import refused
 from ddp_core.cli.verify import DIFFERENT, verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
+from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS, ChangedBundle, unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.run_json import RecordedRun
-from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, has_weights, read_weights, require_recorded_weights
 
-BUNDLE_FORMAT = "ddp-bundle/1"
-_MANIFEST = "MANIFEST"
-_PINS = "pins.txt"
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
 _BROKEN = "PROMISE_BROKEN.txt"
@@ -45,9 +33,6 @@ _ALWAYS = ("run.json", "metrics.jsonl", "log.txt", WEIGHTS)
 _WHERE_PRESENT = ("model_ema.safetensors", "data.json")
 _BEGINNING_OF_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 _PLAIN_FILE = 0o100644 << 16
-_MOST_MEMBERS = 10_000
-_MOST_TEXT = 2**26
-"""Bytes of a member that is read into memory as a whole."""
 
 Content = Path | bytes
 """The content of a member: that of a file, or the bytes themselves."""
@@ -64,6 +49,11 @@ def make_bundle(path: Path, target: Path | None) -> int:
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
     if "source" not in record:
         raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    if (fork := record.get("forked_from")) is not None:
+        raise UserError(
+            f"{path} is a fork of {fork['run']}, without which nobody can train it again, and a bundle holds one run: "
+            "hand over both run directories"
+        )
     target = target or Path(f"{record['experiment']['name']}-{path.resolve().name}.zip")
     if is_there(target):
         raise UserError(f"{target} exists; name another file with -o FILE")
@@ -91,8 +81,7 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
     files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or is_there(path / name)}
     folder, source = record["source"]["folder"], read_source(path, record["source"])
     files |= {f"{folder}/{place}": path / folder / place for place in source.texts}
-    if (weights := recorded_weights(record)) is not None:
-        files[_checked_name(Path(weights.file), weights.sha256)] = Path(weights.file)
+    initial = _initial_weights(record)
     missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
@@ -101,18 +90,25 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
             f"{odd[0]!r} cannot be the name of a file in a bundle, where names are UTF-8; rename it and train"
         )
     require_recorded_weights(path, record)
-    texts = {_PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
+    texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, [*files, *initial])}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
     # A file's name may hold bytes that are no UTF-8; in a text they are written as they are.
-    return files | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
+    return files | initial | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
 
 
-def _checked_name(file: Path, sha256: str) -> str:
-    """The name in the bundle of the weights that the run began with. Raises UserError where they have changed."""
-    if not is_file(file) or weights_digest(read_weights(file)) != sha256:
+def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
+    """The weights that the run began with, by the name in the bundle. Raises UserError where they have changed."""
+    if (weights := recorded_weights(record)) is None:
+        return {}
+    file = Path(weights.file)
+    if not has_weights(file) or weights_digest(state := read_weights(file)) != weights.sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
-    return _INITIAL_WEIGHTS + file.suffix
+    if is_file(file):
+        return {_INITIAL_WEIGHTS + file.suffix: file}
+    from safetensors.torch import save
+
+    return {f"{_INITIAL_WEIGHTS}.safetensors": save(state)}
 
 
 def _open(content: Content) -> BufferedReader | BytesIO:
@@ -120,7 +116,7 @@ def _open(content: Content) -> BufferedReader | BytesIO:
 
 
 def _write(file: Path, members: dict[str, Content]) -> None:
-    contents = members | {_MANIFEST: "".join(_manifest(members)).encode()}
+    contents = members | {MANIFEST: "".join(_manifest(members)).encode()}
     with ZipFile(file, "w", ZIP_STORED) as archive:
         archive.comment = BUNDLE_FORMAT.encode()
         for name, content in sorted(contents.items()):
@@ -147,14 +143,14 @@ _DESCRIBED = {
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
     _BROKEN: "what the run's own checks found: why its weights are not promised again",
-    _PINS: "every installed package, as `pip install -r` takes it",
-    _MANIFEST: "the SHA-256 of each file here",
+    PINS: "every installed package, as `pip install -r` takes it",
+    MANIFEST: "the SHA-256 of each file here",
 }
 
 
 def _readme(record: Mapping[str, Any], run: str, files: Iterable[str]) -> str:
     end = ""
-    here = {_PINS, _MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
+    here = {PINS, MANIFEST, *files, *(PurePosixPath(name).parts[0] for name in files)}
     here |= {_INITIAL_WEIGHTS} if any(name.startswith(_INITIAL_WEIGHTS) for name in files) else set()
     if (what := what_broke_it(record)) is not None:
         here.add(_BROKEN)
@@ -188,86 +184,12 @@ def verify_bundle(
     Raises UserError for a file that is no bundle or that could do harm when unpacked, and (4) for a full disk.
     """
     with TemporaryDirectory(prefix="ddp-bundle-") as folder:
-        if not _unpack_checked(file, Path(folder)):
+        try:
+            unpacked = unpack_bundle(file, Path(folder))
+        except ChangedBundle as changed:
+            print(f"different bundle: {changed}. Nothing was trained.")
             return DIFFERENT
+        print(f"bundle: {unpacked.files} files, each as MANIFEST says")
+        print(f"packages: {package_differences(unpacked.pins, unpacked.record['environment'])}")
         print("this runs the code in the bundle", flush=True)
         return verify_run(Path(folder), layout, device, nproc_per_node, data_dir)
-
-
-def _unpack_checked(file: Path, folder: Path) -> bool:
-    """Unpack the bundle, if all of it is as it was packed, and say how packages differ; returns whether it is."""
-    try:
-        with ZipFile(file) as archive:
-            members = _safe_members(file, archive)
-            changed = _changed(archive, members)
-            if changed:
-                print(f"different bundle: {changed}. Nothing was trained.")
-                return False
-            record = parse_document(_text(archive, "run.json"), RecordedRun)
-            print(f"bundle: {len(members)} files, each as MANIFEST says")
-            print(f"packages: {package_differences(_text(archive, _PINS), record['environment'])}")
-            _unpack(archive, members, folder)
-    except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
-        raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
-    except OSError as error:
-        if is_lack(error):
-            raise refused(error, folder) from None
-        raise UserError(f"{file} cannot be unpacked: {error.strerror}") from None
-    return True
-
-
-def _safe_members(file: Path, archive: ZipFile) -> list[ZipInfo]:
-    """The members. Raises UserError where unpacking them could write elsewhere, or more than the file's own size."""
-    members = archive.infolist()
-    if archive.comment != BUNDLE_FORMAT.encode():
-        raise UserError(f"{file} is a zip file, but not a bundle of format {BUNDLE_FORMAT}")
-    if len(members) > _MOST_MEMBERS:
-        raise UserError(f"{file} is refused: {len(members)} files are more than any bundle has")
-    for member in members:
-        path = PurePosixPath(member.filename)
-        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or str(path) != member.filename:
-            raise UserError(f"{file} is refused: {member.filename!r} leads out of the folder that it is unpacked into")
-        if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
-            raise UserError(f"{file} is refused: {member.filename} is compressed, as in no bundle")
-    if len({member.filename for member in members}) < len(members):
-        raise UserError(f"{file} is refused: it holds two files of one name")
-    if sum(member.file_size for member in members) > file.stat().st_size:
-        raise UserError(f"{file} is refused: unpacked, it would be larger than the file")
-    return members
-
-
-def _changed(archive: ZipFile, members: list[ZipInfo]) -> str | None:
-    """What is wrong with the first member that differs from MANIFEST; None where each is as MANIFEST says."""
-    lines = _text(archive, _MANIFEST).splitlines()
-    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    here = {member.filename for member in members} - {_MANIFEST}
-    for name in sorted(here | named.keys()):
-        if name not in named:
-            return f"{name} is not in MANIFEST"
-        if name not in here:
-            return f"{name} is missing"
-        if _digest(archive, name) != named[name]:
-            return f"{name} was changed after the bundle was made"
-    return None
-
-
-def _digest(archive: ZipFile, name: str) -> str | None:
-    try:
-        with archive.open(name) as member:
-            return hashlib.file_digest(member, "sha256").hexdigest()  # type: ignore[arg-type]
-    except BadZipFile:  # the zip file's own checksum differs
-        return None
-
-
-def _text(archive: ZipFile, name: str) -> str:
-    if archive.getinfo(name).file_size > _MOST_TEXT:
-        raise ValueError(f"{name} is too large")
-    return archive.read(name).decode()
-
-
-def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
-    for member in members:
-        place = folder / member.filename
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with archive.open(member) as source, place.open("xb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)

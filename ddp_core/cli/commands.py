@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -73,6 +75,32 @@ _config = partial(
 )
 
 
+def _step(value: str) -> int | str:
+    if value in ("final", "newest", "best"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
+    return int(value)
+
+
+def _bytes(value: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([kMGT]?B)?", value)
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"{value} is no size; give bytes, or a number with kB, MB, GB or TB")
+    units = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    return int(found[1]) * units[found[2] or "B"]
+
+
+def _at(usual: str, default: str | None = None) -> Callable[[Any], Any]:
+    return click.option(
+        "--at",
+        default=default,
+        metavar="STEP",
+        type=_step,
+        help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
+    )
+
+
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
         from ddp_core.record.environment import version_line
@@ -107,9 +135,20 @@ def ddp(context: click.Context) -> int:
     is_flag=True,
     help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
+@click.option(
+    "--seeds",
+    metavar="0-4",
+    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again.",
+)
+@click.option(
+    "--at-once",
+    metavar="N",
+    type=click.IntRange(1),
+    help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
+)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_once: int | None, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -122,9 +161,32 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
+    if seeds is not None:
+        from ddp_core.cli.seeds import train_seeds
+
+        return train_seeds(asked, seeds, at_once, is_dry_run, config.blamed())
     # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
+
+
+@ddp.command("rehearse", options=field_options)
+@_config(title="What is trained, and from where on")
+@click.pass_context
+def rehearse_(context: click.Context, /, **_: object) -> int:
+    """Try a long run in about a minute, before it is submitted.
+
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Everything is built twice; two steps are
+    trained on every layout that fits this machine; a run is killed and resumed; the weights are loaded again. Then it
+    tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing is
+    written to --output. The exit code is 0 where the long run may be submitted.
+    """
+    _quiet()
+    from ddp_core.cli.preflight import rehearse
+
+    config = config_of(context)
+    with config.blamed():
+        return rehearse(asked_in(context), "ddp " + " ".join(context.obj))
 
 
 @ddp.command("list")
@@ -150,6 +212,29 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     from ddp_core.cli.compare import compare_runs
 
     return compare_runs(runs or [Path(output)], as_json)
+
+
+@ddp.command(options=partial(field_options, "output"))
+@click.argument("place", metavar="[RUN|DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Say how it stands, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a terminal: the least time between two lines of progress of a run.",
+)
+def watch(place: Path | None, output: str, once: bool, every: float) -> int:
+    """Look at runs while they train.
+
+    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
+    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
+    """
+    from ddp_core.cli.watch.watch import watch_runs
+
+    return watch_runs(place or Path(output), once, every)
 
 
 @ddp.command(
@@ -178,6 +263,31 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     return code
 
 
+def _options_of_eval() -> list[click.Parameter]:
+    recorded = field_options("settings", "device", "data_dir", default="as recorded")
+    return [*field_options("layout", "nproc_per_node", "shard"), *recorded]
+
+
+@ddp.command("eval", options=_options_of_eval)
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@_at("those it ended with, else its newest checkpoint")
+@click.option(
+    "--data", metavar="NAME", help="Another data set of the experiment's file or of ddp, as --set data.name=NAME."
+)
+@_as_json
+@click.pass_context
+def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
+    """Evaluate weights of RUN, on any layout.
+
+    The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
+    data and evaluation can be changed. This runs the code that the run has kept.
+    """
+    _quiet()
+    from ddp_core.cli.evaluate import evaluate
+
+    return evaluate(run, context.find_root().obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
+
+
 @ddp.command()
 @_run_argument
 @click.option(
@@ -196,6 +306,58 @@ def bundle(run: Path, target: Path | None) -> int:
     from ddp_core.cli.bundle import make_bundle
 
     return make_bundle(run, target)
+
+
+@ddp.command("export", options=partial(field_options, "data_dir", default="as recorded"))
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["safetensors", "torch", "onnx", "torch-export", "hf", "dcp"]),
+    help="safetensors and torch: a state dict. onnx and torch-export: a graph with its weights. hf: a folder for "
+    "from_pretrained, of a transformers model. dcp: torch.distributed.checkpoint.",
+)
+@_at("final", "final")
+@click.option(
+    "--weights",
+    type=click.Choice(["auto", "trained", "averaged"]),
+    default="auto",
+    show_default=True,
+    help="With ema_decay, the averaged weights or those before averaging. auto: those that evaluated better.",
+)
+@click.option(
+    "--out",
+    "target",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder to write, which must not exist. [default: EXPERIMENT-RUN-FORMAT, here]",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    metavar="SIZE",
+    type=_bytes,
+    default="5GB",
+    show_default=True,
+    help="safetensors and hf: several files and an index, where there are more bytes of weights.",
+)
+def export_(run: Path, data_dir: str | None, **choices: Any) -> int:
+    """Write the weights of RUN for other programs.
+
+    The folder has the weights, a card that says what they are, and how to verify them. This runs the code that the run
+    has kept.
+    """
+    _quiet()
+    from ddp_core.record.exporting import export
+    from ddp_core.record.places import place_named
+
+    with place_named(run) as place:
+        done = export(place, data_dir=None if data_dir is None else Path(data_dir), **choices)
+    for line in done.lines:
+        print(f"note: {line}")
+    print(f"{done.folder}: {done.files} files, {done.bytes:,} bytes")
+    print(f"weights sha256 {done.digest}")
+    return ExitCode.DONE
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))

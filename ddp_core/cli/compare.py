@@ -9,10 +9,14 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.over_seeds import family_of, over_seeds
+from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
@@ -32,11 +36,17 @@ def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
     digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for _, record in runs:
+        families.setdefault(family_of(record), []).append(record)
     groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
     if as_json:
-        print(json.dumps([facts(group) for group in groups], indent=1))
+        seeds = {name: facts_over_seeds(over_seeds(records)) for name, records in families.items()}
+        print(json.dumps([facts(group) | {"over_seeds": seeds[family_of(group[0][1])]} for group in groups], indent=1))
     else:
-        print("\n".join(table(group) for group in groups))
+        seeds_of = [(over_seeds(records), records[0]["experiment"]["name"]) for records in families.values()]
+        last = [text for found, name in seeds_of if (text := table_over_seeds(found, name)) is not None]
+        print("\n".join([*(table(group) for group in groups), *last]))
     return ExitCode.DONE
 
 
@@ -56,21 +66,28 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 def table(runs: Sequence[RunAndRecord]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of
-    the data of a run a sample was digested, or they are random, a column says so.
+    Accuracy and the experiment's own figures, the first of them, have a column where a run has them. Where a run is
+    sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of the data of a
+    run a sample was digested, or they are random, a column says so.
     """
     name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
-    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded, in_part) for directory, record in runs]
-    lines = [list(cells[0]), *(list(row.values()) for row in cells)]
+    own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]
+    cells = [_row(_facts_of(directory, record, _reference(runs)), own, sharded, in_part) for directory, record in runs]
+    broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
+    early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
+    return "\n".join([name, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table: the names of the columns, a rule, and the rows, all of which have the same columns."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    header, *rows = (
+    header, *below = (
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
-    rule = "  ".join("-" * width for width in widths)
-    broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
-    return "\n".join([name, header, rule, *rows, *broken, verdict([record for _, record in runs]), ""])
+    return [header, "  ".join("-" * width for width in widths), *below]
 
 
 def verdict(records: Iterable[Mapping[str, Any]]) -> str:
@@ -94,6 +111,9 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     changed = [what for what, digest in _origin(first).items() if digest != _origin(other)[what]]
     if changed:
         return f"{len(digests)} different ones, of other {' and other '.join(changed)}"
+    if _early(first) != _early(other):
+        ends = (_early(each) or "trained to its last step" for each in (first, other))
+        return f"{len(digests)} different ones, of other lengths ({'; '.join(ends)})"
     if "random" in map(how_compared, (first, other)):
         return f"{len(digests)} different ones, of data that differ from one read to the next"
     parts = fingerprint_differences(first["fingerprint"], other["fingerprint"])
@@ -103,11 +123,16 @@ def _verdict(exact: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(digests)} different ones under one fingerprint{by_sample}: `ddp verify RUN` says where they part"
 
 
+def _early(record: Mapping[str, Any]) -> str | None:
+    return how_it_ended(record.get("ended_early"))
+
+
 def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
     """The digests of what decides the weights, beside the settings."""
     return {
         "code": (record.get("source") or {}).get("files"),
         "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
         "initial weights": (record.get("init_from") or {}).get("sha256"),
     }
 
@@ -138,10 +163,12 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "simulated": layout["kind"] == "dp" and layout["device"] == "cpu",
         "world_size": layout["nnodes"] * layout["nproc_per_node"],
         "reduction": record["options"]["reduction"],
+        "ended_early": record.get("ended_early"),
         "status": record["status"] if record["status"] != "running" or directory.is_live else "interrupted",
         "samples_per_second": speed,
         "speed_up": speed / reference if speed and reference else None,
         "accuracy": result.get("test_accuracy"),
+        "figures": {name: value for name, value in result.items() if name.startswith(PREFIX)},
         "loss": result.get("test_loss", result.get("train_loss")),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "step_memory_bytes": result.get("step_memory_bytes"),
@@ -154,7 +181,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
     }
 
 
-def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
+def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
     predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
@@ -167,7 +194,7 @@ def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
         "reduction": facts["reduction"],
         "samples/s": _number(facts["samples_per_second"] or None, "{:.0f}"),
         "speed-up": _number(facts["speed_up"], "{:.2f}x"),
-        "accuracy": _number(facts["accuracy"], "{:.4f}"),
+        **{in_words(name): _own(facts["figures"].get(name)) for name in own},
         "loss": _number(facts["loss"], "{:.5f}"),
         "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
         **({"in steps": in_steps} if sharded else {}),
@@ -183,6 +210,10 @@ def _speed(record: Mapping[str, Any]) -> float | None:
         return None
     speed = (record.get("result") or {}).get("samples_per_second")
     return None if speed is None else float(speed)
+
+
+def _own(value: float | None) -> str:
+    return str(value) if isinstance(value, int) else _number(value, "{:.4f}")
 
 
 def _number(value: float | None, form: str, scale: float = 1.0, without: str = "-") -> str:

@@ -29,6 +29,7 @@ from ddp_core.observe.loggers.logger import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.forking import find_fork
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -81,21 +82,31 @@ def load_with_settings(name_or_path: str, settings: Sequence[str], record_file: 
     loaded = load_experiment(name_or_path)
     record = loaded.experiment
     components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
+    record = _with_settings(loaded, record, settings, components)
+    resolve(loaded, "loss", record.loss)
+    return replace(loaded, experiment=record)
+
+
+def _with_settings(
+    loaded: LoadedExperiment, record: Experiment, settings: Sequence[str], incomplete: Sequence[Kind] = ()
+) -> Experiment:
+    """The experiment with settings applied, and the defaults of builders written out.
+
+    These are the builders that a setting names anew, and those of the components `incomplete`.
+    """
     # A component that a setting names anew begins without the options of the one that it replaces.
-    names = {f"{component}.name" for component in components}
-    naming = [setting for setting in settings if setting.partition("=")[0].strip() in names]
-    for setting in naming:
-        section = setting.partition(".")[0].strip()
-        component = getattr(record, section)
-        record = record.model_copy(update={section: component.model_copy(update={"options": {}})})
+    components = [name for name in _COMPONENTS if isinstance(getattr(record, name), Component)]
+    names: dict[str, Kind] = {f"{component}.name": component for component in components}
+    named = {setting: names[name] for setting in settings if (name := setting.partition("=")[0].strip()) in names}
+    for setting, kind in named.items():
+        component = getattr(record, kind)
+        record = record.model_copy(update={kind: component.model_copy(update={"options": {}})})
         record = record.with_settings([setting])
-    for kind in components:
+    for kind in dict.fromkeys([*incomplete, *named.values()]):
         component = getattr(record, kind)
         completed = complete_options(component, resolve(loaded, kind, component.name), kind)
         record = record.model_copy(update={kind: completed})
-    record = record.with_settings([setting for setting in settings if setting not in naming])
-    resolve(loaded, "loss", record.loss)
-    return replace(loaded, experiment=record)
+    return record.with_settings([setting for setting in settings if setting not in named])
 
 
 def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) -> LoadedExperiment:
@@ -104,7 +115,7 @@ def _load_recorded(path: str, settings: Sequence[str], directory: RunDirectory) 
     served = Served(str((directory.path / record["source"]["folder"]).absolute()), record["source"]["modules"])
     serve_modules(served)
     loaded = load_experiment(path)
-    recorded = Experiment.from_json(record["experiment"]).with_settings(settings)
+    recorded = _with_settings(loaded, Experiment.from_json(record["experiment"]), settings)
     return replace(loaded, experiment=recorded, served=served)
 
 
@@ -186,13 +197,37 @@ def check_request(request: Request, only_look: bool = False) -> None:
         raise UserError(
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
         )
+    _check_fork(request)
     given = request.asked.init_from if request.asked is not None else None
     if given is not None and request.resume == "never" and not Path(given).exists():
         raise UserError(f"--init-from {given}: there is no such run or file")
     splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
-    _check_output(Path(options.output), only_look)
+    elif request.resume == "never":
+        find_fork(request, len(splits.train))
+    if request.evaluated is None:
+        _check_output(Path(options.output), only_look)
+
+
+def _check_fork(request: Request) -> None:
+    """Raises UserError where options contradict --fork, or the run is not there."""
+    asked = request.asked
+    if asked is None or asked.fork is None:
+        if asked is not None and asked.at is not None:
+            raise UserError(
+                f"--at {asked.at} is the step of the checkpoint that --fork RUN begins with; add --fork RUN"
+            )
+        return
+    if asked.init_from is not None:
+        raise UserError("--fork takes the weights of its checkpoint, and --init-from others: give one of them")
+    if request.resume not in ("auto", "never"):
+        raise UserError(
+            f"--fork begins a new run, and --resume {request.resume} continues that one: give one of them "
+            "(--resume auto continues a fork that was stopped)"
+        )
+    if not (Path(asked.fork) / "run.json").exists():
+        raise UserError(f"--fork {asked.fork}: no run directory there (it has no run.json)")
 
 
 def _check_graph(request: Request) -> None:

@@ -7,10 +7,11 @@ or rank is one training, and not as many trainings as there are processes.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddp_core.base.errors import UserError
 from ddp_core.cli.early_numerics import EarlyNumerics
@@ -21,16 +22,25 @@ from ddp_core.distributed.stop import signal_named, stops_at_once
 from ddp_core.distributed.world import World, node_here
 from ddp_core.record.lock import require_unlocked
 
+if TYPE_CHECKING:
+    from ddp_core.experiment.request import Evaluated
+
 _ALONE = "for a training of its own in each process, say --nnodes 1"
 
 
 def carry_out(
-    asked: Asked, words: Sequence[str], is_own_process: bool, is_dry_run: bool, blamed: AbstractContextManager[None]
+    asked: Asked,
+    words: Sequence[str],
+    is_own_process: bool,
+    is_dry_run: bool = False,
+    blamed: AbstractContextManager[None] = nullcontext(),  # noqa: B008
+    evaluated: Callable[[], Evaluated] | None = None,
 ) -> int:
     """Train as asked, or for a dry run say what that would do; returns the exit code.
 
     `words`: the command line without `ddp`. `is_own_process`: whether this process ends with the command. `blamed`: the
-    context in which an error about a setting names the file of --config. Raises UserError.
+    context in which an error about a setting names the file of --config. `evaluated`: called once torch may be loaded;
+    the weights that it names are evaluated, and nothing is trained. Raises UserError.
     """
     world = World.from_environment()
     numerics = EarlyNumerics(words, is_own_process)
@@ -45,6 +55,8 @@ def carry_out(
     use_chosen_threads()
     with blamed:
         request = prepare(asked, shlex.join(["ddp", *words]), numerics.can_hold)
+    if evaluated is not None:
+        request = replace(request, evaluated=evaluated())
     numerics.start_anew_unless(request.options.numerics)
     if is_dry_run:
         from ddp_core.cli.dry_run import dry_run

@@ -174,7 +174,7 @@ def _receive_whole(url: str, archive: Archive, target: Path, report: Callable[[s
 def _receive(url: str, part: Path, label: str, report: Callable[[str], object]) -> None:
     """Append to `part` the bytes of `url` that it lacks. Raises _Interrupted for the network, OSError for the disk."""
     start = part.stat().st_size if part.is_file() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "ddp-core", "Accept-Encoding": "identity"})
+    request = urllib.request.Request(url, headers={"User-Agent": "samebits", "Accept-Encoding": "identity"})
     if start:
         request.add_header("Range", f"bytes={start}-")
     try:

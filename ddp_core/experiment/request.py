@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,20 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.step import StepObserver
 
 
+class Evaluated(NamedTuple):
+    """The weights that a request evaluates, and trains no further."""
+
+    named: str
+    """What the user has named: a run, a checkpoint or a bundle."""
+    run: str
+    """The run directory, an absolute path."""
+    step: int
+    manifest: str | None
+    """The manifest file of the checkpoint; None for the weights that the run ended with."""
+    as_json: bool
+    """How the figures are printed."""
+
+
 @dataclass(frozen=True)
 class Request:
     """The experiment with its file, layout, options, how to resume, and the command that started it."""
@@ -52,11 +66,18 @@ class Request:
     command: str = ""
     asked: Asked | None = None
     """What the user asked for on the command line; None for a request that has another origin."""
+    evaluated: Evaluated | None = None
+    """None for a request that trains."""
 
     @property
     def source_sha256(self) -> str:
         """SHA-256 of the text of the experiment's file."""
         return hashlib.sha256(self.loaded.source.encode()).hexdigest()
+
+    @property
+    def only_steps(self) -> int | None:
+        """The steps after which a run ends that is only tried; None for any other run."""
+        return None if self.asked is None else self.asked.only_steps
 
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
@@ -74,6 +95,7 @@ class Request:
                 "resume": self.resume,
                 "command": self.command,
                 "asked": None if self.asked is None else self.asked.model_dump(mode="json", exclude_unset=True),
+                "evaluated": self.evaluated,
             }
         )
 
@@ -101,6 +123,7 @@ class Request:
             resume=told["resume"],
             command=told["command"],
             asked=None if told["asked"] is None else Asked(**told["asked"]),
+            evaluated=None if told["evaluated"] is None else Evaluated(*told["evaluated"]),
         )
 
     def for_nodes(self, nnodes: int) -> Request:
@@ -125,7 +148,8 @@ class BuiltExperiment:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None = None
     """None where a built-in rule sets the rate."""
-    named_metrics: Callable[..., Any] | None = None
+    metrics: Callable[..., Any] | Mapping[str, Any] | None = None
+    """The file's own: a function, an object like one, or several by name."""
     callbacks: Sequence[Callback] = ()
     observers: Sequence[StepObserver] = ()
 
@@ -140,7 +164,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
-    hits, named_metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
+    hits, metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
     return BuiltExperiment(
         model=model,
         loss=loss,
@@ -148,7 +172,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
         splits=splits,
         optimizer=optimizer,
         schedule=schedule_of(loaded, optimizer, len(splits.train)),
-        named_metrics=named_metrics if callable(named_metrics) else None,
+        metrics=metrics if callable(metrics) or isinstance(metrics, Mapping) else None,
         callbacks=callbacks,
         observers=observers,
     )

@@ -5,13 +5,17 @@ Needs no torch, so that an experiment file that only defines callbacks loads qui
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def _told_to_nobody(reason: str) -> None:
+    """What `Moment.stop` does in a moment that no trainer has made."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,24 @@ class Moment:
     averaged_model: nn.Module | None
     """The model with averaged weights, where the experiment has an `ema_decay`."""
     rank: int
-    directory: Path | None
-    """The run directory; None in a trainer that has none."""
+    directory: Path
+    """The run directory."""
+    is_evaluated: bool = False
+    """Whether `evaluation` is of just this epoch, in `on_epoch`; the experiment says after which epochs one is due."""
+    _stop: Callable[[str], None] = field(default=_told_to_nobody, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, as completed early: it is evaluated and saved, and all ranks end with it.
+
+        `reason` goes into the record. Of callbacks with `ranks = "all"` every rank must ask in the same step. In
+        `on_end`, or at the last step, there is nothing left to end.
+        """
+        self._stop(reason)
 
 
 class Callback:

@@ -48,6 +48,7 @@ def facts_of(request: Request) -> dict[str, str]:
         "layout": request.layout.label,
         "reduction": request.options.reduction,
         "numerics": request.options.numerics,
+        **({} if request.evaluated is None else {"step to evaluate": str(request.evaluated.step)}),
     }
 
 
@@ -87,7 +88,7 @@ def describe_environment() -> dict[str, Any]:
 
 def describe_code() -> dict[str, Any]:
     """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own."""
-    facts: dict[str, Any] = {"version": _version("ddp-core")}
+    facts: dict[str, Any] = {"version": _version("samebits")}
     if "DDP_GIT_COMMIT" in os.environ:
         said = os.environ.get("DDP_GIT_DIRTY")
         return facts | {

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_there
+from ddp_core.base.torch_internals import plain_name
 from ddp_core.checkpoint import difference, newest_valid
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, is_dcp, read_weights, require_recorded_weights
 
 _WRAPPED = "module."
 """How names begin where DistributedDataParallel's state dict was saved instead of the model's."""
@@ -36,13 +37,13 @@ class InitialWeights:
 
 
 def find_weights(given: str) -> InitialWeights:
-    """The weights of a file, or of a run: its final ones, or its newest checkpoint's.
+    """The weights of a file, of a folder of torch.distributed.checkpoint, or of a run: its final or newest ones.
 
     Raises UserError where there are no weights, or the file holds more than tensors; and (3) where those of a finished
     run are not the ones that it ended with.
     """
     path = Path(given)
-    if path.is_dir():
+    if path.is_dir() and not is_dcp(path):
         run, final = RunDirectory(path), path / WEIGHTS
         record = run.read()
         is_finished = record["status"] == "completed"
@@ -71,14 +72,18 @@ def put_weights(model: nn.Module, weights: InitialWeights) -> None:
 
 
 def fill(model: nn.Module, found: Mapping[str, Tensor], whose: str) -> None:
-    """Load a state dict into the model, also that of a wrapped model, or one without the second names of tied weights.
+    """Load a state dict into the model: also that of a wrapped or compiled model, or one without second names.
+
+    A tensor that a model has under several names (tied weights) may be there once.
 
     Raises UserError where the names or shapes are those of another model; its message begins with `whose`.
     """
     own = model.state_dict()
     if all(name.startswith(_WRAPPED) for name in found) and not any(name.startswith(_WRAPPED) for name in own):
         found = {name.removeprefix(_WRAPPED): value for name, value in found.items()}
-    found = dict(found)
+    # Either of the two may be of a compiled model.
+    ours = {plain_name(name): name for name in own}
+    found = {ours.get(plain_name(name), name): value for name, value in found.items()}
     # safetensors keeps tied weights once, under one of their names.
     for name, tensor in own.items():
         twins = (twin for twin in found.keys() & own.keys() if own[twin].is_set_to(tensor))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.guarded import broken_promise
 
 if TYPE_CHECKING:
     import torch
+
+    from ddp_core.record.trained import At, Choice
 
 
 class Run:
@@ -67,6 +67,12 @@ class Run:
         return digest
 
     @property
+    def ended_early(self) -> dict[str, Any] | None:
+        """The `step`, `of` how many, and the `reason`, where a callback has ended the completed run; else None."""
+        early: dict[str, Any] | None = self.record.get("ended_early")
+        return early
+
+    @property
     def promise_broken(self) -> dict[str, Any] | None:
         """The `step`, the `attempt`, and `what` was found, where the guard found other bits; None where it did not.
 
@@ -86,47 +92,10 @@ class Run:
 
         return read_metrics(self._directory.metrics)
 
-    def load_model(self, device: torch.device | str = "cpu") -> torch.nn.Module:
-        """The trained model in eval mode on `device`, with the weights and buffers that the run ended with.
+    def load_model(
+        self, device: torch.device | str = "cpu", *, at: At = "final", weights: Choice = "auto"
+    ) -> torch.nn.Module:
+        """What `ddp_core.load_model` gives for this run."""
+        from ddp_core.record.trained import load_model  # loads torch, which takes seconds
 
-        The model is built by the code that the run has kept, whatever has become of the experiment's file since. That
-        code is run, so read it first where the run is a stranger's. The dtypes are those of training (float32 but for
-        what the model itself chose). Random generators of this process stay as they are.
-
-        Raises UserError (2) for a run that has not come to its end, or whose kept code was changed; and (3) where the
-        weights are not those of the record.
-        """
-        record = self.record
-        if record["status"] != "completed":
-            raise UserError(
-                f"{self.path} is {record['status']}, so it has no trained model; finish it with --resume {self.path}"
-            )
-        if "source" not in record:
-            raise UserError(f"{self.path} was recorded by an earlier version of ddp, which did not keep the code")
-        # These load torch, which takes seconds.
-        import torch
-
-        from ddp_core.base.digests import weights_digest
-        from ddp_core.base.seeds import generators_kept
-        from ddp_core.config.experiment import Experiment
-        from ddp_core.experiment.file import Served, load_experiment
-        from ddp_core.experiment.fresh_model import lazy_parts
-        from ddp_core.experiment.request import build_model
-        from ddp_core.experiment.source import kept_modules, read_source
-        from ddp_core.record.initial_weights import fill
-        from ddp_core.record.weights import WEIGHTS, read_weights
-
-        read_source(self.path, record["source"])
-        folder = self.path / record["source"]["folder"]
-        served = Served(str(folder), record["source"]["modules"])
-        with generators_kept(torch.device(device)), kept_modules(served):
-            loaded = load_experiment(str(folder / record["source"]["experiment"]))
-            model = build_model(replace(loaded, experiment=Experiment.from_json(record["experiment"])), device)
-        file = self.path / WEIGHTS
-        if lazy_parts(model):
-            # Lazy layers take their shapes from what they load.
-            model.load_state_dict(read_weights(file), strict=False)
-        fill(model, read_weights(file), str(file))
-        if weights_digest(model.state_dict()) != record["weights_sha256"]:
-            raise UserError(f"{file} holds other weights than the run ended with", ExitCode.NO_CHECKPOINT)
-        return model.eval()
+        return load_model(self.path, device, at=at, weights=weights)

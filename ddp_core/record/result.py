@@ -17,10 +17,9 @@ from ddp_core.base.files import NewFile, sync
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Fence
 from ddp_core.observe.heartbeat import slowest
-from ddp_core.observe.metrics import each_record
+from ddp_core.observe.metrics import each_record, readable
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.figures import readable
 from ddp_core.trainers.same_state import other_state, replicated
 
 _FEW_PARAMETERS = 16
@@ -88,6 +87,12 @@ def result_of(trainer: Trainer, weights: Mapping[str, Any], metrics: Path, secon
     if count <= _FEW_PARAMETERS:
         result["values"] = {name: _numbers(weights[name]) for name in parameters}
     return result
+
+
+def early_end(trainer: Trainer) -> dict[str, Any] | None:
+    """Where a callback has ended the run, and why, for its record; None where all steps were trained."""
+    reason = trainer.state.ended_early
+    return None if reason is None else {"step": trainer.state.step, "of": trainer.total_steps, "reason": reason}
 
 
 def _numbers(tensor: Tensor) -> list[float]:

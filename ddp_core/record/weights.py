@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,43 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file, is_there
 from ddp_core.checkpoint import is_part, load, read_checkpoint
 
-WEIGHTS = "model.safetensors"
-_DIGESTS = {WEIGHTS: "weights_sha256", "model_ema.safetensors": "ema_sha256"}
+WEIGHTS, AVERAGED_WEIGHTS = "model.safetensors", "model_ema.safetensors"
+_DIGESTS = {WEIGHTS: "weights_sha256", AVERAGED_WEIGHTS: "ema_sha256"}
 """The files of a run's final weights, and the fields of run.json with their digests."""
 _NESTED = ("model", "state_dict")
 """The keys under which a checkpoint may keep the weights: `model` in this project and in torch's examples, `state_dict`
 in Lightning."""
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, of a state dict that torch.save wrote, or of a checkpoint in parts, by name.
+def is_dcp(path: Path) -> bool:
+    """Whether this is a folder that torch.distributed.checkpoint has written."""
+    return is_file(path / ".metadata")
 
-    Raises UserError where the file cannot be read, or holds something else.
+
+def has_weights(path: Path) -> bool:
+    """Whether a file is there, or a folder of torch.distributed.checkpoint."""
+    return is_file(path) or is_dcp(path)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file or folder with weights, by name.
+
+    It is a .safetensors file, a state dict that torch.save wrote, a checkpoint in parts, or a folder of
+    torch.distributed.checkpoint. Raises UserError where it cannot be read, or holds something else.
     """
-    if is_there(path) and not is_file(path):
+    if is_there(path) and not has_weights(path):
         raise UserError(f"weights file {path} cannot be read: it is no file")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        if is_part(path):
+        state: Any
+        if is_dcp(path):
+            from ddp_core.record.dcp import read_dcp  # loads much of torch.distributed
+
+            state = read_dcp(path, _NESTED)
+        elif is_part(path):
             state = load(read_checkpoint(path))
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -46,7 +62,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0]
         raise UserError(
             f"{path} holds no weights ({type(error).__name__}: {reason}); "
-            "a .safetensors file or a state dict saved with torch.save is needed"
+            "a .safetensors file, a state dict saved with torch.save, or a folder of torch.distributed.checkpoint is "
+            "needed"
         ) from None
     for key in _NESTED:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
@@ -61,19 +78,41 @@ def exchanged_weights(directory: Path, record: Mapping[str, Any]) -> str | None:
 
     Raises UserError (2) for a file that is missing, or cannot be read.
     """
-    for name, field in _DIGESTS.items():
-        if (digest := record.get(field)) is not None and weights_digest(_whole_state(directory / name)) != digest:
-            return name
-    return None
+    return next((name for name, _, is_recorded in _states(directory, record) if not is_recorded), None)
+
+
+def final_weights(directory: Path, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """The state dicts of the files with a run's final weights, by the file's name; tied weights under all their names.
+
+    Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read.
+    """
+    found = {}
+    for name, state, is_recorded in _states(directory, record):
+        if not is_recorded:
+            raise _exchanged(directory / name)
+        found[name] = state
+    return found
 
 
 def require_recorded_weights(directory: Path, record: Mapping[str, Any]) -> None:
     """Raises UserError (3) where a file holds other weights than the run ended with, (2) where it cannot be read."""
     if (name := exchanged_weights(directory, record)) is not None:
-        raise UserError(
-            f"{directory / name} holds other weights than the run ended with; restore it from a copy, or train again",
-            ExitCode.NO_CHECKPOINT,
-        )
+        raise _exchanged(directory / name)
+
+
+def _exchanged(file: Path) -> UserError:
+    return UserError(
+        f"{file} holds other weights than the run ended with; restore it from a copy, or train again",
+        ExitCode.NO_CHECKPOINT,
+    )
+
+
+def _states(directory: Path, record: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Tensor], bool]]:
+    """Of each file whose digest is recorded: its name, its state dict, and whether that has the digest."""
+    for name, field in _DIGESTS.items():
+        if (digest := record.get(field)) is not None:
+            state = _whole_state(directory / name)
+            yield name, state, weights_digest(state) == digest
 
 
 def _whole_state(file: Path) -> dict[str, Tensor]:

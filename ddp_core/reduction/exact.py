@@ -153,12 +153,13 @@ class ExactReduction:
             return
         self._gradients = Gradients(module)
         self._reduced = self._gradients.parameters
-        nodes = None
-        if group is not None and world_size > 1:
-            here = socket.gethostname() if node is None else node
-            nodes = require_agreement(group, micro_batches, str(shares), self._gradients, here)
+        here = socket.gethostname() if node is None else node
+        together = group if world_size > 1 else None
+        nodes = (
+            None if together is None else require_agreement(together, micro_batches, str(shares), self._gradients, here)
+        )
         share(micro_batches, rank, world_size)
-        self._to_compare = group if ddp is None and world_size > 1 else None
+        self._to_compare = together if ddp is None else None
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
         self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
         kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares

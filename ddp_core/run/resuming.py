@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from torch.optim import Optimizer
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
@@ -24,6 +26,7 @@ from ddp_core.record.continuing import (
     require_continuable,
 )
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
+from ddp_core.record.forking import Fork, bring_checkpoint, find_fork
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import Origin, RunRecord
@@ -108,8 +111,14 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
     return None if given is None else find_weights(given)
 
 
+def choose_fork(request: Request, directory: RunDirectory, samples: int) -> Fork | None:
+    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued."""
+    return None if (directory.path / "run.json").exists() else find_fork(request, samples)
+
+
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
+    by_rank_0(collectives, bring_checkpoint, directory)
     chosen = by_rank_0(collectives, newest_valid, directory.checkpoints, console.say)
     return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 
@@ -156,22 +165,59 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
             job.metrics.write("resume", step=0)
         return
     # A run that was extended has checkpoints of the shorter experiment.
-    ours = [attempt.get("experiment_sha256") for attempt in directory.read()["attempts"]]
+    record = directory.read()
+    ours = [attempt.get("experiment_sha256") for attempt in record["attempts"]]
+    fork = record.get("forked_from")
+    if fork is not None and fork["step"] != start.step:
+        fork = None  # it has a checkpoint of its own by now
+    if fork is not None:
+        ours.append(fork["experiment_sha256"])
     theirs = start.metadata.get("experiment_sha256")
-    world, weights = job.collectives.world, describe(trainer.state.ownership.described_weights())
-
-    def agree(error: Exception | None) -> None:
-        if (first := next(filter(None, job.collectives.gather(error)), None)) is not None:
-            raise first
-
-    state = load(
-        start,
-        expect={f"model.{name}": shape for name, shape in weights.items()},
-        only=["model"],
-        expect_metadata={"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()},
-        readers=Readers(world.local_rank, world.nproc_per_node, agree),
-        in_parts=job.layout.saves_in_parts,
+    state = load_together(
+        trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
     )
+    fresh = [dict(group) for group in trainer.state.optimizer.param_groups]
     trainer.state.load_state_dict(state)
+    if fork is not None or theirs != trainer.experiment.digest():
+        trainer.state.ended_early = None  # another training, or a longer one, was asked for since
+    if fork is not None:
+        _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
+
+
+def load_together(trainer: Trainer, checkpoint: Checkpoint, expect_metadata: Mapping[str, Any] | None = None) -> Any:
+    """The state of a checkpoint, whose files the ranks verify together; in parts where the layout saves in parts.
+
+    Raises UserError (3), on every rank, where a file is damaged or its weights are of another model.
+    """
+    collectives = trainer.job.collectives
+    world, weights = collectives.world, describe(trainer.state.ownership.described_weights())
+
+    def agree(error: Exception | None) -> None:
+        if (first := next(filter(None, collectives.gather(error)), None)) is not None:
+            raise first
+
+    return load(
+        checkpoint,
+        expect={f"model.{name}": shape for name, shape in weights.items()},
+        only=["model"],
+        expect_metadata=expect_metadata,
+        readers=Readers(world.local_rank, world.nproc_per_node, agree),
+        in_parts=trainer.job.layout.saves_in_parts,
+    )
+
+
+def _take_hyperparameters(optimizer: Optimizer, fresh: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Put these entries of the `fresh` parameter groups in the place of those that the checkpoint has brought.
+
+    Raises UserError where the optimizer keeps no entry of such a name.
+    """
+    for name in names:
+        for group, new in zip(optimizer.param_groups, fresh, strict=True):
+            if name not in new:
+                raise UserError(
+                    f"--fork: optimizer.{name} has changed, but {type(optimizer).__name__} keeps no {name} in its "
+                    "param_groups, so its state from before cannot take the new value: leave it, or use --init-from"
+                )
+            group[name] = new[name]

@@ -5,31 +5,25 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ddp_core.base.determinism import choose_kernels, has_tf32, use_chosen_threads
+from ddp_core.base.determinism import has_tf32, use_chosen_threads
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.process import keep_freed_memory, make_patient, return_large_blocks
-from ddp_core.base.refusals import require_open_files
+from ddp_core.base.process import make_patient
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
-from ddp_core.data.data_digest import DataDigest
-from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
-from ddp_core.experiment.fresh_model import require_same_model
-from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
-from ddp_core.experiment.source import Source, collect, require_same_source
-from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
@@ -39,18 +33,24 @@ from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
-from ddp_core.record.data import agreed_digest
 from ddp_core.record.directory import RunDirectory
-from ddp_core.record.environment import facts_of
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
+from ddp_core.run.beginning import begun
+from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
-from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
-from ddp_core.sharding import Sharding
+from ddp_core.run.resuming import (
+    by_rank_0,
+    choose_checkpoint,
+    choose_directory,
+    choose_fork,
+    choose_weights,
+    open_record,
+    resume,
+)
 from ddp_core.trainers import Job, Trainer, build_trainer
-from ddp_core.trainers.passes import Passes
-from ddp_core.trainers.trial import check_loss, try_metrics
+from ddp_core.trainers.trial import check_loss
 
 
 @said_by("ddp")
@@ -80,7 +80,7 @@ def run_worker(request: Request, world: World) -> int:
     """
     try:
         with no_way_out("your code"):
-            run(request, world)
+            (run if request.evaluated is None else evaluate_run)(request, world)
     except UserError as error:
         return report_end(world, error.exit_code, str(error))
     except Exception as error:
@@ -99,23 +99,18 @@ def run(request: Request, world: World) -> None:
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
     began = time.perf_counter()
-    require_open_files(world.world_size, request.options.workers)
-    choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
+    launched = world.report_dir is not None
+    stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
     with ExitStack() as stack:
-        if request.options.numerics == "portable":
-            stack.enter_context(portable_kernels())
-        launched = world.report_dir is not None
-        stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
-        collectives = stack.enter_context(_meet(request, world))
-        console = stack.enter_context(closing(Console(world.rank, world.world_size)))
-        parts, source, data = _build_the_same(request, collectives, console)
+        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        origin = Origin(source, data, by_rank_0(collectives, choose_weights, request, directory))
+        weights = by_rank_0(collectives, choose_weights, request, directory)
+        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))
@@ -135,9 +130,10 @@ def run(request: Request, world: World) -> None:
                     splits=parts.splits,
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
-                    named_metrics=parts.named_metrics,
+                    own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
+                    only_steps=request.only_steps,
                     collectives=collectives,
                     device=collectives.device,
                     console=console,
@@ -183,40 +179,6 @@ def _add_prediction(request: Request, record: RunRecord, job: Job, result: Mappi
             record.add_to_result(predicted_memory_bytes=predicted)
 
 
-def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:
-    """The process group of all workers, on this process's own device."""
-    options, layout = request.options, request.layout
-    device = local_device(world, layout.device)
-    if Sharding.of(layout).cuts_parameters and device.type == "cpu":
-        return_large_blocks()
-    else:
-        keep_freed_memory()
-    return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
-
-
-def _build_the_same(
-    request: Request, collectives: Collectives, console: Console
-) -> tuple[BuiltExperiment, Source, DataDigest]:
-    """All parts, the user's code and the digest of the data.
-
-    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
-    """
-    check_promise(request)
-    collectives.require_same(**facts_of(request))
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
-    require_same_model(collectives, parts.model)
-    if parts.named_metrics is not None and parts.splits.test is not None:
-        passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
-        forward = partial(passes.outputs_and_loss, parts.model)
-        try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
-    # All modules of the user are imported by now.
-    source = collect(request.loaded)
-    require_same_source(collectives, source)
-    for module in source.unreadable:
-        console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
-
-
 def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     """Rank 0's metrics and loggers; the other ranks write nothing."""
     if not record.world.is_first:
@@ -226,7 +188,9 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     if request.options.log_to:
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        experiment = request.loaded.experiment
+        total = experiment.total_steps(record.steps_per_epoch)
+        logged = LoggedRun(directory.path, experiment.name, loggable(settings), total)
         loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)

@@ -8,6 +8,7 @@ Not one machine with `rounds`: this way a rank sends once in a step, in place of
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -68,7 +69,7 @@ class ContiguousPieces:
         self._tree = GradientTree(micro_batches, share.start, share.stop)
         self._statistics = GradientTree(micro_batches, share.start, share.stop)
         self._used = [[False] * parcel.count for parcel in self._parcels]
-        self._totals: list[torch.futures.Future[Tensor]] = []
+        self._totals: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
         for parcel in self._parcels:
             parcel.discard()
         self._turns.begin()
@@ -91,7 +92,6 @@ class ContiguousPieces:
         """Take the gradients of the micro-batch that was run, and its batch-norm statistics."""
         if self._tree.next_leaf == self._tree.span.stop - 1:
             self._turns.send_rest()
-            self._tree.next_leaf += 1
         else:
             self._tree.push(self.gradients.take())
         if statistics.numel():
@@ -106,9 +106,9 @@ class ContiguousPieces:
             own = [tensor for subtree in self._statistics.subtrees for tensor in subtree.tensors if tensor is not None]
             self.channel.sum(own, statistics, self._tree.leaves)
         totals = []
-        for future in self._totals:
+        while self._totals:
             # Each is multiplied while the next ones are on their way.
-            totals.append(future.wait())
+            totals.append(self._totals.popleft().wait())
             scale_([totals[-1]], scale)
         flags = [float(is_used) for of_parcel in self._used for is_used in of_parcel]
         counts = torch.tensor(flags, device=self.channel.device)
@@ -117,7 +117,6 @@ class ContiguousPieces:
         used = iter(counts.tolist())
         for parcel, total in zip(self._parcels, totals, strict=True):
             parcel.give(total, [next(used) > 0 for _ in range(parcel.count)])
-        self._totals = []
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""

@@ -14,6 +14,7 @@ so does what asks for more elements than are tried.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ _STEPS = 30
 _SEEN = 0.01
 """A rate at which an update shows in the bits of a weight."""
 _SHAPE = (11, 500)
+_PLACE = re.compile(r"\b\d+\b")
 
 
 class _Round(NamedTuple):
@@ -85,7 +87,7 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """Of each parameter group: the dotted names of what has a number for each element in a parameter's state."""
+    """Of each parameter group: the names, for `of_every_item`, of what has a number for each element in a state."""
     few = few_representatives(optimizer, 1)
     # The shape of a single number says nothing.
     chosen = [[each for each in members if each.like.dim()] or members for members in few]
@@ -101,7 +103,7 @@ def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
         trial.step()
     return [
         {
-            name
+            of_every_item(name)
             for parameter in members
             for name, value in trial.state_of(parameter).items()
             if isinstance(value, Tensor) and value.shape == _SHAPE
@@ -110,13 +112,23 @@ def per_element(optimizer: torch.optim.Optimizer) -> list[set[str]]:
     ]
 
 
+def of_every_item(name: str) -> str:
+    """One name for all items of a sequence in a state, which may have more of them after more steps."""
+    return _PLACE.sub("0", name)
+
+
 class _Part(NamedTuple):
     """What a rank owns of a whole: by its group and its place in it."""
 
     group: int
     place: int
     owned: Owned
-    tensor: nn.Parameter
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """What an optimizer of the rank updates."""
+        assert self.owned.tensor is not None
+        return self.owned.tensor
 
 
 def _try(optimizer: torch.optim.Optimizer, tried: _Round) -> None:
@@ -222,12 +234,13 @@ def _pieces(wholes: list[list[nn.Parameter]]) -> list[list[_Part]]:
     """What each rank would own with OwnsPieces: a cut lies at a multiple of BLOCK, and a rank may own nothing."""
     ranks: list[list[_Part]] = [[] for _ in range(_RANKS)]
     for group, place, whole in _numbered(wholes):
-        flat, blocks = in_memory_order(whole.detach(), whole), -(-whole.numel() // BLOCK)
+        flat = in_memory_order(whole.detach(), whole)
+        blocks = -(-whole.numel() // BLOCK)
         cut = min(BLOCK * max(1, blocks // 3), whole.numel())
         for number, (start, stop) in enumerate([(0, cut), (cut, whole.numel())]):
             if start < stop:
                 tensor = nn.Parameter(flat[start:stop].clone())
-                part = _Part(group, place, Owned("", whole, start, stop, tensor), tensor)
+                part = _Part(group, place, Owned("", whole, start, stop, tensor))
                 ranks[(group + place + number) % _RANKS].append(part)
     return ranks
 
@@ -241,10 +254,9 @@ def _rows(wholes: list[list[nn.Parameter]]) -> list[list[_Part]]:
     for rank in range(_RANKS):
         parts = []
         for group, place, whole in every:
-            chunks = whole.detach().chunk(_RANKS)
-            local = chunks[rank] if rank < len(chunks) else whole.detach()[:0]
-            rows = Rows("", whole, local.clone().view(-1), rank, _RANKS)
-            parts.append(_Part(group, place, rows, rows.tensor))
+            count = -(-whole.shape[0] // _RANKS)
+            local = whole.detach()[count * rank : count * (rank + 1)].clone().view(-1)
+            parts.append(_Part(group, place, Rows("", whole, local, rank, _RANKS)))
         ranks.append(parts)
     return ranks
 
@@ -255,15 +267,15 @@ def _numbered(wholes: list[list[nn.Parameter]]) -> Iterable[tuple[int, int, nn.P
 
 def _difference(whole: Trial, trial: Trial, wholes: list[list[nn.Parameter]], parts: Sequence[_Part]) -> str | None:
     """What has other bits in a rank's trial than in that of the whole; None where nothing has."""
-    for group, place, owned, tensor in parts:
-        entire = wholes[group][place]
+    for part in parts:
+        entire, owned, tensor = wholes[part.group][part.place], part.owned, part.tensor
         shape = list(entire.shape)
         if not same_values(owned.of_whole(entire.detach()), tensor.detach()[owned.inside]):
             return f"a weight of shape {shape} has other bits"
         theirs, here = whole.state_of(entire), trial.state_of(tensor)
         if not (here or tensor.numel()):
             continue
-        for name in sorted(theirs.keys() | here.keys(), key=str):
+        for name in sorted(theirs.keys() | here.keys()):
             value: Any = theirs.get(name)
             cut: Any = here.get(name)
             both = isinstance(value, Tensor) and isinstance(cut, Tensor)

@@ -58,12 +58,13 @@ class Rounds:
         self._parcels, self._exchange, self._under_way_at_most = parcels, exchange, under_way
         self._needs_passes, self._in_pass = needs_passes, in_pass
         self._turns = Turns(parcels, self._send)
-        self._sums: list[RoundSum] = []
-        self._notes: LeafSum | None = None
+        self._sums: list[RoundSum]
+        self._notes: LeafSum | None
         """Sums the batch-norm statistics, and for each parameter how many micro-batches have used it."""
-        self._used: list[list[bool]] = []
-        self._leaves = self._rounds = 0
-        self._counts = True
+        self._used: list[list[bool]]
+        self._counts: bool
+        self._leaves = 0
+        self._rounds = 0
         self._under_way: collections.deque[torch.futures.Future[Tensor]] = collections.deque()
 
     def share(self, micro_batches: int) -> range:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ class FlatGroup:
         self.starts = [0, *itertools.accumulate(-(-size // line) * line for size in sizes)]
         """Where each parameter begins in the flat tensor, and at last the flat tensor's size."""
         self.starts[-1] = self.starts[-2] + sizes[-1]
-        borders = [_border(self.starts[-1] * rank // world_size, self.starts, sizes) for rank in range(world_size + 1)]
+        borders = [_border(self.starts[-1] * rank // world_size, self.starts) for rank in range(world_size + 1)]
         self.cuts = [slice(*pair) for pair in itertools.pairwise(borders)]
         """The range of each rank."""
         self.flat = self.like[0].detach().new_zeros(self.starts[-1])
@@ -76,15 +77,13 @@ class FlatGroup:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor's parts, each with the shape and the sequence in memory of its parameter."""
-        return [
-            view_in(flat[start : start + parameter.numel()], parameter)
-            for start, parameter in zip(self.starts, self.like, strict=False)
-        ]
+        return [view_in(flat[start:], parameter) for start, parameter in zip(self.starts, self.like, strict=False)]
 
     def flattened(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """The values of all parameters (-0.0 for None) in a flat tensor: that of a large parameter may be its own."""
-        if self.starts[-1] >= _ALONE and len(tensors) == 1 and (flat := _as_flat(tensors[0], self.like[0])) is not None:
-            return flat
+        """The values of all parameters (-0.0 for None) in a flat tensor: that of one parameter alone may be its own."""
+        first = tensors[0]
+        if len(tensors) == 1 and first is not None and first.dtype == self.flat.dtype:
+            return in_memory_order(first, self.like[0])
         flat = self.empty()
         fill_(self.views(flat), tensors)
         return flat
@@ -110,16 +109,10 @@ class Shards:
 
     def __init__(self, parameters: Sequence[nn.Parameter], world_size: int) -> None:
         self.parameters = list(parameters)
-        self.world_size = world_size
         _refuse_shared_memory(self.parameters)
         self.groups = [FlatGroup(positions, self.parameters, world_size) for positions in shard_groups(self.parameters)]
         """In the sequence of their first parameters."""
         self._pieces: dict[int, list[Piece]] = {}
-
-    @classmethod
-    def of(cls, module: nn.Module, world_size: int) -> Shards:
-        """The shards of a module's trainable parameters, in the sequence of `module.parameters()`."""
-        return cls([parameter for parameter in module.parameters() if parameter.requires_grad], world_size)
 
     def pieces(self, rank: int) -> list[Piece]:
         """The pieces of `rank`, group by group and in the sequence of their memory; always the same objects."""
@@ -140,25 +133,15 @@ def shard_groups(parameters: Sequence[Tensor]) -> list[list[int]]:
     return sorted(alone + [[small[member] for member in group] for group in groups])
 
 
-def _as_flat(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """The gradient in one dimension, where that is its own memory in the sequence of the parameter's."""
-    if gradient is None or gradient.dtype != parameter.dtype:
-        return None
-    flat = in_memory_order(gradient, parameter)
-    return flat if flat.data_ptr() == gradient.data_ptr() else None
-
-
-def _border(wanted: int, starts: Sequence[int], sizes: Sequence[int]) -> int:
+def _border(wanted: int, starts: Sequence[int]) -> int:
     """The place nearest to `wanted` where a flat tensor may be cut: none lies behind that of a larger `wanted`."""
     if wanted >= starts[-1]:
         return starts[-1]
     member = bisect.bisect_right(starts, wanted) - 1
-    below = (wanted - starts[member]) // BLOCK * BLOCK
+    lower = starts[member] + (wanted - starts[member]) // BLOCK * BLOCK
     # Behind a parameter's last element lies what fills its last line, so the next range starts with the next parameter.
-    lower, upper = starts[member] + below, starts[member + 1]
-    if below + BLOCK < sizes[member]:
-        upper = lower + BLOCK
-    return lower if wanted - lower < upper - wanted else upper
+    upper = min(lower + BLOCK, starts[member + 1])
+    return min(lower, upper, key=lambda place: abs(place - wanted))
 
 
 def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) -> Piece:
@@ -170,9 +153,9 @@ def _piece(number: int, group: FlatGroup, member: int, start: int, stop: int) ->
 def _refuse_shared_memory(parameters: Sequence[nn.Parameter]) -> None:
     if not parameters:
         raise ValueError("no parameter is trainable, so there is nothing to shard")
-    ends: dict[torch.device, int] = {}
+    ends: dict[torch.device, int] = defaultdict(int)
     for parameter in sorted((each for each in parameters if each.numel()), key=lambda each: each.data_ptr()):
-        if parameter.data_ptr() < ends.get(parameter.device, 0):
+        if parameter.data_ptr() < ends[parameter.device]:
             raise ValueError(
                 f"two parameters share memory (one of shape {list(parameter.shape)}): use one nn.Parameter for both"
             )

@@ -46,7 +46,7 @@ class Trial:
             **{id(group): own for group, own in zip(optimizer.param_groups, self.groups, strict=True)},
         }
         for group, own, parameters in zip(optimizer.param_groups, self.groups, groups, strict=True):
-            own.update({name: _copied(value, copies) for name, value in group.items() if name != "params"})
+            own.update({name: _copied(value, copies) for name, value in group.items()})
             own["params"] = list(parameters)
         others: dict[Any, Any] = dict(optimizer.state)
         for key, value in others.items():
@@ -61,8 +61,8 @@ class Trial:
                 is_cut = name in cut and value.shape == like.shape
                 return _resized(value, parameter) if is_cut else _copied(value, copies)
 
-            if made := replaced(optimizer.state.get(like, {}), begun):
-                state[parameter] = made
+            if like in optimizer.state:
+                state[parameter] = replaced(optimizer.state[like], begun)
         for name, value in vars(optimizer).items():
             is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
             setattr(self.optimizer, name, OrderedDict() if is_hooks else _copied(value, copies))
@@ -81,7 +81,7 @@ class Trial:
 
     def drawn_from(self) -> list[bytes]:
         """The states of all generators of random numbers that a step can reach: equal where none was drawn from."""
-        states: list[Any] = [random.getstate(), np.random.get_state(legacy=False), torch.random.get_rng_state()]
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.random.get_rng_state()]
         devices = {each.device for group in self.groups for each in group["params"] if each.device.type == "cuda"}
         states += [torch.cuda.get_rng_state(device) for device in sorted(devices, key=str)]
         for value in self._values():
@@ -89,9 +89,7 @@ class Trial:
                 states.append(value.getstate())
             elif isinstance(value, np.random.Generator):
                 states.append(value.bit_generator.state)
-            elif isinstance(value, np.random.RandomState):
-                states.append(value.get_state(legacy=False))
-            elif isinstance(value, torch.Generator):
+            elif isinstance(value, np.random.RandomState | torch.Generator):
                 states.append(value.get_state())
         return [bytes(each.numpy()) if isinstance(each, Tensor) else pickle.dumps(each) for each in states]
 
@@ -134,5 +132,5 @@ def _cut_entries(optimizer: torch.optim.Optimizer) -> set[str]:
 
 def _resized(value: Tensor, parameter: Tensor) -> Tensor:
     """A value of a state for `parameter`: every element as the first one was."""
-    filled = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    filled = torch.empty_like(parameter, dtype=value.dtype)
     return filled.fill_(value.flatten()[0]) if value.numel() else filled

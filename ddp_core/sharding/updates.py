@@ -15,7 +15,7 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import load_optimizer, with_queues, without_queues
 from ddp_core.checkpoint.state import leaves, replaced
 
-from .elementwise import per_element, same_values
+from .elementwise import of_every_item, per_element, same_values
 from .owned import Owned
 
 
@@ -122,7 +122,8 @@ class OwnUpdates:
         """What all ranks have of a parameter, with its CutTensors."""
         if not isinstance(member, Owned):
             return entries
-        own = leaves(without_queues(self._optimizer.state.get(member.tensor, {}))) if member.tensor is not None else {}
+        states: Mapping[Any, Any] = self._optimizer.state
+        own = leaves(without_queues(states.get(member.tensor, {})))
 
         def cut(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, _Cut):
@@ -154,7 +155,7 @@ def _described(state: Mapping[str, Any], cut: Tensor | None) -> Any:
 
 def _own_part(state: Mapping[str, Any], member: Owned | Tensor, per_element: set[str]) -> Any:
     """This rank's part of the state of a parameter."""
-    return replaced(state, lambda value, name: _cut(value, member, name in per_element))
+    return replaced(state, lambda value, name: _cut(value, member, of_every_item(name) in per_element))
 
 
 def _cut(value: Any, member: Owned | Tensor, per_element: bool) -> Any:

@@ -1,30 +1,16 @@
-"""What training tells while it goes on: figures to metrics.jsonl and the console, and moments to the user's callbacks.
-
-Only this file calls the callbacks.
-"""
+"""The figures that training tells while it goes on, to metrics.jsonl and the console."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
-from ddp_core.base.user_code import user_code
-from ddp_core.observe.callback import Moment
+from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.train_state import TrainState
-
-
-def readable(figures: Mapping[str, Any]) -> list[str]:
-    """The figures that are single numbers, for people: 'test loss 0.1234'."""
-    return [
-        f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
-        for name, value in figures.items()
-        if isinstance(value, int | float)
-    ]
 
 
 class Figures(StepObserver):
@@ -94,46 +80,3 @@ class Figures(StepObserver):
         self._samples, self._waited = 0, 0.0
         self._aside_before = self._clock.seconds_aside
         self._began = time.perf_counter()
-
-
-class CallbackCalls(StepObserver):
-    """Calls the callbacks of this rank."""
-
-    def __init__(self, job: Job, state: TrainState) -> None:
-        self._job, self._state = job, state
-        first = job.collectives.world.is_first
-        self._callbacks = [callback for callback in job.callbacks if first or callback.ranks == "all"]
-        self.has_any = bool(self._callbacks)
-        """Whether this rank has a callback."""
-        self._loss: float | None = None
-
-    def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        self._loss = reports[-1].loss / reports[-1].samples if reports else None
-
-    def after_step(self, batch: StepBatch) -> None:
-        self._call("on_step", batch.epoch, self._loss)
-
-    def epoch_done(self, epoch: int) -> None:
-        """Call every `on_epoch`."""
-        self._call("on_epoch", epoch, self._state.last_epoch_loss)
-
-    def end(self, epoch: int) -> None:
-        """Call every `on_end`."""
-        self._call("on_end", epoch, self._state.last_epoch_loss)
-
-    def _call(self, method: Literal["on_step", "on_epoch", "on_end"], epoch: int, loss: float | None) -> None:
-        state = self._state
-        moment = Moment(
-            step=state.step,
-            epoch=epoch,
-            loss=loss,
-            learning_rate=state.learning_rate,
-            evaluation=state.evaluation,
-            model=state.model,
-            averaged_model=None if state.average is None else state.average.module,
-            rank=self._job.collectives.world.rank,
-            directory=self._job.directory,
-        )
-        with user_code("your callback"):
-            for callback in self._callbacks:
-                getattr(callback, method)(moment)

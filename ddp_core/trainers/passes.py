@@ -49,7 +49,9 @@ class Passes:
         self.autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Makes a context in which the forwards of this thread run in the experiment's precision."""
         if self._precision is not None:
-            self.autocast = partial(torch.autocast, device.type, self._precision)
+            # torch keeps one cache of cast weights for all threads, and a thread of --layout dp that leaves its context
+            # empties it: the gradient of a weight that a forward uses twice would depend on when that happens.
+            self.autocast = partial(torch.autocast, device.type, self._precision, cache_enabled=False)
         self._memory_format = experiment.memory_format
         self._loss_weights: dict[int, Tensor] = {}
 

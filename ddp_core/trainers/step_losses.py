@@ -122,6 +122,8 @@ class StepLosses:
 
     def read(self) -> list[StepReport]:
         """The reports of the steps since the last call, oldest first."""
+        if not self._unread:
+            return []
         if self._event is not None:
             self._collectives.await_event(self._event)
         values = iter(torch.cat([losses for *_, losses in self._unread]).tolist())

@@ -51,6 +51,8 @@ class TrainState:
     evaluation: dict[str, Any] = field(default_factory=dict)
     trained_seconds: float = 0.0
     trained_samples: int = 0
+    ended_early: str | None = None
+    """Why a callback has ended the run after this step; None where none has."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
 
@@ -114,6 +116,7 @@ class TrainState:
                 "evaluation": self.evaluation,
                 "trained_seconds": self.trained_seconds,
                 "trained_samples": self.trained_samples,
+                "ended_early": self.ended_early,
             },
         }
 

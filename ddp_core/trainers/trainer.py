@@ -28,11 +28,12 @@ from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.reduction.trained import TrainedParameters, describe_changes
 from ddp_core.reduction.written_parameters import WrittenParameters
 from ddp_core.trainers.batches import Batches
+from ddp_core.trainers.callback_calls import CallbackCalls, Method
 from ddp_core.trainers.checks import Checks
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.cross_check import Spot
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.figures import CallbackCalls, Figures
+from ddp_core.trainers.figures import Figures
 from ddp_core.trainers.graphed import GraphedPasses
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from ddp_core.reduction import ExactReduction
     from ddp_core.reduction.plain import PlainReduction
     from ddp_core.sharding.plain_rounds import PlainRounds
+
+TRIED_BATCHES = 2
+"""How many batches an evaluation has where the run is only tried."""
 
 
 class Trainer(ABC):
@@ -85,6 +89,8 @@ class Trainer(ABC):
         self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, shares)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
+        if job.only_steps is not None:
+            self.total_steps = min(self.total_steps, job.only_steps)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.losses = StepLosses(job.collectives, self.cut.micro_batches)
         kind = GraphedPasses if job.options.cuda_graph else Passes
@@ -110,7 +116,8 @@ class Trainer(ABC):
         self.guard = self.checks.guard
         # Before the data are used: a model may change its inputs.
         reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
-        ours = [self.clock, self.saving, ResumeRehearsal(self), self.figures, *reads, *copies, *called]
+        self.rehearsal = ResumeRehearsal(self)
+        ours = [self.clock, self.saving, self.rehearsal, self.figures, *reads, *copies, *called]
         self.observers = StepObservers([*ours, *job.observers])
 
     @abstractmethod
@@ -229,10 +236,12 @@ class Trainer(ABC):
         self.saving.newest_step = self.state.step
         self.checks.begin()
         self.clock.restart()
+        # A run that ended early may have been lost after its last save, and before its record said so.
+        end = self.state.step if self.is_at_end else self.total_steps
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
         # the device: the stream's thread, and what the caller closes.
         with (
-            contextlib.closing(self.batches.starting_at(self.state.step, self.total_steps)) as stream,
+            contextlib.closing(self.batches.starting_at(self.state.step, end)) as stream,
             self.job.collectives.abandoned_on_error(),
             without_key(),
         ):
@@ -260,13 +269,16 @@ class Trainer(ABC):
                 self.state.step += 1
                 self.checks.updated()
                 self.observers.after_step(batch)
+                self.agree_to_end("on_step", batch)
                 is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
                 if self.is_digest_due:
                     self.record_digest()
                 self.checks.step_done(batch)
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
                     self.saving.save(best=is_best)
-                if stop and not self.is_at_end:
+                if self.is_at_end:
+                    break
+                if stop:
                     self.stop()
         if self.callbacks.has_any:
             self.saving.wait()
@@ -274,8 +286,8 @@ class Trainer(ABC):
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing is left to train."""
-        return self.state.step == self.total_steps
+        """Whether nothing is left to train: all steps are done, or a callback has ended the run."""
+        return self.state.step == self.total_steps or self.state.ended_early is not None
 
     @property
     def where(self) -> str:
@@ -289,7 +301,8 @@ class Trainer(ABC):
 
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint may be saved after `step` steps."""
-        return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or step == self.total_steps
+        is_last = step == self.total_steps or self.state.ended_early is not None
+        return self.saving.is_due(step) or step % self.steps_per_epoch == 0 or is_last
 
     @property
     def is_digest_due(self) -> bool:
@@ -330,20 +343,40 @@ class Trainer(ABC):
         self.state.end_epoch()
         with self.clock.aside():
             self.settle_buffers()
-            is_best = False
-            if self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0:
-                is_best = self.state.take_evaluation(self.evaluate())
-                self.seed_micro_batch.after_evaluation(batch.epoch)
-                self.figures.evaluated(batch)
-            self.callbacks.epoch_done(batch.epoch)
+            is_due = self.is_at_end or (batch.epoch + 1) % self.experiment.evaluation.every_epochs == 0
+            is_best = is_due and self.evaluate_epoch(batch)
+            self.callbacks.epoch_done(batch.epoch, is_due)
+            self.agree_to_end("on_epoch", batch)
+            if self.is_at_end and not is_due:
+                is_best = self.evaluate_epoch(batch)
             return is_best
+
+    def evaluate_epoch(self, batch: StepBatch) -> bool:
+        """Evaluate and record the figures; returns whether they are the best so far."""
+        is_best = self.state.take_evaluation(self.evaluate())
+        self.seed_micro_batch.after_evaluation(batch.epoch)
+        self.figures.evaluated(batch)
+        return is_best
+
+    def agree_to_end(self, method: Method, batch: StepBatch) -> None:
+        """End the run here, on every rank, where a callback has asked for it in this method."""
+        if self.is_at_end or (reason := self.callbacks.agreed_end(method)) is None:
+            return
+        self.state.ended_early = reason
+        # On CUDA, some losses may be unread still: the epoch's mean is over all of them, and none may be bad.
+        reports = self.losses.read()
+        if (bad := first_bad(reports)) is not None:
+            self.skip_update(batch, bad)
+        self.figures.gradients_done(batch, reports)
+        self.rehearsal.after_step(batch)  # one in the background is judged before the run ends
 
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
         self.checks.before_evaluation()
-        figures = self._figures_of(self.model)
+        batches = None if self.job.only_steps is None else TRIED_BATCHES
+        figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
-            averaged = self._figures_of(self.state.average.module)
+            averaged = self._figures_of(self.state.average.module, batches)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
 
@@ -372,7 +405,7 @@ class Trainer(ABC):
                 settings,
                 job.collectives,
                 splits.collate,
-                job.named_metrics,
+                job.own_metrics,
                 keep_pace=not self.state.ownership.has_whole_weights,
                 seed=EvaluationSeed(self.seed_micro_batch, (self.state.step - 1) // self.steps_per_epoch),
                 written=WrittenParameters(model, "evaluation batch") if self.exact else None,

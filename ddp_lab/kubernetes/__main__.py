@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--nnodes", "2", "pods, or MIN:MAX where pods may go and come; default: 2")
     option("--nproc-per-node", 2, "ranks in each pod, on CUDA with a GPU each; default: 2", int)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    option("--image", "ddp-core:latest", "default: ddp-core:latest; better REGISTRY/NAME@sha256:…")
+    option("--image", "samebits:latest", "default: samebits:latest; better REGISTRY/NAME@sha256:…")
     option("--cores", None, "of each pod; default: one for each rank, on CUDA four", int)
     option("--memory", None, "of each pod, /dev/shm included; default: 2Gi for each rank, on CUDA 16Gi")
     option("--claim", None, "an existing claim for /outputs; default: one is made")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddp_core.base.seeds import share_of
+from ddp_core.data.splits import InMemory
 from ddp_core.reduction import ExactReduction
 from ddp_core.sampler import ElasticSampler, GlobalOrder, MicroBatches
 
@@ -60,7 +61,7 @@ def expected(epoch: int, drop_last: bool = False) -> dict[tuple[int, int], list[
     return found
 
 
-def passed(batches: MicroBatches, steps: int | None = None) -> dict[tuple[int, int], list[int]]:
+def passed(batches: MicroBatches[Any], steps: int | None = None) -> dict[tuple[int, int], list[int]]:
     found = {}
     for step in itertools.islice(batches, steps):
         for index, batch in step:
@@ -84,8 +85,21 @@ def test_the_ranks_together_run_each_micro_batch_once(world_size: int, strided: 
         found |= mine
         assert reduction.begun == [M] * 5 + [1] * (not drop_last)  # 103 = 5 * 20 + 3
         assert sampler.samples_trained == (100 if drop_last else 103)
-        assert len(batches) == 0
+        assert (len(batches), batches.remaining) == (5 + (not drop_last), 0)
     assert found == expected(2, drop_last)
+
+
+def test_the_length_is_that_of_the_epoch_wherever_the_sampler_stands() -> None:
+    sampler = sampler_of()
+    batches = MicroBatches(Ids(), sampler, Dealt(0, 1, False), SIZE)
+    found = []
+    for step in batches:
+        found.append((len(batches), batches.remaining))
+        assert len(list(step)) == step.micro_batches
+    assert found == [(6, left) for left in (6, 5, 4, 3, 2, 1)]
+    sampler.set_epoch(1)
+    sampler.advance(30)  # with another global batch: a step and a half of this one
+    assert (len(batches), batches.remaining) == (2 + 4, 4)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -138,6 +152,24 @@ def test_each_micro_batch_has_random_numbers_of_its_own_on_every_layout() -> Non
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+def test_another_pass_over_a_step_begins_it_anew_with_other_random_numbers_on_every_layout() -> None:
+    def numbers(world_size: int) -> dict[tuple[int, int, int], float]:
+        found = {}
+        for rank in range(world_size):
+            sampler, dealt = sampler_of(), Dealt(rank, world_size, False)
+            for step in MicroBatches(Ids(), sampler, dealt, SIZE):
+                kept = list(step)
+                for again in (1, 2):
+                    parts = step.again(kept)
+                    found |= {(step.first, again, index): torch.rand(()).item() for index, _ in parts}
+                assert dealt.begun[-3:] == [step.micro_batches] * 3
+            assert sampler.samples_trained == SAMPLES
+        return found
+
+    assert numbers(1) == numbers(3)
+    assert len(set(numbers(1).values())) == len(numbers(1)) == 2 * 26
+
+
 def test_a_step_that_is_skipped_left_early_or_run_twice_is_named() -> None:
     batches = MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE)
     first, second = itertools.islice(batches, 2)
@@ -171,6 +203,15 @@ def test_what_does_not_fit_is_refused() -> None:
     assert len(MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), 1)) == 21
     with pytest.raises(ValueError, match="batch_sampler option is mutually exclusive"):
         MicroBatches(Ids(), sampler_of(), Dealt(0, 1, False), SIZE, shuffle=True)
+
+
+def test_a_data_set_that_makes_whole_batches_needs_no_collate() -> None:
+    samples = InMemory(torch.arange(20.0).view(10, 2), torch.arange(10))
+    sampler = ElasticSampler(samples, 1, 0, shuffle=False)
+    found = [batch for step in MicroBatches(samples, sampler, Dealt(0, 1, False), 1) for _, batch in step]
+    assert [(inputs.tolist(), targets.tolist()) for inputs, targets in found] == [
+        ([[2.0 * row, 2.0 * row + 1]], [row]) for row in range(10)
+    ]
 
 
 def test_an_exact_reduction_is_fed_also_in_an_incomplete_step() -> None:

@@ -197,6 +197,7 @@ def test_global_order_depends_on_seed_and_epoch_alone() -> None:
 def test_slices_outside_are_refused(start: int, stop: int, shuffle: bool) -> None:
     with pytest.raises(IndexError):
         GlobalOrder(100, 0, shuffle).ids(0, start, stop)
+    assert [GlobalOrder(100, 0, shuffle).ids(0, place, place).tolist() for place in (0, 3, 100)] == [[]] * 3
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -42,7 +42,7 @@ def engine() -> Iterator[docker.DockerClient]:
 def image(engine: docker.DockerClient) -> str:
     """The runtime image, built from the working tree."""
     ContainerBackend().build()
-    return f"ddp-core:{os.environ.get('IMAGE_TAG', 'latest')}"
+    return f"samebits:{os.environ.get('IMAGE_TAG', 'latest')}"
 
 
 @dataclass

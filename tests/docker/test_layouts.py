@@ -71,4 +71,4 @@ def test_an_image_knows_the_commit_that_it_was_built_with(project: Project, engi
     tests = ("tests/core/cli/test_help.py", "tests/core/record/test_environment.py")
     done = project.compose("run", "--rm", "test", "pytest", *tests, "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    engine.images.remove("ddp-core-test:commit")
+    engine.images.remove("samebits-test:commit")

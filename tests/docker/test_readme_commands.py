@@ -1,4 +1,4 @@
-"""README's container commands as it has them: in a fresh clone, without `make` and the variables that it sets."""
+"""The container commands of the page of every task, as it has them: in a fresh clone, without the variables of make."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON_GPUS = "docker compose up ddp-4gpu"
 WHOLE_SUITE = "docker compose run --rm test"
 COMMANDS = re.findall(
     r"^.*docker compose .*$",
-    (ROOT / "README.md").read_text().partition("\n## Containers\n")[2].partition("```\n\n")[0],
+    (ROOT / "docs" / "how-to" / "every-task.md").read_text().partition("\n## Containers\n")[2].partition("```\n\n")[0],
     re.MULTILINE,
 )
 
@@ -71,7 +71,7 @@ def clone(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clon
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
     made = Clone(root)
-    # README's commands build an image only where there is none, and other tests have made these.
+    # The page's commands build an image only where there is none, and other tests have made these.
     built = made.run("docker compose build ddp-cpu test", timeout=290)
     assert built.returncode == 0, built.stderr[-3000:]
     yield made

@@ -51,7 +51,7 @@ def test_every_name_is_there_and_is_what_type_checkers_are_told() -> None:
     assert dir(ddp_core) == sorted(ddp_core.__all__)
     for name in told:
         assert getattr(ddp_core, name).__name__ == name
-    assert ddp_core.__version__ == metadata.version("ddp-core")
+    assert ddp_core.__version__ == metadata.version("samebits")
 
 
 @pytest.mark.parametrize(("wrong", "meant"), [("Expriment", "Experiment"), ("Sampler", "ElasticSampler"), ("fit", "")])

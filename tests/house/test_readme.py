@@ -1,4 +1,4 @@
-"""The README and the tutorial hold: their Python runs as it stands, and a test runs each of their commands.
+"""The README, the page of every task and the tutorial hold: their Python runs, and a test runs each of their commands.
 
 In every page of the documentation, links lead somewhere.
 """
@@ -18,6 +18,8 @@ from tests.support.processes import HANG, ask, free_port
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
+TASKS = (ROOT / "docs" / "how-to" / "every-task.md").read_text()
+PARTS = (ROOT / "docs" / "how-to" / "use-one-part.md").read_text()
 TUTORIAL = (ROOT / "docs" / "tutorials" / "from-one-process-to-a-cluster.md").read_text()
 
 
@@ -26,10 +28,12 @@ def _commands(page: str) -> list[str]:
     return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-COMMANDS = _commands(TEXT)
+COMMANDS = [*_commands(TEXT), *_commands(TASKS)]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
 SLURM, SWARM = "tests/cluster/test_slurm.py", "tests/cluster/test_swarm.py"
 QUICK = ["--set", "max_steps=12", "--device", "cpu"]
+
+SCRIPTS = {"-": "before.py", "+": "after.py"}
 
 ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
@@ -57,14 +61,14 @@ ELSEWHERE = {
 """Commands that need an engine, a network or minutes, and the tests that hold them."""
 
 
-WALK = [command for command in COMMANDS if command.startswith("ddp ") and command not in ELSEWHERE]
+WALK = [command for command in _commands(TASKS) if command.startswith("ddp ") and command not in ELSEWHERE]
 TOUR = [command for command in _commands(TUTORIAL) if command.startswith("ddp ")]
 
 
 def test_every_command_has_a_test() -> None:
     assert WALK
     assert TOUR
-    assert set(COMMANDS) == {*WALK, *ELSEWHERE}, "a command without a test, or one that the README has no more"
+    assert set(COMMANDS) == {*WALK, *ELSEWHERE}, "a command without a test, or one that no page has any more"
     assert {path for path in ELSEWHERE.values() if not (ROOT / path).exists()} == set()
 
 
@@ -92,19 +96,28 @@ def test_the_index_names_every_page() -> None:
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PARTS, re.DOTALL))
 def test_python_runs_as_it_stands(block: str, tmp_path: Path) -> None:
     ask(_execute, block, tmp_path)
 
 
+def test_the_difference_is_that_of_the_ported_script() -> None:
+    """Each line that the README's diff takes away or adds stands in the tutorial's scripts."""
+    (shown,) = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+    scripts = {sign: (ROOT / "docs/tutorials/port-your-script" / name).read_text() for sign, name in SCRIPTS.items()}
+    lines = [(line[0], line[1:]) for line in shown.splitlines() if line[0] in scripts]
+    assert lines
+    assert [line for sign, line in lines if line not in scripts[sign].splitlines()] == []
+
+
 def _execute(block: str, folder: Path) -> None:
     os.chdir(folder)
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(block, "use-one-part.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("commands", [WALK, TOUR], ids=["README", "tutorial"])
+@pytest.mark.parametrize("commands", [WALK, TOUR], ids=["tasks", "tutorial"])
 def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> None:
     """Run each `ddp` line in turn, shortened to a few steps, in one output directory."""
     (own_file,) = re.findall(r"```python\n(.*?)```", TUTORIAL, re.DOTALL)

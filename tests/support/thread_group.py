@@ -45,7 +45,12 @@ class Wires:
         self.works: list[Work] = []
         self.sent: list[tuple[int, int, int]] = []
         """Sender, receiver and bytes of all messages so far."""
-        self.objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def objects(self, sender: int, receiver: int) -> queue.Queue[Any]:
+        """The objects on their way from one rank to another."""
+        with self.lock:  # else two threads may make two queues
+            return self._objects[sender, receiver]
 
     def ask(self, side: str, sender: int, receiver: int, tag: int, tensor: Tensor) -> Work:
         """Start to `send` or `receive`."""
@@ -119,9 +124,9 @@ class Channel:
 
 def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
     for peer in range(group.size()):
-        group.wires.objects[group.rank(), peer].put(own)
+        group.wires.objects(group.rank(), peer).put(own)
     for peer in range(group.size()):
-        found[peer] = group.wires.objects[peer, group.rank()].get(timeout=SECONDS)
+        found[peer] = group.wires.objects(peer, group.rank()).get(timeout=SECONDS)
 
 
 def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:
@@ -135,6 +140,14 @@ def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequen
 def _all_gather(whole: Tensor, own: Tensor, group: ThreadGroup) -> None:
     size = [own.numel()] * group.size()
     _all_to_all(whole, own.repeat(group.size()), size, size, group)
+
+
+def _gather(own: Tensor, parts: list[Tensor] | None, group: ThreadGroup, group_dst: int) -> None:
+    assert (parts is None) == (group.rank() != group_dst)
+    everyones: list[Any] = [None] * group.size()
+    _all_gather_object(everyones, own.clone(), group)
+    for part, theirs in zip(parts or [], everyones, strict=parts is not None):
+        part.copy_(theirs)
 
 
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: ThreadGroup) -> None:
@@ -176,6 +189,10 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     patch.setattr("ddp_core.reduction.contiguous.dist", SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp))
     patch.setattr("ddp_core.reduction.contiguous.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
+    patch.setattr("ddp_core.sharding.updates.dist", SimpleNamespace(all_gather_object=_all_gather_object))
+    patch.setattr(
+        "ddp_core.sharding.owns_part.dist", SimpleNamespace(all_gather_object=_all_gather_object, gather=_gather)
+    )
 
 
 def on_threads(world_size: int, function: Callable[[Any], Any]) -> list[Any]:

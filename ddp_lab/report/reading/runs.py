@@ -14,6 +14,7 @@ from ddp_core.config.layout import Layout
 from ddp_core.observe.metrics import each_record
 from ddp_core.observe.usage import disturbance
 from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.guarded import broken_promise, guard_figures, what_broke_it
 from ddp_core.record.run_json import RecordedRun
 from ddp_core.record.weights import WEIGHTS, exchanged_weights
@@ -69,6 +70,16 @@ class Run:
     def completed(self) -> bool:
         """Whether it trained to its end."""
         return self.status == "completed"
+
+    @property
+    def ended(self) -> str:
+        """The status, which is "completed early" where a callback has ended the run."""
+        return "completed early" if self.early_end else self.status
+
+    @property
+    def early_end(self) -> str | None:
+        """Where and why a callback has ended the run, in words; None where none has."""
+        return how_it_ended(self.record.get("ended_early"))
 
     def result(self, name: str) -> float | None:
         """A number of the run's result."""

@@ -299,6 +299,22 @@ def hooks(_: int, __: int, ___: str) -> None:
     assert ours.grad.tolist() == [10, 10]
 
 
+def compiled(_: int, __: int, ___: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    names, weight = list(plain.state_dict()), plain[1].weight
+    plain[1] = torch.compile(plain[1], backend="eager")
+    whole = torch.compile(plain, backend="eager")
+    assert [torch_internals.plain_name(name) for name in whole.state_dict()] == names
+    assert names != list(whole.state_dict())
+    again = torch_internals.uncompiled(whole)
+    assert type(again) is nn.Sequential
+    assert again[1].weight is weight
+    assert list(again.state_dict()) == names
+    again.compile(backend="eager")
+    assert again._compiled_call_impl is not None
+    assert torch_internals.uncompiled(again)._compiled_call_impl is None
+
+
 def signals(_: int, __: int, place: str) -> None:
     os.environ[torch_internals.HANDLED_SIGNALS] = ""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -351,6 +367,7 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_python_dispatch": dispatch_mode,
     "_dynamo": dynamo,
     "_metadata": metadata,
+    **dict.fromkeys(("_orig_mod", "_compiled_call_impl"), compiled),
     **dict.fromkeys(("_shutdown_workers", "_workers"), shutdown_workers),
 }
 

@@ -129,3 +129,47 @@ def test_a_parameter_that_one_micro_batch_uses_has_its_gradient_on_every_rank(
     every = [[[21.0, 21.0]], [6.0], [[1.0 + only] * 2], [1.0], None, None]
     assert on_threads(2, gradients) == [every] * 2
     assert on_threads(3, gradients) == [every] * 3
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_ranks_that_do_not_fit_together_are_refused(shares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+
+    def refused(group: Any) -> None:
+        torch.manual_seed(group.rank())
+        net = nn.Linear(2, 1)
+        with pytest.raises(ValueError, match="micro_batches is 4 on rank 0, but 5 on rank 1"):
+            ExactReduction(net, 4 + group.rank(), process_group=group, shares=shares)
+        exact = ExactReduction(net, 4, process_group=group, shares=shares)
+        with exact, pytest.raises(ValueError, match="weight is another on rank 1 than on rank 0"):
+            exact.begin()
+
+    on_threads(2, refused)
+
+
+def test_a_reduction_that_is_closed_in_the_midst_of_a_step_begins_anew() -> None:
+    net = nn.Linear(1, 1)
+    exact = ExactReduction(net, 2)
+    assert exact.remaining == range(2)
+    with exact.micro_batch(0):
+        net(torch.tensor([[100.0]])).sum().backward()
+    exact.close()
+    assert exact.remaining == range(2)
+    with exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index]])).sum().backward()
+        exact.finish()
+    assert net.weight.grad is not None
+    assert net.weight.grad.item() == 3.0
+
+
+def test_a_module_without_trained_parameters_has_statistics_all_the_same() -> None:
+    net = nn.BatchNorm1d(1, momentum=1.0, affine=False)
+    with ExactReduction(net, 2) as exact:
+        for index in range(2):
+            with exact.micro_batch(index):
+                net(torch.tensor([[1.0 + index], [3.0 + index]]))
+        exact.finish()
+    assert net.running_mean is not None
+    assert net.running_mean.tolist() == [2.5]

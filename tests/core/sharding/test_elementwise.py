@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
-from ddp_core.sharding.elementwise import per_element, require_elementwise
+from ddp_core.sharding.elementwise import of_every_item, per_element, require_elementwise, same_values
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, **how),
@@ -94,3 +96,84 @@ def test_each_parameter_group_is_tried_with_its_own_options() -> None:
     first, second = per_element(optimizer)
     assert first == {"exp_avg", "exp_avg_sq"}
     assert second == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def test_what_some_dtypes_alone_have_is_known() -> None:
+    """As the compensation that optimizers keep for weights in bfloat16."""
+
+    class Compensated(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for each in group["params"]:
+                    if each.dtype == torch.bfloat16:
+                        self.state[each]["compensation"] = torch.zeros_like(each)
+
+    names = [
+        per_element(Compensated([nn.Parameter(torch.ones(2, dtype=dtype))]))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert names == [[set()], [{"compensation"}]]
+
+
+def test_the_state_of_a_single_number_does_not_stand_for_that_of_others() -> None:
+    number, matrix = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.Adam([number, matrix])
+    number.grad = torch.ones(())
+    optimizer.step()
+    assert per_element(optimizer) == [{"exp_avg", "exp_avg_sq"}]
+
+
+def test_items_of_a_sequence_have_one_name() -> None:
+    class Growing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                past = self.state[each].setdefault("past_2", [{1: torch.zeros_like(each)}])
+                past.append({1: torch.zeros_like(each)})
+
+    assert per_element(Growing([nn.Parameter(torch.ones(3))])) == [{of_every_item("past_2.17.1")}]
+    assert of_every_item("past_2.17.1") == of_every_item("past_2.0.1") != of_every_item("past_3.0.1")
+
+
+ONE = torch.tensor([0.0, math.nan])
+SAME: list[tuple[Any, Any]] = [
+    (math.nan, math.nan),
+    (ONE, ONE.clone()),
+    (nn.Parameter(ONE), ONE),
+    (ONE, nn.Parameter(ONE)),
+    ({"a": ONE, "b": 2}, {"b": 2, "a": ONE.clone()}),
+    ([1, (ONE, "text")], [1, (ONE.clone(), "text")]),
+    ({}, {}),
+    (torch.float32, torch.float32),
+    (object(), object()),
+]
+UNLIKE: list[tuple[Any, Any]] = [
+    (0.0, -0.0),
+    (1, True),
+    (1, 1.0),
+    (None, 0),
+    (ONE, -ONE),
+    (ONE, ONE.double()),
+    (ONE, ONE[:1]),
+    (nn.Parameter(ONE), -ONE),
+    (ONE, 0.0),
+    (0.0, ONE),
+    ({"a": 1}, {"a": 2}),
+    ({"a": 1}, {"a": 1, "b": 1}),
+    ({"a": 1, "b": 1}, {"a": 1}),
+    ({"a": 1}, {"b": 1}),
+    ([1, 2], [1, 3]),
+    ([1, 2], [1]),
+    ([1], (1,)),
+    ("text", "Text"),
+    (torch.float32, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_values_of_the_same_bits_are_the_same(one: Any, other: Any) -> None:
+    assert same_values(one, other)
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE)
+def test_values_that_differ_in_a_bit_or_in_their_kind_are_not_the_same(one: Any, other: Any) -> None:
+    assert not same_values(one, other)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from ddp_core import sharding
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, DdpOptions, Experiment
 from ddp_core.config.layout import ShardMode
 from ddp_core.experiment.request import promise_broken_by
-from ddp_core.sharding import Sharding
+from ddp_core.sharding import OwnsPieces, Sharding
+from tests.support.thread_group import on_threads, use_threads
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -65,3 +70,58 @@ def test_other_settings_of_ddp_stand_against_nothing() -> None:
     ddp = DdpOptions(bucket_cap_mb=1, gradient_as_bucket_view=True, find_unused_parameters=True)
     assert Sharding("gradients").refused_by(experiment(ddp=ddp)) is None
     check(experiment(ddp=ddp), "gradients")
+
+
+class Number(nn.Module):
+    """Its only parameter has no dimension, so that it has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize("mode", ["none", "optimizer", "gradients", "parameters"])
+def test_parts_that_cannot_be_cut_are_refused_where_something_is(mode: ShardMode) -> None:
+    layer, number = nn.Linear(2, 2), Number()
+    Sharding(mode).check_parts(layer, torch.optim.SGD(layer.parameters()))
+    attempts = {
+        "LBFGS does not treat each element by itself": (layer, torch.optim.LBFGS(layer.parameters())),
+        "number is a single number": (number, torch.optim.SGD(number.parameters())),
+    }
+    refused = {"none": [False, False], "parameters": [True, True]}.get(mode, [True, False])
+    for (words, attempt), is_refused in zip(attempts.items(), refused, strict=True):
+        if is_refused:
+            with pytest.raises(UserError, match=words):
+                Sharding(mode).check_parts(*attempt)
+        else:
+            Sharding(mode).check_parts(*attempt)
+
+
+@pytest.mark.parametrize(("mode", "shares"), [("optimizer", [[0, 1], [2, 3, 4]]), ("gradients", [[0, 2, 4], [1, 3]])])
+def test_what_a_rank_owns_comes_with_the_shares_of_its_mode(
+    mode: ShardMode, shares: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    # It looks at the random numbers of all threads.
+    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
+    made = nn.Linear(50, 50)
+
+    def cut(group: Any) -> list[int]:
+        layer = copy.deepcopy(made)
+        optimizer = torch.optim.SGD(layer.parameters())
+        owned = Sharding(mode).cut(layer, optimizer, 5, group)
+        assert isinstance(owned, OwnsPieces)
+        assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned if each.tensor is not None]
+        assert owned.module is layer
+        owned.close()
+        owned.reduction.close()
+        return list(owned.reduction.share)
+
+    assert on_threads(2, cut) == shares
+
+
+def test_each_name_is_there_when_it_is_asked_for() -> None:
+    for name in sharding.__all__:
+        assert getattr(sharding, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'OwnsNothing'"):
+        _ = sharding.OwnsNothing

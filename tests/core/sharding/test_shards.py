@@ -11,7 +11,7 @@ from torch import nn
 from ddp_core.reduction.exchange import LINE_BYTES
 from ddp_core.reduction.flat import in_memory_order
 from ddp_core.reduction.norm import BLOCK
-from ddp_core.sharding.shards import Shards
+from ddp_core.sharding.shards import Shards, shard_groups
 
 SHAPES = [(3,), (), (500, 7), (0, 4), (1,), (2 * BLOCK,), (BLOCK + 1,), (4, 3, 3, 3), (1100, 1000), (5, 5), (200, 77)]
 
@@ -47,11 +47,33 @@ def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int
         assert [own[0].start, own[-1].stop] == [0, parameter.numel()]
         assert all(left.stop == right.start for left, right in itertools.pairwise(own))
         assert all(piece.start % BLOCK == 0 for piece in own)
+        assert parameter.numel() or len(own) == 1, "what has no element has a state, too"
         values = in_memory_order(parameter.detach(), parameter)
         for piece in own:
             assert torch.equal(piece.tensor, values[piece.start : piece.stop])
             assert piece.tensor.shape == (piece.stop - piece.start,)
             assert torch.equal(piece.tensor, shards.groups[piece.group].flat[piece.place])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
+def test_flat_tensors_are_cut_where_it_is_nearest_to_equal_parts(world_size: int) -> None:
+    for group in Shards(parameters(), world_size).groups:
+        size = group.flat.numel()
+        assert len(group.cuts) == world_size
+        assert (group.cuts[0].start, group.cuts[-1].stop) == (0, size)
+        allowed = {size, *group.starts}
+        for start, parameter in zip(group.starts, group.like, strict=False):
+            allowed |= set(range(start, start + parameter.numel(), BLOCK))
+        for rank, (left, right) in enumerate(itertools.pairwise(group.cuts), start=1):
+            wanted = size * rank // world_size
+            assert left.stop == right.start
+            assert abs(left.stop - wanted) == min(abs(place - wanted) for place in allowed)
+
+
+def test_a_parameter_of_a_megabyte_has_a_flat_tensor_to_itself() -> None:
+    sizes = [10, 2**18, 20, 2**18 - 1, 2**18 + 1, 30]
+    like = [torch.empty(size, device="meta") for size in sizes]
+    assert shard_groups(like) == [[0, 2, 3, 5], [1], [4]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -84,10 +106,25 @@ def test_flattened_gradients_lie_as_their_parameters_do() -> None:
                 assert torch.equal(view, gradient)
 
 
+def test_the_gradient_of_a_parameter_alone_is_sent_as_it_lies() -> None:
+    (group,) = Shards([nn.Parameter(torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))], 2).groups
+    gradient = torch.randn_like(group.like[0])
+    assert group.flattened([gradient]).data_ptr() == gradient.data_ptr()
+    for other in (gradient.contiguous(), gradient.double()):
+        flat = group.flattened([other])
+        assert flat.dtype == torch.float32
+        assert torch.equal(flat, in_memory_order(gradient, group.like[0]))
+    assert torch.equal(group.flattened([None]), torch.full((48,), -0.0))
+
+
 def test_parameters_that_share_memory_are_refused() -> None:
     memory = torch.zeros(10)
     with pytest.raises(ValueError, match="two parameters share memory"):
         Shards([nn.Parameter(memory[:6]), nn.Parameter(memory[4:])], 2)
+    strided = nn.Parameter(torch.as_strided(memory, (3, 2), (4, 1)))  # its last element is number 9
+    with pytest.raises(ValueError, match="two parameters share memory"):
+        Shards([nn.Parameter(memory[9:]), strided], 2)
+    Shards([nn.Parameter(torch.as_strided(memory, (2, 2), (4, 1))), nn.Parameter(memory[6:])], 2)
     weight = nn.Parameter(memory)
     with pytest.raises(ValueError, match="two parameters share memory"):
         Shards([weight, weight], 2)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from ddp_core.base.errors import ExitCode
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.stop import Stopped, StopRequest
 from ddp_core.experiment import blame
 from ddp_core.observe.callback import Callback, Moment
+from ddp_core.observe.early_stopping import EarlyStopping
 from tests.core.trainers.test_trainers import experiment, samples, trainer_of
 
 
@@ -49,7 +53,7 @@ def test_callbacks_are_told_of_every_step_epoch_and_the_end() -> None:
     assert [moment.learning_rate for moment in told[:2]] == [0.1, pytest.approx(0.1 * 0.9619, rel=1e-3)]
     assert told[0].model is trainer.model
     assert isinstance(told[0].averaged_model, nn.Module)
-    assert (told[0].rank, told[0].is_first, told[0].directory) == (0, True, None)
+    assert (told[0].rank, told[0].is_first, told[0].directory) == (0, True, Path("run"))
 
 
 def test_a_run_that_is_stopped_has_no_end() -> None:
@@ -75,3 +79,126 @@ def test_what_a_callback_raises_is_the_experiments(moment: str) -> None:
     exit_code, line = blame.unforeseen(failure.value)
     assert exit_code == ExitCode.BAD_INPUT
     assert "KeyError: 'no such figure'" in line
+
+
+class Stops(Callback):
+    """Asks to end the run at a moment of a step."""
+
+    def __init__(self, method: str, step: int) -> None:
+        self.calls: list[tuple[str, int, bool]] = []
+        self.method, self.step = method, step
+
+    def on_step(self, moment: Moment) -> None:
+        self._note("on_step", moment)
+
+    def on_epoch(self, moment: Moment) -> None:
+        self._note("on_epoch", moment)
+
+    def on_end(self, moment: Moment) -> None:
+        self._note("on_end", moment)
+
+    def _note(self, method: str, moment: Moment) -> None:
+        self.calls.append((method, moment.step, moment.is_evaluated))
+        if (method, moment.step) == (self.method, self.step):
+            moment.stop("first")
+            moment.stop("second")
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "last"),
+    [("on_step", 2, ("on_epoch", 2, True)), ("on_epoch", 4, ("on_epoch", 4, False)), ("on_step", 8, None)],
+)
+def test_a_callback_ends_the_run(method: str, step: int, last: tuple[str, int, bool] | None) -> None:
+    stops = Stops(method, step)
+    record = experiment(epochs=2, evaluation={"every_epochs": 2})
+    with trainer_of(record, test=samples(20, 1), callbacks=[stops]) as trainer:
+        trainer.train()
+        state = trainer.state
+        assert trainer.is_at_end
+    assert (state.step, state.ended_early) == (step, None if step == 8 else "first")
+    assert stops.calls[-1] == ("on_end", step, False)
+    if last is not None:
+        assert stops.calls[-2] == last
+    assert state.evaluation.keys() == {"test_loss", "test_accuracy"}, "the last weights are evaluated in any case"
+    assert state.epoch_samples == 0
+
+
+def test_a_run_whose_end_is_in_its_checkpoint_trains_no_more() -> None:
+    with trainer_of(experiment(), callbacks=[Stops("on_step", 2)]) as trainer:
+        trainer.train()
+        kept = trainer.state.state_dict()
+    with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
+        trainer.state.load_state_dict(kept)
+        trainer.train()
+        assert (trainer.state.step, trainer.state.ended_early) == (2, "first")
+
+
+def test_the_losses_that_were_not_read_yet_are_in_the_mean_of_an_epoch_cut_short() -> None:
+    means = []
+    for every in (1, 10):
+        with trainer_of(experiment(), callbacks=[Stops("on_step", 3)]) as trainer:
+            trainer._read_every = every  # as on CUDA
+            trainer.train()
+            means.append(trainer.state.last_epoch_loss)
+    assert means[0] == means[1]
+
+
+def told(value: object, step: int, **fields: Any) -> tuple[Moment, list[str]]:
+    asked: list[str] = []
+    moment = Moment(
+        step=step,
+        epoch=0,
+        loss=None,
+        learning_rate=0.1,
+        evaluation={"test_loss": value},
+        model=nn.Identity(),
+        averaged_model=None,
+        rank=0,
+        directory=None,
+        _stop=asked.append,
+        **{"is_evaluated": True} | fields,
+    )
+    return moment, asked
+
+
+@pytest.mark.parametrize(
+    ("stopping", "values", "stops_at"),
+    [
+        (EarlyStopping("test_loss", patience=2), [3.0, 2.0, 2.0, 2.5, 1.0], 4),
+        (EarlyStopping("test_loss", patience=2, minimum=0.5), [3.0, 2.6, 2.4, 2.0, 1.9], 5),
+        (EarlyStopping("test_loss", patience=1, mode="max"), [3.0, 4.0, 3.9], 3),
+        (EarlyStopping("test_loss", patience=2), [math.nan, None, 1.0], 2),
+        (EarlyStopping("test_loss", patience=2), [3.0, 4.0, 2.0, 4.0], None),
+    ],
+)
+def test_early_stopping_counts_evaluations_without_progress(
+    stopping: EarlyStopping, values: list[float | None], stops_at: int | None
+) -> None:
+    stopped = None
+    for step, value in enumerate(values, 1):
+        resumed = EarlyStopping("test_loss", patience=stopping.patience, minimum=stopping.minimum, mode=stopping.mode)
+        resumed.load_state_dict(stopping.state_dict())
+        stopping = resumed
+        old, _ = told(value, step, is_evaluated=False)
+        stopping.on_epoch(old)
+        moment, asked = told(value, step)
+        stopping.on_epoch(moment)
+        if asked and stopped is None:
+            stopped = step
+    assert stopped == stops_at
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"metric": "test_f1"}, {"patience": 0}, {"patience": 1.5}, {"minimum": -1.0}, {"mode": "less"}]
+)
+def test_early_stopping_refuses_what_cannot_be_meant(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="EarlyStopping"):
+        EarlyStopping(**wrong)
+
+
+def test_early_stopping_names_the_figures_that_there_are() -> None:
+    moment, _ = told(1.0, 1)
+    with pytest.raises(UserError, match="no number test_los"):
+        EarlyStopping("test_los", mode="min").on_epoch(moment)
+    with pytest.raises(UserError, match="train_loss"):
+        EarlyStopping("test_loss").on_epoch(replace(moment, evaluation={}))

@@ -1,0 +1,83 @@
+"""`ddp eval`: the figures of any checkpoint of a run, on any layout, made as training makes them.
+
+The weights are evaluated by the code that the run has kept and on its own settings; of these only the data and how
+they are evaluated can be changed. Loads no torch itself: portable numerics are set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_core.base.errors import UserError
+from ddp_core.cli.train import carry_out
+from ddp_core.config.options import Asked
+from ddp_core.record.places import Place, place_named
+
+if TYPE_CHECKING:
+    from ddp_core.experiment.request import Evaluated
+    from ddp_core.record.trained import At
+
+_CHANGEABLE = ("data", "evaluation")
+
+
+def evaluate(
+    named: Path,
+    words: Sequence[str],
+    is_own_process: bool,
+    at: At | None = None,
+    data: str | None = None,
+    settings: Sequence[str] = (),
+    as_json: bool = False,
+    **layout: Any,
+) -> int:
+    """Evaluate the weights of a run, a checkpoint of one, or a bundle, and print the figures; returns the exit code.
+
+    `at`: which weights; None: those that the run ended with, else its newest. `data`: another data set for the
+    experiment's, as the setting `data.name`. `layout`: those options of `ddp train` that say where it runs and where
+    the data are. Raises UserError.
+    """
+    changed = (*(() if data is None else (f"data.name={data}",)), *settings)
+    for setting in changed:
+        if setting.partition("=")[0].partition(".")[0].strip() not in _CHANGEABLE:
+            raise UserError(
+                f"--set {setting}: it would be other weights; ddp eval changes data and evaluation alone, such as "
+                "--set evaluation.samples_per_batch=64"
+            )
+    with place_named(named) as place:
+        record = place.run.read()
+        if "source" not in record:
+            raise UserError(f"{named} was recorded by an earlier version of ddp, which did not keep the code")
+        asked = _asked(place, record, changed, {name: value for name, value in layout.items() if value is not None})
+        return carry_out(asked, words, is_own_process, evaluated=lambda: _evaluated(named, place, at, as_json))
+
+
+def _asked(place: Place, record: Mapping[str, Any], settings: Sequence[str], layout: Mapping[str, Any]) -> Asked:
+    """The request: the run's own experiment and numerics on the layout that was given, else in one process."""
+    options, source = record["options"], record["source"]
+    recorded = {
+        "experiment": str(place.run.path / source["folder"] / source["experiment"]),
+        "record": str(place.run.path / "run.json"),
+        "device": record["layout"]["device"],
+        "reduction": options["reduction"],
+        "numerics": options.get("numerics", "native"),
+        "deterministic": "always" if options.get("deterministic", True) else "never",
+        "data_dir": options["data_dir"],
+        "guard": "off",
+        "max_restarts": 0,
+        "settings": tuple(settings),
+    }
+    return Asked.model_validate(recorded | dict(layout))
+
+
+def _evaluated(named: Path, place: Place, at: At | None, as_json: bool) -> Evaluated:
+    from ddp_core.experiment.request import Evaluated
+    from ddp_core.experiment.source import read_source
+    from ddp_core.record.trained import weights_at
+
+    record = place.run.read()
+    read_source(place.run.path, record["source"])
+    found = weights_at(place, at or ("final" if record["status"] == "completed" else "newest"))
+    manifest = None if found.checkpoint is None else str(found.checkpoint.manifest)
+    return Evaluated(str(named), str(found.run.path), found.step, manifest, as_json)

@@ -1,0 +1,122 @@
+"""A bundle, a finished run in one file, checked and unpacked.
+
+A bundle (format `ddp-bundle/1`, which is the zip file's comment) is a zip file whose members are stored as they are,
+without compression, by sorted names and with one fixed time: the same run gives the same bytes. MANIFEST has the
+SHA-256 of each other member, as `sha256sum --check` reads it.
+
+A bundle may come from a stranger. So nothing of it is unpacked before all of it is checked: names, sizes, digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import struct
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+from ddp_core.base.documents import parse_document
+from ddp_core.base.errors import UserError
+from ddp_core.base.refusals import is_lack, refused
+from ddp_core.record.run_json import RecordedRun
+
+BUNDLE_FORMAT = "ddp-bundle/1"
+MANIFEST = "MANIFEST"
+PINS = "pins.txt"
+_MOST_MEMBERS = 10_000
+_MOST_TEXT = 2**26
+"""Bytes of a member that is read into memory as a whole."""
+
+
+class ChangedBundle(Exception):
+    """A member is not what was packed; the message says which."""
+
+
+class Unpacked(NamedTuple):
+    """What an unpacked bundle says of itself."""
+
+    files: int
+    record: RecordedRun
+    pins: str
+    """The packages of the run, as `pip install -r` takes them."""
+
+
+def unpack_bundle(file: Path, folder: Path) -> Unpacked:
+    """Unpack the bundle into the folder, once each member is known to be as it was packed.
+
+    Raises ChangedBundle where one is not, with nothing unpacked; UserError for a file that is no bundle or that could
+    do harm when unpacked, and (4) for a full disk.
+    """
+    try:
+        with ZipFile(file) as archive:
+            members = _safe_members(file, archive)
+            if changed := _changed(archive, members):
+                raise ChangedBundle(changed)
+            record = parse_document(_text(archive, "run.json"), RecordedRun)
+            told = Unpacked(len(members), record, _text(archive, PINS))
+            _unpack(archive, members, folder)
+    except (BadZipFile, RuntimeError, EOFError, KeyError, ValueError, struct.error) as error:
+        raise UserError(f"{file} is not a bundle, or is damaged: {error}") from None
+    except OSError as error:
+        if is_lack(error):
+            raise refused(error, folder) from None
+        raise UserError(f"{file} cannot be unpacked: {error.strerror}") from None
+    return told
+
+
+def _safe_members(file: Path, archive: ZipFile) -> list[ZipInfo]:
+    """The members. Raises UserError where unpacking them could write elsewhere, or more than the file's own size."""
+    members = archive.infolist()
+    if archive.comment != BUNDLE_FORMAT.encode():
+        raise UserError(f"{file} is a zip file, but not a bundle of format {BUNDLE_FORMAT}")
+    if len(members) > _MOST_MEMBERS:
+        raise UserError(f"{file} is refused: {len(members)} files are more than any bundle has")
+    for member in members:
+        path = PurePosixPath(member.filename)
+        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or str(path) != member.filename:
+            raise UserError(f"{file} is refused: {member.filename!r} leads out of the folder that it is unpacked into")
+        if member.compress_type != ZIP_STORED or member.file_size != member.compress_size:
+            raise UserError(f"{file} is refused: {member.filename} is compressed, as in no bundle")
+    if len({member.filename for member in members}) < len(members):
+        raise UserError(f"{file} is refused: it holds two files of one name")
+    if sum(member.file_size for member in members) > file.stat().st_size:
+        raise UserError(f"{file} is refused: unpacked, it would be larger than the file")
+    return members
+
+
+def _changed(archive: ZipFile, members: list[ZipInfo]) -> str | None:
+    """What is wrong with the first member that differs from MANIFEST; None where each is as MANIFEST says."""
+    lines = _text(archive, MANIFEST).splitlines()
+    named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    here = {member.filename for member in members} - {MANIFEST}
+    for name in sorted(here | named.keys()):
+        if name not in named:
+            return f"{name} is not in MANIFEST"
+        if name not in here:
+            return f"{name} is missing"
+        if _digest(archive, name) != named[name]:
+            return f"{name} was changed after the bundle was made"
+    return None
+
+
+def _digest(archive: ZipFile, name: str) -> str | None:
+    try:
+        with archive.open(name) as member:
+            return hashlib.file_digest(member, "sha256").hexdigest()  # type: ignore[arg-type]
+    except BadZipFile:  # the zip file's own checksum differs
+        return None
+
+
+def _text(archive: ZipFile, name: str) -> str:
+    if archive.getinfo(name).file_size > _MOST_TEXT:
+        raise ValueError(f"{name} is too large")
+    return archive.read(name).decode()
+
+
+def _unpack(archive: ZipFile, members: list[ZipInfo], folder: Path) -> None:
+    for member in members:
+        place = folder / member.filename
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(member) as source, place.open("xb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)

@@ -1,0 +1,215 @@
+"""The weights that a run, a checkpoint of one, or a bundle has; and the run's own model with these weights in it.
+
+Nothing is believed before it was hashed: a checkpoint is compared with its manifest and with the digest that the run
+recorded at that step, final weights with the digest in run.json, and the code that builds the model with those of its
+files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_there
+from ddp_core.base.seeds import generators_kept
+from ddp_core.base.torch_internals import uncompiled
+from ddp_core.checkpoint import (
+    Checkpoint,
+    best_checkpoint,
+    find_checkpoints,
+    load,
+    newest_valid,
+    read_checkpoint,
+)
+from ddp_core.config.experiment import Experiment
+from ddp_core.distributed.reports import tell_user
+from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
+from ddp_core.experiment.fresh_model import lazy_parts
+from ddp_core.experiment.request import build_model
+from ddp_core.experiment.source import kept_modules, read_source
+from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.initial_weights import fill
+from ddp_core.record.places import Place, place_named
+from ddp_core.record.run_json import RecordedRun
+from ddp_core.record.weights import AVERAGED_WEIGHTS, WEIGHTS, final_weights
+
+At = int | Literal["final", "newest", "best"]
+"""Which weights of a run: those of a step, the final ones, or those of its newest or best checkpoint."""
+Kind = Literal["trained", "averaged"]
+"""The weights that the optimizer has made, or their moving average."""
+Choice = Literal["auto", "trained", "averaged"]
+"""A kind; `auto`: where the run keeps an average, the kind that its last evaluation found better."""
+_AVERAGE_OF = "module."
+"""How the names of weights begin in the state of an average."""
+
+
+@dataclass(frozen=True)
+class States:
+    """The state dicts of one step on the CPU: `averaged` is there where the run keeps an average."""
+
+    by_kind: Mapping[Kind, dict[str, Tensor]]
+    evaluation: Mapping[str, Any]
+    """The figures of the last evaluation until that step; empty where there was none."""
+
+    def choose(self, choice: Choice, whose: str) -> tuple[Kind, str | None]:
+        """The kind of weights that is meant, and why, where that had to be chosen. Raises UserError."""
+        if choice == "averaged" and "averaged" not in self.by_kind:
+            raise UserError(f"{whose}: there are no averaged weights; the experiment sets no ema_decay")
+        if choice != "auto":
+            return choice, None
+        if "averaged" not in self.by_kind:
+            return "trained", None
+        for name, sign in (("test_accuracy", 1), ("test_loss", -1)):
+            trained, averaged = (self.evaluation.get(f"{start}{name}") for start in ("", "ema_"))
+            if trained is not None and averaged is not None:
+                kind: Kind = "averaged" if sign * averaged >= sign * trained else "trained"
+                return kind, f"{name} {averaged:.6g} of the averaged weights, {trained:.6g} of the trained ones"
+        return "averaged", "no evaluation compares them with the trained ones"
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The weights after one step of a run; nothing of them has been read."""
+
+    run: RunDirectory
+    record: RecordedRun
+    step: int
+    checkpoint: Checkpoint | None
+    """None: the files of the weights that the run ended with."""
+
+    def read(self) -> States:
+        """The state dicts. Raises UserError (3) where these are not the weights that the run has made."""
+        if self.checkpoint is None:
+            found = final_weights(self.run.path, self.record)
+            kinds: dict[str, Kind] = {WEIGHTS: "trained", AVERAGED_WEIGHTS: "averaged"}
+            return States({kinds[name]: state for name, state in found.items()}, self.record["result"])
+        state = load(self.checkpoint)
+        kept: dict[Kind, dict[str, Tensor]] = {"trained": dict(state["model"])}
+        if state.get("average") is not None:
+            kept["averaged"] = {
+                name.removeprefix(_AVERAGE_OF): value
+                for name, value in state["average"].items()
+                if name.startswith(_AVERAGE_OF)
+            }
+        if (problem := self.refusal(weights_digest(kept["trained"]))) is not None:
+            raise UserError(problem, ExitCode.NO_CHECKPOINT)
+        return States(kept, state["position"]["evaluation"])
+
+    def refusal(self, digest: str) -> str | None:
+        """Why weights with this digest are not those that the run has made, in words; None where they may be."""
+        told = {entry["step"]: entry.get("weights_sha256") for entry in read_metrics(self.run.metrics, "digest")}
+        if told.get(self.step, digest) == digest:
+            return None
+        return (
+            f"{self.run.path} has other weights than it recorded at step {self.step}; restore its checkpoints and "
+            "metrics.jsonl from one copy, or take another step"
+        )
+
+    @contextmanager
+    def experiment(self) -> Iterator[LoadedExperiment]:
+        """The recorded experiment with the code that the run has kept; its modules are imported within the block.
+
+        Raises UserError where that code was changed.
+        """
+        if "source" not in self.record:
+            raise UserError(f"{self.run.path} was recorded by an earlier version of ddp, which did not keep the code")
+        source = self.record["source"]
+        read_source(self.run.path, source)
+        folder = self.run.path / source["folder"]
+        with kept_modules(Served(str(folder), source["modules"])):
+            loaded = load_experiment(str(folder / source["experiment"]))
+            yield replace(loaded, experiment=Experiment.from_json(self.record["experiment"]))
+
+    def model(self, loaded: LoadedExperiment, weights: Mapping[str, Tensor], device: torch.device | str) -> nn.Module:
+        """The experiment's model with these weights, not compiled, in eval mode, on `device`."""
+        with generators_kept(torch.device(device)):
+            model = build_model(loaded, device)
+        if lazy_parts(model):
+            # Lazy layers take their shapes from what they load.
+            model.load_state_dict(weights, strict=False)
+        fill(model, weights, str(self.run.path))
+        return uncompiled(model).eval()
+
+    @property
+    def place(self) -> str:
+        """What a message says of where these weights are."""
+        return f"{self.run.path}, step {self.step}"
+
+
+def weights_at(place: Place, at: At) -> TrainedWeights:
+    """The weights of a run, or of the one checkpoint that was named.
+
+    Raises UserError where `at` is not of that checkpoint, and (3) for a run without such a checkpoint.
+    """
+    run, record = place.run, place.run.read()
+    if place.checkpoint is not None:
+        checkpoint = read_checkpoint(place.checkpoint)
+        if isinstance(at, int) and at != checkpoint.step:
+            raise UserError(f"{place.checkpoint} is of step {checkpoint.step}; for step {at} give the run directory")
+        return TrainedWeights(run, record, checkpoint.step, checkpoint)
+    last = record["result"]["steps"] if record["status"] == "completed" else None
+    if last is not None and at in ("final", last) and is_there(run.path / WEIGHTS):
+        return TrainedWeights(run, record, last, None)
+    if at == "final":
+        if last is None:
+            raise UserError(
+                f"{run.path} is {record['status']}, so it has no trained model; finish it with --resume {run.path}, or "
+                'take what it has: at="newest" (--at newest)'
+            )
+        at = last
+    if at == "newest":
+        found = newest_valid(run.checkpoints, tell_user)
+        if found is None and last is not None:
+            return TrainedWeights(run, record, last, None)
+    elif at == "best":
+        found = best_checkpoint(run.checkpoints)
+    else:
+        found = next((each for each in find_checkpoints(run.checkpoints) if each.step == at), None)
+    if found is None:
+        there = ", ".join(str(each.step) for each in reversed(find_checkpoints(run.checkpoints))) or "none"
+        which = at if isinstance(at, str) else f"of step {at}"
+        raise UserError(
+            f"{run.path} has no checkpoint {which}; of these steps it has one: {there} (--keep-every keeps more)",
+            ExitCode.NO_CHECKPOINT,
+        )
+    return TrainedWeights(run, record, found.step, found)
+
+
+def load_model(
+    run: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    *,
+    at: At = "final",
+    weights: Choice = "auto",
+) -> nn.Module:
+    """The trained model in eval mode on `device`: of a run directory, a checkpoint file in one, or a bundle.
+
+    `at`: "final", the weights that the run ended with; a step, or "newest" or "best", for those of a checkpoint.
+    `weights`: "trained", those of the optimizer; "averaged", their moving average (`ema_decay`); "auto", where the run
+    keeps an average, those of the two that its last evaluation found better, which is said on standard error.
+
+    The model is built by the code that the run has kept, whatever has become of the experiment's file since. That code
+    is run, so read it first where the run is a stranger's. The dtypes are those of training (float32 but for what the
+    model itself chose). A model that the experiment compiles comes as it is without torch.compile, and its weights have
+    the names of the plain model. Random generators of this process stay as they are.
+
+    Raises UserError (2) for a run that has not come to its end, unless `at` names a checkpoint, and where kept code was
+    changed; and (3) where weights are not those that the run has made, or are not there.
+    """
+    with place_named(run) as place:
+        found = weights_at(place, at)
+        with found.experiment() as loaded:
+            states = found.read()
+            kind, why = states.choose(weights, found.place)
+            if why is not None:
+                tell_user(f'{kind} weights of step {found.step}: {why}; weights="trained" or "averaged" chooses')
+            return found.model(loaded, states.by_kind[kind], device)

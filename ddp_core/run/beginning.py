@@ -1,0 +1,94 @@
+"""How every worker begins: it meets the other ranks, and all of them build the same experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ddp_core.base.determinism import choose_kernels
+from ddp_core.base.process import keep_freed_memory, return_large_blocks
+from ddp_core.base.refusals import require_open_files
+from ddp_core.data.data_digest import DataDigest
+from ddp_core.distributed.process_group import Collectives, local_device, process_group
+from ddp_core.distributed.world import World
+from ddp_core.experiment.fresh_model import require_same_model
+from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
+from ddp_core.experiment.source import Source, collect, require_same_source
+from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.observe.metrics import Console
+from ddp_core.record.data import agreed_digest
+from ddp_core.record.environment import facts_of
+from ddp_core.sharding import Sharding
+from ddp_core.trainers.own_metrics import OwnMetrics
+from ddp_core.trainers.passes import Passes
+from ddp_core.trainers.trial import try_metrics
+
+
+class Beginning(NamedTuple):
+    """What a worker has before it trains or evaluates."""
+
+    collectives: Collectives
+    console: Console
+    parts: BuiltExperiment
+    own_metrics: OwnMetrics | None
+    """The experiment's metrics, as they are counted."""
+    source: Source
+    """The user's code, of which all modules are imported by now."""
+    data: DataDigest
+
+
+@contextmanager
+def begun(request: Request, world: World) -> Iterator[Beginning]:
+    """A block in which this worker has met the others, with kernels and numerics as the request has them.
+
+    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
+    """
+    require_open_files(world.world_size, request.options.workers)
+    choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
+    with ExitStack() as stack:
+        if request.options.numerics == "portable":
+            stack.enter_context(portable_kernels())
+        collectives = stack.enter_context(_meet(request, world))
+        console = stack.enter_context(closing(Console(world.rank, world.world_size)))
+        yield Beginning(collectives, console, *_build_the_same(request, collectives, console))
+
+
+def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:
+    """The process group of all workers, on this process's own device."""
+    options, layout = request.options, request.layout
+    device = local_device(world, layout.device)
+    if Sharding.of(layout).cuts_parameters and device.type == "cpu":
+        return_large_blocks()
+    else:
+        keep_freed_memory()
+    return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
+
+
+def _build_the_same(
+    request: Request, collectives: Collectives, console: Console
+) -> tuple[BuiltExperiment, OwnMetrics | None, Source, DataDigest]:
+    """All parts, the metrics as they are counted, the user's code and the digest of the data.
+
+    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
+    """
+    check_promise(request)
+    collectives.require_same(**facts_of(request))
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
+    require_same_model(collectives, parts.model)
+    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
+    if own_metrics is not None and parts.splits.test is not None:
+        passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
+        forward = partial(passes.outputs_and_loss, parts.model)
+        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
+    # All modules of the user are imported by now.
+    source = collect(request.loaded)
+    require_same_source(collectives, source)
+    for module in source.unreadable:
+        console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
+    # Files may take minutes to read, which a run that is only tried does not have.
+    splits = parts.splits if request.only_steps is None else replace(parts.splits, files=())
+    return parts, own_metrics, source, agreed_digest(splits, collectives, console.say, request.options)

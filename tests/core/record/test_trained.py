@@ -1,0 +1,118 @@
+"""The trained model of a run, a checkpoint or a bundle: which weights, and that they are the run's own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ddp_core import Run, load_model
+from ddp_core.base.digests import same_bits, weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_internals import plain_name
+from ddp_core.checkpoint import find_checkpoints, load
+from ddp_core.cli.bundle import make_bundle
+from ddp_core.record.trained import States
+from tests.support.commands import ROOT, train, trained
+
+AVERAGED = ROOT / "tests" / "support" / "experiment_files" / "averaged.py"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    output = tmp_path_factory.mktemp("out")
+    train(output, AVERAGED, "--checkpoint-every", "3", "--keep-every", "3")
+    return Run(trained(output)[0].path)
+
+
+@pytest.fixture
+def copied(run: Run, tmp_path: Path) -> Run:
+    return Run(shutil.copytree(run.path, tmp_path / "copy"))
+
+
+def same(model: nn.Module, file: Path) -> bool:
+    weights = {plain_name(name): tensor for name, tensor in load_file(file).items()}
+    state = model.state_dict()
+    return all(same_bits(state[name], weights[name]) for name in weights) and state.keys() - weights.keys() < {
+        "middle.weight",
+        "again.weight",
+    }
+
+
+def test_the_model_is_the_plain_one_of_a_compiled_one_and_its_weights_stay_tied(run: Run) -> None:
+    model = load_model(run, weights="trained")
+    assert type(model).__name__ == "Net"
+    assert not model.training
+    assert model.again.weight is model.middle.weight
+    assert same(model, run.path / "model.safetensors")
+    assert same(run.load_model(weights="averaged"), run.path / "model_ema.safetensors")
+
+
+def test_a_checkpoint_of_a_step_and_the_best_one(run: Run) -> None:
+    (checkpoint,) = (each for each in find_checkpoints(run.path / "checkpoints") if each.step == 6)
+    state = {plain_name(name): value for name, value in load(checkpoint)["model"].items()}
+    for place, at in ((run, 6), (checkpoint.path, "final"), (checkpoint.manifest, "final")):
+        assert weights_digest(load_model(place, at=at, weights="trained").state_dict()) == weights_digest(state)  # type: ignore[arg-type]
+    assert same(load_model(run, at="newest", weights="trained"), run.path / "model.safetensors")
+    assert same(load_model(run, at="best", weights="trained"), run.path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no checkpoint of step 4; of these steps it has one: 3, 6, 9, 10") as no:
+        load_model(run, at=4)
+    assert no.value.exit_code == ExitCode.NO_CHECKPOINT
+    with pytest.raises(UserError, match="is of step 6; for step 3 give the run directory"):
+        load_model(checkpoint.path, at=3)
+
+
+def test_a_bundle_gives_the_same_model(run: Run, tmp_path: Path) -> None:
+    make_bundle(run.path, tmp_path / "run.zip")
+    assert same(load_model(tmp_path / "run.zip", weights="averaged"), run.path / "model_ema.safetensors")
+    with (tmp_path / "run.zip").open("r+b") as file:
+        file.seek(1500)
+        file.write(b"X")
+    with pytest.raises(UserError, match="was changed after the bundle was made"):
+        load_model(tmp_path / "run.zip")
+
+
+def test_which_weights_are_better_is_chosen_by_the_evaluation_and_said(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = run.figures
+    kind, better = ("trained", "") if figures["test_accuracy"] > figures["ema_test_accuracy"] else ("averaged", "_ema")
+    assert same(load_model(run), run.path / f"model{better}.safetensors")
+    assert f"{kind} weights of step 10: test_accuracy " in capsys.readouterr().err
+    both = States({"trained": {}, "averaged": {}}, {"test_loss": 2.0, "ema_test_loss": 1.0})
+    assert both.choose("auto", "here")[0] == "averaged"
+    assert States(both.by_kind, {}).choose("auto", "here")[0] == "averaged"
+    alone = States({"trained": {}}, {})
+    assert alone.choose("auto", "here") == ("trained", None)
+    with pytest.raises(UserError, match="no averaged weights"):
+        alone.choose("averaged", "here")
+
+
+def test_what_is_no_run_and_what_was_changed_is_refused(copied: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing is not there; give a run directory, a checkpoint of a run, or a"):
+        load_model(tmp_path / "nothing")
+    checkpoint = find_checkpoints(copied.path / "checkpoints")[0]
+    shutil.copytree(checkpoint.directory, tmp_path / "alone" / "checkpoints")
+    with pytest.raises(UserError, match="lies in no run directory"):
+        load_model(tmp_path / "alone" / "checkpoints" / checkpoint.file)
+    text = copied.path / "metrics.jsonl"
+    text.write_text(text.read_text().replace(str(copied.digest), "0" * 64))
+    with pytest.raises(UserError, match="has other weights than it recorded at step 10"):
+        load_model(checkpoint.path)
+    file = copied.path / "model_ema.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match="holds other weights than the run ended with"):
+        load_model(copied)
+    with checkpoint.path.open("r+b") as data:
+        data.seek(900)
+        data.write(b"X")
+    with pytest.raises(UserError, match=r"cannot be used: .* has SHA-256") as no:
+        load_model(checkpoint.path)
+    assert no.value.exit_code == ExitCode.NO_CHECKPOINT
+    torch.save({}, tmp_path / "alone" / "weights.pt")
+    with pytest.raises(UserError, match="is a zip file, but not a bundle"):
+        load_model(tmp_path / "alone" / "weights.pt")

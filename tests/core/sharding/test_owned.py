@@ -1,0 +1,126 @@
+"""The elements of a parameter that a rank owns: which they are, and in which memory its optimizer updates them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_core.checkpoint import CutTensor
+from ddp_core.reduction.exchange import LINE_BYTES
+from ddp_core.sharding.owned import Owned, Rows
+
+LINE = LINE_BYTES // 4
+IMAGE = nn.Parameter(torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+IN_MEMORY = IMAGE.detach().permute(0, 2, 3, 1).reshape(-1)
+
+
+def piece(start: int, stop: int) -> Owned:
+    return Owned("image", IMAGE, start, stop, nn.Parameter(IN_MEMORY[start:stop].clone()))
+
+
+def in_pieces(values: Tensor, *borders: int) -> CutTensor:
+    """A whole tensor as a checkpoint in parts has it."""
+    flat = values.as_strided((values.numel(),), (1,))
+    pieces = {start: flat[start:stop].clone() for start, stop in itertools.pairwise((0, *borders, values.numel()))}
+    return CutTensor(values.dtype, tuple(values.shape), values.stride(), pieces)
+
+
+def test_owned_elements_are_counted_as_they_lie_in_memory_whatever_they_are_read_from() -> None:
+    own, values = piece(5, 17), IMAGE.detach() + 100
+    expected = IN_MEMORY[5:17] + 100
+    assert torch.equal(own.of_whole(values), expected)
+    assert torch.equal(own.of_whole(values.contiguous()), expected), "of other strides"
+    assert torch.equal(own.of_whole(in_pieces(values, 3, 11)), expected)
+    assert torch.equal(own.of_whole(in_pieces(values.contiguous(), 3, 11)), expected), "saved with other strides"
+    assert own.cut_blocks(4) == []
+
+
+def test_no_other_part_of_a_checkpoint_is_read() -> None:
+    parts = in_pieces(IMAGE.detach(), 8, 16)
+    foreign = {start: values if start == 8 else values.to("meta") for start, values in parts.pieces.items()}
+    own = piece(9, 15).of_whole(CutTensor(parts.dtype, parts.shape, parts.strides, dict(sorted(foreign.items()))))
+    assert own.shape == (6,)
+
+
+@pytest.mark.parametrize("make", [lambda: piece(5, 17), lambda: Rows("image", IMAGE, torch.ones(12), 0, 2)])
+def test_values_of_another_shape_are_refused_by_name(make: Callable[[], Owned]) -> None:
+    with pytest.raises(ValueError, match=r"image has the shape \[2, 3, 2, 2\], not \[24\]"):
+        make().of_whole(torch.ones(24))
+
+
+def test_a_part_is_saved_by_its_first_element_or_not_at_all() -> None:
+    cut = piece(5, 17).cut_tensor(torch.ones(12, requires_grad=True), torch.float64)
+    assert (cut.dtype, cut.shape, cut.strides) == (torch.float64, (2, 3, 2, 2), (12, 1, 6, 3))
+    assert {start: values.requires_grad for start, values in cut.pieces.items()} == {5: False}
+    assert Owned("image", IMAGE, 0, 0, None).cut_tensor(None, torch.float32).pieces == {}
+
+
+def test_values_are_filled_up_to_the_optimizers_tensor() -> None:
+    values = torch.ones(12)
+    assert piece(5, 17).filled(values) is values
+    assert Owned("image", IMAGE, 5, 17, None).filled(values) is values
+    weight = nn.Parameter(torch.zeros(3, 7))
+    rows = Rows("weight", weight, torch.zeros(7), 1, 3)
+    filled = rows.filled(torch.ones(7))
+    assert filled.shape == rows.tensor.shape
+    assert filled.tolist() == [float(rows.inside.start <= place < rows.inside.stop) for place in range(len(filled))]
+
+
+SHAPES = [(5,), (7, 3), (2, 40), (16, 16), (3, 1, 11), (33,)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_all_ranks_are_the_whole_and_are_updated_line_by_line(shape: tuple[int, ...], world_size: int) -> None:
+    whole = nn.Parameter(torch.randn(shape))
+    chunks, flat = whole.detach().chunk(world_size), whole.detach().view(-1)
+    place = 0
+    for rank in range(world_size):
+        local = chunks[rank].clone().view(-1) if rank < len(chunks) else torch.empty(0)
+        rows = Rows("weight", whole, local, rank, world_size)
+        assert (rows.start, rows.stop) == (place, place + local.numel())
+        place = rows.stop
+        tensor = rows.tensor.detach()
+        assert torch.equal(tensor[rows.inside], flat[rows.start : rows.stop])
+        begin = rows.start - rows.inside.start
+        if not local.numel():
+            assert tensor.numel() == 0
+            continue
+        assert begin % LINE == 0
+        assert 0 <= rows.inside.start < LINE
+        assert (begin + tensor.numel()) % LINE == 0 or begin + tensor.numel() == whole.numel()
+        assert begin + tensor.numel() - rows.stop < LINE
+        # Where rows are whole lines, there is one memory; else each has what the other one is told to give.
+        tensor.fill_(1)
+        rows.give()
+        assert local.tolist() == [1.0] * local.numel()
+        local.fill_(2)
+        rows.take()
+        assert tensor[rows.inside].tolist() == [2.0] * local.numel()
+        assert tensor.numel() > local.numel() or tensor.data_ptr() == local.data_ptr()
+    assert place == whole.numel()
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_rows_of_a_frozen_parameter_are_not_trained(is_trained: bool) -> None:
+    for columns in (5, LINE):
+        weight = nn.Parameter(torch.zeros(2, columns), requires_grad=is_trained)
+        rows = Rows("weight", weight, torch.zeros(columns), 0, 2)
+        assert rows.is_trained is rows.tensor.requires_grad is is_trained
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 4)])
+def test_blocks_that_lie_on_several_ranks_are_known_to_each(shape: tuple[int, ...], world_size: int, size: int) -> None:
+    whole = nn.Parameter(torch.zeros(shape))
+    chunks = whole.detach().chunk(world_size)
+    parts = [chunks[rank].reshape(-1) if rank < len(chunks) else torch.empty(0) for rank in range(world_size)]
+    owners = torch.cat([torch.full_like(part, rank) for rank, part in enumerate(parts)])
+    expected = [number for number, block in enumerate(owners.split(size)) if block.numel() and len(block.unique()) > 1]
+    for rank, part in enumerate(parts):
+        assert Rows("weight", whole, part, rank, world_size).cut_blocks(size) == expected
