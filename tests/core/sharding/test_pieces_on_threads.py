@@ -315,3 +315,16 @@ def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
     whole, nothing = on_thread_world(2, loaded)
     assert list(map(bits, whole)) == list(map(bits, momenta(state)))
     assert nothing == [None]
+
+
+def test_micro_batches_are_dealt_as_asked() -> None:
+    def dealt(group: Any) -> list[list[int]]:
+        kinds: tuple[Dealt, ...] = ("contiguous", "strided")
+        made = [copy.deepcopy(LAYER) for _ in kinds]
+        owned = [
+            OwnsPieces(each, optimizer(each), 4, process_group=group, shares=kind)
+            for each, kind in zip(made, kinds, strict=True)
+        ]
+        return [list(each.reduction.share) for each in owned]
+
+    assert on_thread_world(2, dealt) == [[[0, 1], [0, 2]], [[2, 3], [1, 3]]]
