@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.mutations import ROOT, Function, test_digest
+from benchmarks.mutations import ROOT, Function, functions_of, test_digest
 
 ACCEPTED = ROOT / "benchmarks" / "accepted_mutants.toml"
 LETTERS = {"s": "survived", "n": "not covered", "o": "left out", "e": "error", "-": None}
@@ -39,6 +39,11 @@ class Judged:
 
     sha: str
     outcomes: list[Outcome]
+
+    @property
+    def noticed(self) -> int:
+        """How many were."""
+        return sum(outcome.noticed for outcome in self.outcomes)
 
 
 @dataclass
@@ -82,6 +87,19 @@ class Kept:
                     unnoticed.setdefault(file, {}).setdefault(name, {})[f"{number}+{line}"] = f"{before}\n{after}"
             functions.setdefault(file, {})[name] = " ".join(words)
         return {"functions": functions, "unnoticed": unnoticed, "tests": {name: self.tests[name] for name in numbers}}
+
+    def take(self, other: Kept) -> None:
+        """Take from another record the functions, as they are now, of which it knows more mutants that are noticed."""
+        for (file, name), theirs in other.functions.items():
+            own = self.functions.get((file, name), Judged("", []))
+            now = functions_of(file)[name].sha if name in functions_of(file) else None
+            if theirs.sha != now or (own.sha == now and own.noticed >= theirs.noticed):
+                continue
+            self.functions[file, name] = theirs
+            for test in {outcome.test for outcome in theirs.outcomes if outcome.test}:
+                digest = other.tests[test]
+                # Where it was another test in the one record than in the other, what it decided is run again.
+                self.tests[test] = digest if self.tests.get(test, digest) == digest else ""
 
     def plan(self, function: Function, accepted: Accepted) -> list[int] | None:
         """Which of the function's mutants are to be run; None: all of them, for the function is new or has changed."""

@@ -1,6 +1,7 @@
 """Keeps benchmarks/results/mutants.json and writes the tables of docs/reference/mutants.md from it.
 
-`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale.
+`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale. With the path
+of another mutants.json, such as that of another branch, it first takes from it what it knows more of.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.mutant_outcomes import Accepted, Kept
@@ -127,5 +129,8 @@ def write() -> None:
 
 
 if __name__ == "__main__":
+    for other in sys.argv[1:]:
+        kept = Kept.read(read()["results"])
+        kept.take(Kept.read(json.loads(Path(other).read_text())["results"]))
+        save(kept.plain())
     write()
-    sys.exit(0)

@@ -49,6 +49,20 @@ def test_the_mutations_made_by_hand_name_files_and_tests_that_exist() -> None:
             assert f"def {test}(" in texts[test_file], f"{test_file}::{test}"
 
 
+def test_of_two_records_of_a_function_the_one_that_knows_more_is_taken() -> None:
+    now = functions_of(CUT)["BatchCut.of"].sha
+    place, killed = (CUT, "BatchCut.of"), Outcome("killed", NAMED)
+    some, more = Judged(now, [killed, Outcome()]), Judged(now, [killed, killed])
+    kept = Kept({place: some}, {NAMED: "one"})
+    kept.take(Kept({place: Judged("old", [killed] * 3), (CUT, "gone"): more}, {NAMED: "other"}))
+    assert (kept.functions, kept.tests) == ({place: some}, {NAMED: "one"})
+    kept.take(Kept({place: more}, {NAMED: "other"}))
+    assert (kept.functions, kept.tests) == ({place: more}, {NAMED: ""})
+    new = Kept()
+    new.take(Kept({place: some}, {NAMED: "one"}))
+    assert (new.functions, new.tests) == ({place: some}, {NAMED: "one"})
+
+
 def test_what_is_kept_is_read_back() -> None:
     outcomes = [
         Outcome("killed", NAMED),
