@@ -24,7 +24,6 @@ from tests.distributed.sharded_cases import described
 from tests.support.processes import run_processes
 from tests.support.thread_world import on_thread_world
 
-
 with torch.random.fork_rng():
     NETS = [cases.net(0), cases.net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
 """Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
