@@ -40,11 +40,6 @@ class Judged:
     sha: str
     outcomes: list[Outcome]
 
-    @property
-    def noticed(self) -> int:
-        """How many were."""
-        return sum(outcome.noticed for outcome in self.outcomes)
-
 
 @dataclass
 class Kept:
@@ -88,19 +83,6 @@ class Kept:
             functions.setdefault(file, {})[name] = " ".join(words)
         return {"functions": functions, "unnoticed": unnoticed, "tests": {name: self.tests[name] for name in numbers}}
 
-    def take(self, other: Kept) -> None:
-        """Take from another record the functions, as they are now, of which it knows more mutants that are noticed."""
-        for (file, name), theirs in other.functions.items():
-            own = self.functions.get((file, name), Judged("", []))
-            now = functions_of(file)[name].sha if name in functions_of(file) else None
-            if theirs.sha != now or (own.sha == now and own.noticed >= theirs.noticed):
-                continue
-            self.functions[file, name] = theirs
-            for test in {outcome.test for outcome in theirs.outcomes if outcome.test}:
-                digest = other.tests[test]
-                # Where it was another test in the one record than in the other, what it decided is run again.
-                self.tests[test] = digest if self.tests.get(test, digest) == digest else ""
-
     def plan(self, function: Function, accepted: Accepted) -> list[int] | None:
         """Which of the function's mutants are to be run; None: all of them, for the function is new or has changed."""
         judged = self.functions.get((function.file, function.name))
@@ -108,10 +90,42 @@ class Kept:
             return None
         return [at for at, each in enumerate(judged.outcomes) if not self._stands(function, each, accepted)]
 
+    def with_other(self, other: Kept) -> Kept:
+        """What both records know, such as those of two branches: of each function what holds of its present source.
+
+        Of each mutant that both have run, the outcome that tells more. What an earlier state of a test has decided is
+        to be run again.
+        """
+        tests = self.tests | other.tests
+        tests |= {name: digest for name, digest in self.tests.items() if digest == test_digest(name)}
+        functions: dict[tuple[str, str], Judged] = {}
+        for place in self.functions | other.functions:
+            found = [each for kept in (self, other) if (each := kept._decided_by(tests, place)) is not None]
+            function = functions_of(place[0]).get(place[1])
+            present = [each for each in found if function is not None and each.sha == function.sha]
+            functions[place] = (present or found)[0]
+            if len(present) > 1:
+                both = zip(*(each.outcomes for each in present), strict=True)
+                functions[place] = Judged(present[0].sha, [max(pair, key=_told) for pair in both])
+        return Kept(functions, tests)
+
+    def _decided_by(self, tests: dict[str, str], place: tuple[str, str]) -> Judged | None:
+        """What this record has of a function, without what other states of these tests have decided."""
+        if (judged := self.functions.get(place)) is None:
+            return None
+        is_other = [each.test is not None and self.tests[each.test] != tests[each.test] for each in judged.outcomes]
+        return Judged(
+            judged.sha, [Outcome() if other else each for each, other in zip(judged.outcomes, is_other, strict=True)]
+        )
+
     def _stands(self, function: Function, outcome: Outcome, accepted: Accepted) -> bool:
         if outcome.test:
             return test_digest(outcome.test) == self.tests[outcome.test]
         return outcome.change is not None and accepted.reason(function.file, function.name, outcome.change) is not None
+
+
+def _told(outcome: Outcome) -> int:
+    return 2 if outcome.noticed else int(outcome.kind is not None)
 
 
 def _change(kept: tuple[str, str]) -> tuple[int, tuple[int, str, str]]:

@@ -1,16 +1,17 @@
 """Keeps benchmarks/results/mutants.json and writes the tables of docs/reference/mutants.md from it.
 
-`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale. With the path
-of another mutants.json, such as that of another branch, it first takes from it what it knows more of.
+`make mutants` calls it; `python -m benchmarks.mutants_page` does only this: it says anew what is stale. With
+`--with FILE`, the mutants.json of another branch or clone, the record has what either has.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,16 @@ def write() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks(read(), Accepted.read())}\n{END}{after}")
 
 
-if __name__ == "__main__":
-    for other in sys.argv[1:]:
-        kept = Kept.read(read()["results"])
-        kept.take(Kept.read(json.loads(Path(other).read_text())["results"]))
-        save(kept.plain())
+def main(words: Sequence[str]) -> int:
+    """Write the page, with the record of another branch if asked to; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants_page", description="Write the page of mutants.")
+    parser.add_argument("--with", type=Path, metavar="FILE", help="another mutants.json, whose outcomes to keep, too")
+    if other := vars(parser.parse_args(words))["with"]:
+        theirs = Kept.read(json.loads(other.read_text())["results"])
+        save(Kept.read(read()["results"]).with_other(theirs).plain())
     write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

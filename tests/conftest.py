@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         needed = {name for marker in item.iter_markers("extras") for name in marker.args}
         if missing := sorted(name for name in needed if find_spec(name) is None):
-            reason = f"needs {', '.join(missing)}: `make test-extras` installs what the optional extras name"
+            reason = f"needs {', '.join(missing)}: `make test-extras` or `make test-streams` installs it"
             item.add_marker(pytest.mark.skip(reason=reason))
     for marker, needed in (("gpu", 1), ("gpu2", 2)):
         chosen = [item for item in items if item.get_closest_marker(marker)]

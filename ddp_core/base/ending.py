@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,13 @@ from ddp_core.base.refusals import refusal
 
 _P = ParamSpec("_P")
 _INTERRUPTED = 130
+_CLEAR_LINE = "\r\x1b[K"
+
+
+def take_off_bar() -> None:
+    """Clear the line of the terminal, if standard error is one: a bar of a process that was killed may stand on it."""
+    if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        sys.stderr.write(_CLEAR_LINE)
 
 
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
@@ -28,12 +36,15 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
             try:
                 return main(*words, **named)
             except UserError as error:
+                take_off_bar()
                 print(f"{speaker}: {in_words(error.exit_code, str(error))}", file=sys.stderr, flush=True)
                 return error.exit_code
             except KeyboardInterrupt:
+                take_off_bar()
                 print(f"{speaker}: interrupted", file=sys.stderr, flush=True)
                 return _INTERRUPTED
             except Exception as error:
+                take_off_bar()
                 if (known := refusal(error)) is not None:
                     print(f"{speaker}: error: {known}", file=sys.stderr, flush=True)
                     return known.exit_code

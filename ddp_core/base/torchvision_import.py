@@ -16,6 +16,11 @@ _kept: list[torch.library.Library] = []
 """Library objects that have declared operators: torch forgets the declarations of one that is deleted."""
 
 
+def lacks_operators(error: RuntimeError) -> bool:
+    """Whether an import of torchvision ended with this error because it was built against another torch."""
+    return "torchvision::nms" in str(error)
+
+
 def import_torchvision(submodule: str = "models") -> ModuleType:
     """The module `torchvision.<submodule>`; the first import takes about a second.
 
@@ -24,7 +29,7 @@ def import_torchvision(submodule: str = "models") -> ModuleType:
     try:
         return importlib.import_module(f"torchvision.{submodule}")
     except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
+        if not lacks_operators(error):
             raise
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):

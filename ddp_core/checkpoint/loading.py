@@ -16,6 +16,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import take_lock, target_of
+from ddp_core.base.platforms import OPEN_FILES
 from ddp_core.base.refusals import human_bytes
 from ddp_core.checkpoint.manifest import (
     Checkpoint,
@@ -241,7 +242,7 @@ def load(
             is_mapped = in_parts or (bool(checkpoint.parts) and str(map_location) == "cpu")
             contents = [
                 torch.load(
-                    f"/proc/self/fd/{file.fileno()}" if is_mapped else file,
+                    f"{OPEN_FILES}/{file.fileno()}" if is_mapped else file,
                     map_location=map_location,
                     weights_only=True,
                     mmap=is_mapped,

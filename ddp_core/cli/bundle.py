@@ -23,7 +23,7 @@ from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
-from ddp_core.record.weights import WEIGHTS, read_weights, require_recorded_weights
+from ddp_core.record.weights import WEIGHTS, has_weights, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"
 """The member with the weights that the run began with, where it has any; its suffix is that of their file."""
@@ -49,6 +49,11 @@ def make_bundle(path: Path, target: Path | None) -> int:
         raise UserError(f"{path} is {record['status']}, so it has no result to hand over; finish it: --resume {path}")
     if "source" not in record:
         raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
+    if (fork := record.get("forked_from")) is not None:
+        raise UserError(
+            f"{path} is a fork of {fork['run']}, without which nobody can train it again, and a bundle holds one run: "
+            "hand over both run directories"
+        )
     target = target or Path(f"{record['experiment']['name']}-{path.resolve().name}.zip")
     if is_there(target):
         raise UserError(f"{target} exists; name another file with -o FILE")
@@ -76,8 +81,7 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
     files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or is_there(path / name)}
     folder, source = record["source"]["folder"], read_source(path, record["source"])
     files |= {f"{folder}/{place}": path / folder / place for place in source.texts}
-    if (weights := recorded_weights(record)) is not None:
-        files[_checked_name(Path(weights.file), weights.sha256)] = Path(weights.file)
+    initial = _initial_weights(record)
     missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
@@ -86,18 +90,25 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
             f"{odd[0]!r} cannot be the name of a file in a bundle, where names are UTF-8; rename it and train"
         )
     require_recorded_weights(path, record)
-    texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, files)}
+    texts = {PINS: pins(record["environment"]), "README.txt": _readme(record, path.resolve().name, [*files, *initial])}
     if (what := what_broke_it(record)) is not None:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
     # A file's name may hold bytes that are no UTF-8; in a text they are written as they are.
-    return files | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
+    return files | initial | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
 
 
-def _checked_name(file: Path, sha256: str) -> str:
-    """The name in the bundle of the weights that the run began with. Raises UserError where they have changed."""
-    if not is_file(file) or weights_digest(read_weights(file)) != sha256:
+def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
+    """The weights that the run began with, by the name in the bundle. Raises UserError where they have changed."""
+    if (weights := recorded_weights(record)) is None:
+        return {}
+    file = Path(weights.file)
+    if not has_weights(file) or weights_digest(state := read_weights(file)) != weights.sha256:
         raise UserError(f"{file}, whose weights the run began with, is gone or has changed: restore it")
-    return _INITIAL_WEIGHTS + file.suffix
+    if is_file(file):
+        return {_INITIAL_WEIGHTS + file.suffix: file}
+    from safetensors.torch import save
+
+    return {f"{_INITIAL_WEIGHTS}.safetensors": save(state)}
 
 
 def _open(content: Content) -> BufferedReader | BytesIO:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import warnings
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -26,12 +23,13 @@ from ddp_core.cli.click_kinds import (
     field_options,
 )
 from ddp_core.cli.config import config_of, take_config
+from ddp_core.cli.trained_commands import eval_, export_
+from ddp_core.cli.words import IS_OWN_PROCESS
+from ddp_core.cli.words import as_json as _as_json
+from ddp_core.cli.words import quiet as _quiet
 
 if TYPE_CHECKING:
     from ddp_core.config.layout import DeviceType
-
-IS_OWN_PROCESS = "ddp_core.cli.is_own_process"
-"""The key in `Context.meta` that tells whether this process ends with the command."""
 
 COMPLETION_VARIABLE = "_DDP_COMPLETE"
 """The environment variable by which a shell's script asks `ddp` for completions."""
@@ -48,18 +46,9 @@ Examples:
 """
 
 
-def _quiet() -> None:
-    """Silence libraries; must be called before torch is imported."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    warnings.simplefilter("ignore")
-
-
 # torch.distributed.launch puts --local-rank before all other words, or after the words that its script passes on.
 _local_rank = click.option("--local-rank", "--local_rank", hidden=True, expose_value=False)
 _run_argument = click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 _config = partial(
     click.option,
     "--config",
@@ -72,23 +61,6 @@ _config = partial(
     help="Read settings, and options from a table [train], from a TOML, YAML or JSON file. The command line overrides "
     "it. [default: none]",
 )
-
-
-def _step(value: str) -> int | str:
-    if value in ("final", "newest", "best"):
-        return value
-    if not value.isdecimal():
-        raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
-    return int(value)
-
-
-def _at(usual: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--at",
-        metavar="STEP",
-        type=_step,
-        help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
-    )
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -125,9 +97,27 @@ def ddp(context: click.Context) -> int:
     is_flag=True,
     help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
+@click.option(
+    "--seeds",
+    cls=TitledOption,
+    title="What is trained, and from where on",
+    metavar="0-4",
+    shell_complete=complete_value,
+    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again. "
+    "[default: once, with the experiment's seed]",
+)
+@click.option(
+    "--at-once",
+    cls=TitledOption,
+    title="What is trained, and from where on",
+    metavar="N",
+    shell_complete=complete_value,
+    type=click.IntRange(1),
+    help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
+)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_once: int | None, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -140,9 +130,32 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
+    if seeds is not None:
+        from ddp_core.cli.seeds import train_seeds
+
+        return train_seeds(asked, seeds, at_once, is_dry_run, config.blamed())
     # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
+
+
+@ddp.command("rehearse", options=field_options)
+@_config(title="What is trained, and from where on")
+@click.pass_context
+def rehearse_(context: click.Context, /, **_: object) -> int:
+    """Try a long run in about a minute, before it is submitted.
+
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Everything is built twice; two steps are
+    trained on every layout that fits this machine; a run is killed and resumed; the weights are exported and loaded.
+    Then it tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing
+    is written to --output. The exit code is 0 where the long run may be submitted.
+    """
+    _quiet()
+    from ddp_core.cli.preflight import rehearse
+
+    config = config_of(context)
+    with config.blamed():
+        return rehearse(asked_in(context), "ddp " + " ".join(context.obj))
 
 
 @ddp.command("list")
@@ -168,6 +181,29 @@ def compare(runs: tuple[Path, ...], output: str, as_json: bool) -> int:
     from ddp_core.cli.compare import compare_runs
 
     return compare_runs(runs or [Path(output)], as_json)
+
+
+@ddp.command(options=partial(field_options, "output"))
+@click.argument("place", metavar="[RUN|DIR]", required=False, type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Say how it stands, and end.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a terminal: the least time between two lines of progress of a run.",
+)
+def watch(place: Path | None, output: str, once: bool, every: float) -> int:
+    """Look at runs while they train.
+
+    Shows how far a run is and when it will end, its loss, how long each rank takes and which one the others wait for,
+    checkpoints and warnings. Without a name, all runs at work below --output. In a pipe it prints a line for each
+    change. It ends with the run, and with its exit code; Ctrl-C leaves the run alone.
+    """
+    from ddp_core.cli.watch.watch import watch_runs
+
+    return watch_runs(place or Path(output), once, every)
 
 
 @ddp.command(
@@ -196,29 +232,7 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     return code
 
 
-def _options_of_eval() -> list[click.Parameter]:
-    recorded = field_options("settings", "device", "data_dir", default="as recorded")
-    return [*field_options("layout", "nproc_per_node", "shard"), *recorded]
-
-
-@ddp.command("eval", options=_options_of_eval)
-@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
-@_at("those it ended with, else its newest checkpoint")
-@click.option(
-    "--data", metavar="NAME", help="Another data set of the experiment's file or of ddp, as --set data.name=NAME."
-)
-@_as_json
-@click.pass_context
-def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
-    """Evaluate weights of RUN, on any layout.
-
-    The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
-    data and evaluation can be changed. This runs the code that the run has kept.
-    """
-    _quiet()
-    from ddp_core.cli.evaluate import evaluate
-
-    return evaluate(run, context.find_root().obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
+ddp.add_command(eval_)
 
 
 @ddp.command()
@@ -239,6 +253,9 @@ def bundle(run: Path, target: Path | None) -> int:
     from ddp_core.cli.bundle import make_bundle
 
     return make_bundle(run, target)
+
+
+ddp.add_command(export_)
 
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))

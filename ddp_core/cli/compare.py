@@ -9,11 +9,14 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.over_seeds import family_of, over_seeds
+from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
 
@@ -33,11 +36,17 @@ def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
     digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for _, record in runs:
+        families.setdefault(family_of(record), []).append(record)
     groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
     if as_json:
-        print(json.dumps([facts(group) for group in groups], indent=1))
+        seeds = {name: facts_over_seeds(over_seeds(records)) for name, records in families.items()}
+        print(json.dumps([facts(group) | {"over_seeds": seeds[family_of(group[0][1])]} for group in groups], indent=1))
     else:
-        print("\n".join(table(group) for group in groups))
+        seeds_of = [(over_seeds(records), records[0]["experiment"]["name"]) for records in families.values()]
+        last = [text for found, name in seeds_of if (text := table_over_seeds(found, name)) is not None]
+        print("\n".join([*(table(group) for group in groups), *last]))
     return ExitCode.DONE
 
 
@@ -57,22 +66,28 @@ def facts(runs: Sequence[RunAndRecord]) -> dict[str, Any]:
 def table(runs: Sequence[RunAndRecord]) -> str:
     """The table of runs of one experiment, with the verdict on their digests below it.
 
-    Where a run is sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of
-    the data of a run a sample was digested, or they are random, a column says so.
+    Accuracy and the experiment's own figures, the first of them, have a column where a run has them. Where a run is
+    sharded, which is done for the sake of memory, a column shows how much of it the steps took; where of the data of a
+    run a sample was digested, or they are random, a column says so.
     """
     name = runs[0][1]["experiment"]["name"]
     sharded = any(record["layout"].get("shard", "none") != "none" for _, record in runs)
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
-    cells = [_row(_facts_of(directory, record, _reference(runs)), sharded, in_part) for directory, record in runs]
-    lines = [list(cells[0]), *(list(row.values()) for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    header, *rows = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-    rule = "  ".join("-" * width for width in widths)
+    own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]
+    cells = [_row(_facts_of(directory, record, _reference(runs)), own, sharded, in_part) for directory, record in runs]
     broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
     early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
-    return "\n".join([name, header, rule, *rows, *broken, *early, verdict([record for _, record in runs]), ""])
+    return "\n".join([name, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table: the names of the columns, a rule, and the rows, all of which have the same columns."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    header, *below = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+    return [header, "  ".join("-" * width for width in widths), *below]
 
 
 def verdict(records: Iterable[Mapping[str, Any]]) -> str:
@@ -117,6 +132,7 @@ def _origin(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "code": (record.get("source") or {}).get("files"),
         "data": record.get("data_sha256"),
+        "parents": (record.get("forked_from") or {}).get("weights_sha256"),
         "initial weights": (record.get("init_from") or {}).get("sha256"),
     }
 
@@ -152,6 +168,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
         "samples_per_second": speed,
         "speed_up": speed / reference if speed and reference else None,
         "accuracy": result.get("test_accuracy"),
+        "figures": {name: value for name, value in result.items() if name.startswith(PREFIX)},
         "loss": result.get("test_loss", result.get("train_loss")),
         "peak_memory_bytes": result.get("peak_memory_bytes"),
         "step_memory_bytes": result.get("step_memory_bytes"),
@@ -164,7 +181,7 @@ def _facts_of(directory: RunDirectory, record: Mapping[str, Any], reference: flo
     }
 
 
-def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
+def _row(facts: dict[str, Any], own: Sequence[str], sharded: bool, in_part: bool) -> dict[str, str]:
     """The cells of a run by the names of their columns."""
     predicted = facts["predicted_memory_bytes"]
     # The memory of the steps alone, without evaluations and saves.
@@ -177,7 +194,7 @@ def _row(facts: dict[str, Any], sharded: bool, in_part: bool) -> dict[str, str]:
         "reduction": facts["reduction"],
         "samples/s": _number(facts["samples_per_second"] or None, "{:.0f}"),
         "speed-up": _number(facts["speed_up"], "{:.2f}x"),
-        "accuracy": _number(facts["accuracy"], "{:.4f}"),
+        **{in_words(name): _own(facts["figures"].get(name)) for name in own},
         "loss": _number(facts["loss"], "{:.5f}"),
         "memory": _number(facts["peak_memory_bytes"], "{:.0f} MB", 1e-6),
         **({"in steps": in_steps} if sharded else {}),
@@ -193,6 +210,10 @@ def _speed(record: Mapping[str, Any]) -> float | None:
         return None
     speed = (record.get("result") or {}).get("samples_per_second")
     return None if speed is None else float(speed)
+
+
+def _own(value: float | None) -> str:
+    return str(value) if isinstance(value, int) else _number(value, "{:.4f}")
 
 
 def _number(value: float | None, form: str, scale: float = 1.0, without: str = "-") -> str:

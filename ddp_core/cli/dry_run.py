@@ -16,6 +16,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts
 from ddp_core.record.continuing import find_resumable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.forking import find_fork
 from ddp_core.run.memory import replica_of, samples_at_once, way_of
 from ddp_core.sharding import Sharding
 
@@ -35,7 +36,7 @@ def dry_run(request: Request) -> int:
             "steps": _steps(request.loaded.experiment, len(parts.splits.train)),
             "data": _data(request, parts),
             "model": _model(request.loaded.experiment, parts),
-            "memory": _memory(request, parts),
+            "memory": memory_of(request, parts),
             "optimizer": _rule(request.loaded.experiment.optimizer),
             "schedule": _rule(request.loaded.experiment.schedule),
             "starts": _start(request, len(parts.splits.train)),
@@ -81,7 +82,8 @@ def _model(experiment: Experiment, parts: BuiltExperiment) -> str:
     return f"{experiment.model.name}: {numbers:,} parameters; {parts_of}"
 
 
-def _memory(request: Request, parts: BuiltExperiment) -> str:
+def memory_of(request: Request, parts: BuiltExperiment) -> str:
+    """The estimated memory of a rank or replica, in words."""
     experiment, layout = request.loaded.experiment, request.layout
     samples, sharding = samples_at_once(experiment), Sharding.of(layout)
     replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)
@@ -111,12 +113,14 @@ def _default(part: Frozen, name: str) -> Any:
 
 
 def _start(request: Request, samples: int) -> str:
+    fork = find_fork(request, samples)
+    new = "at step 0, as a new run" if fork is None else f"at step {fork.step}, as a fork of {fork.run}"
     if request.resume == "never":
-        return "at step 0, as a new run"
+        return new
     if request.resume == "auto":
         found = find_resumable(request, samples)
         if found is None:
-            return "at step 0, as a new run: there is no unfinished run of this experiment with these settings"
+            return f"{new}: there is no unfinished run of this experiment with these settings"
     else:
         found = RunDirectory(Path(request.resume))
     checkpoint = newest_valid(found.checkpoints)

@@ -15,8 +15,9 @@ from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
 from ddp_core.cli.click_kinds import meant_by
-from ddp_core.cli.commands import COMPLETION_VARIABLE, IS_OWN_PROCESS, ddp
+from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp
 from ddp_core.cli.config import DEFAULT_MAP, config_of
+from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
 
@@ -41,6 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return int(ddp.invoke(context))
     except click.exceptions.Exit as ended:
         return ended.exit_code
+    except ModuleNotFoundError as missing:
+        if missing.name != "torch":
+            raise
+        raise UserError(
+            "torch is not installed in this environment; which of its builds it shall be is yours to say: "
+            "`pip install torch torchvision`, or after `uv sync` as docs/how-to/install-with-uv.md shows"
+        ) from None
     except (click.UsageError, UserError) as raised:
         error = _in_one_line(raised) if isinstance(raised, click.UsageError) else raised
         if not World.is_set():

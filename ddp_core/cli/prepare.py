@@ -29,6 +29,7 @@ from ddp_core.observe.loggers.logger import check_loggers
 from ddp_core.observe.profiling import parse_window
 from ddp_core.record.continuing import require_continuable
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.forking import find_fork
 from ddp_core.sharding import Sharding
 
 _COMPONENTS: tuple[Kind, ...] = ("model", "data", "optimizer", "schedule")
@@ -196,14 +197,37 @@ def check_request(request: Request, only_look: bool = False) -> None:
         raise UserError(
             f"--resume {request.resume}: no run directory there (it has no run.json); use auto, never, or a run's path"
         )
+    _check_fork(request)
     given = request.asked.init_from if request.asked is not None else None
     if given is not None and request.resume == "never" and not Path(given).exists():
         raise UserError(f"--init-from {given}: there is no such run or file")
     splits = build_splits(request.loaded, Path(request.options.data_dir))
     if request.resume not in ("auto", "never"):
         require_continuable(RunDirectory(Path(request.resume)), request, len(splits.train))
+    elif request.resume == "never":
+        find_fork(request, len(splits.train))
     if request.evaluated is None:
         _check_output(Path(options.output), only_look)
+
+
+def _check_fork(request: Request) -> None:
+    """Raises UserError where options contradict --fork, or the run is not there."""
+    asked = request.asked
+    if asked is None or asked.fork is None:
+        if asked is not None and asked.at is not None:
+            raise UserError(
+                f"--at {asked.at} is the step of the checkpoint that --fork RUN begins with; add --fork RUN"
+            )
+        return
+    if asked.init_from is not None:
+        raise UserError("--fork takes the weights of its checkpoint, and --init-from others: give one of them")
+    if request.resume not in ("auto", "never"):
+        raise UserError(
+            f"--fork begins a new run, and --resume {request.resume} continues that one: give one of them "
+            "(--resume auto continues a fork that was stopped)"
+        )
+    if not (Path(asked.fork) / "run.json").exists():
+        raise UserError(f"--fork {asked.fork}: no run directory there (it has no run.json)")
 
 
 def _check_graph(request: Request) -> None:

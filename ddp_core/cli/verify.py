@@ -11,6 +11,7 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.checkpoint import find_checkpoints
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.training import train_silently
 from ddp_core.config.layout import LayoutKind
@@ -25,7 +26,7 @@ from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_code, portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, has_weights, read_weights
 
 DIFFERENT = 1
 """Exit code of `ddp verify` where code, data or weights are not those of the record."""
@@ -46,53 +47,103 @@ def verify_run(
     """
     directory = RunDirectory(path)
     record = directory.read()
-    _require_repeatable(path, record)
-    recorded = record["layout"]
-    kind = layout or recorded["kind"]
-    if record["options"]["reduction"] != "exact" and kind != recorded["kind"]:
-        raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
-    count = nproc_per_node or _count_for(kind, recorded)
-    asked = Asked(
-        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
-        record=str(path / "run.json"),
-        layout=kind,
-        device=device or recorded["device"],
-        nproc_per_node=count,
-        shard=recorded.get("shard", "none") if kind == recorded["kind"] else "none",
-        reduction=record["options"]["reduction"],
-        numerics=record["options"].get("numerics", "native"),
-        # Runs were always deterministic before there was a choice.
-        deterministic="always" if record["options"].get("deterministic", True) else "never",
-        data_dir=data_dir or record["options"]["data_dir"],
-        digest_every=record["options"]["digest_every"],
-        # Where the run went on after a finding of its guard, its repetition must go on, too.
-        on_difference="stop" if broken_promise(record) is None else "warn",
-    )
-    if (what := what_broke_it(record)) is not None:
-        print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
-    try:
-        for line in _check_code(directory, record):
-            print(f"note: {line}")
-        if (exchanged := exchanged_weights(path, record)) is not None:
-            raise _Different(f"different file: {exchanged} holds other weights than the record says")
-        _check_data(directory, record, asked)
-        weights = _initial_weights(directory, record)
-        asked = asked.model_copy(update={"init_from": None if weights is None else str(weights)})
-    except _Different as difference:
-        print(f"{difference}. Nothing was trained.")
-        return DIFFERENT
-    processes = "1 process" if count == 1 else f"{count} processes"
-    print(f"training {record['experiment']['name']} again on {kind}, {processes} …", flush=True)
-    with TemporaryDirectory(prefix="ddp-verify-") as scratch:
-        return _judge(directory, record, _repeat(record, asked, scratch))
-
-
-def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError for a run that training cannot repeat."""
     if record["status"] != "completed":
         raise UserError(
             f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
         )
+    where = _place(record, layout, device, nproc_per_node)
+    if record["options"]["reduction"] != "exact" and where["layout"] != record["layout"]["kind"]:
+        raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
+    if (what := what_broke_it(record)) is not None:
+        print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
+    try:
+        line = _line_of(directory, record)
+        asked = [_checked(run, of, where, data_dir) for run, of in line]
+        if (exchanged := exchanged_weights(path, record)) is not None:
+            raise _Different(f"different file: {exchanged} holds other weights than the record says")
+    except _Different as difference:
+        print(f"{difference}. Nothing was trained.")
+        return DIFFERENT
+    with TemporaryDirectory(prefix="ddp-verify-") as scratch:
+        parent = None
+        for number, ((_, of), one, child) in enumerate(zip(line, asked, [*line[1:], None], strict=True)):
+            count = "1 process" if one.nproc_per_node == 1 else f"{one.nproc_per_node} processes"
+            print(f"training {of['experiment']['name']} again on {one.layout}, {count} …", flush=True)
+            fork = None if child is None else child[1]["forked_from"]
+            again = _repeat(of, one, f"{scratch}/{number}", parent, None if fork is None else fork["step"])
+            if fork is not None:
+                parent = _parent(again, fork)
+                if parent is None:
+                    return DIFFERENT
+        return _judge(directory, record, again)
+
+
+def _place(
+    record: Mapping[str, Any], layout: LayoutKind | None, device: str | None, nproc_per_node: int | None
+) -> dict[str, Any]:
+    """The options that say where the run is trained again: as recorded, where nothing else is asked for."""
+    recorded = record["layout"]
+    kind = layout or recorded["kind"]
+    return {
+        "layout": kind,
+        "device": device or recorded["device"],
+        "nproc_per_node": nproc_per_node or _count_for(kind, recorded),
+        "shard": recorded.get("shard", "none") if kind == recorded["kind"] else "none",
+    }
+
+
+def _line_of(directory: RunDirectory, record: Mapping[str, Any]) -> list[tuple[RunDirectory, Mapping[str, Any]]]:
+    """The run's parents and the run, the eldest first. Raises _Different where a parent is gone."""
+    line = [(directory, record)]
+    while (fork := line[0][1].get("forked_from")) is not None:
+        parent = RunDirectory(Path(fork["run"]))
+        if not is_file(parent.path / "run.json"):
+            raise _Different(f"different start: {parent.path} is gone, from which the run branched off")
+        line.insert(0, (parent, parent.read()))
+    return line
+
+
+def _checked(
+    directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any], data_dir: str | None
+) -> Asked:
+    """What trains the run again; `where`: the options that say where. Raises UserError and _Different."""
+    path, options = directory.path, record["options"]
+    _require_repeatable(path, record)
+    asked = Asked(
+        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
+        record=str(path / "run.json"),
+        reduction=options["reduction"],
+        numerics=options.get("numerics", "native"),
+        # Runs were always deterministic before there was a choice.
+        deterministic="always" if options.get("deterministic", True) else "never",
+        data_dir=data_dir or options["data_dir"],
+        digest_every=options["digest_every"],
+        # Where the run went on after a finding of its guard, its repetition must go on, too.
+        on_difference="stop" if broken_promise(record) is None else "warn",
+        # The bits of the plain reduction belong to a layout.
+        **(where if options["reduction"] == "exact" else _place(record, None, None, None)),
+    )
+    for line in _check_code(directory, record):
+        print(f"note: {line}")
+    _check_data(directory, record, asked)
+    weights = _initial_weights(directory, record)
+    return asked.model_copy(update={"init_from": None if weights is None else str(weights)})
+
+
+def _parent(again: RunDirectory, fork: Mapping[str, Any]) -> RunDirectory | None:
+    """The repeated parent, if its weights at the fork are those from which the run branched off; says so."""
+    kept = next((each for each in find_checkpoints(again.checkpoints) if each.step == fork["step"]), None)
+    repeated = None if kept is None else weights_digest(read_weights(kept.path))
+    print(f"recorded  {fork['weights_sha256']}  its parent at step {fork['step']}")
+    print(f"repeated  {repeated}  the parent again")
+    if repeated == fork["weights_sha256"]:
+        return again
+    print(f"different start: trained again, the parent {fork['run']} has other weights at step {fork['step']}")
+    return None
+
+
+def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError for a run that training cannot repeat."""
     if "source" not in record:
         raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
     if record["source"]["unreadable"]:
@@ -158,8 +209,10 @@ def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path
     weights = recorded_weights(record)
     if weights is None:
         return None
-    places = [Path(weights.file), directory.path / f"init_from{Path(weights.file).suffix}"]
-    file = next((place for place in places if is_file(place)), None)
+    # A bundle holds what lay in a folder as one safetensors file.
+    suffix = Path(weights.file).suffix or ".safetensors"
+    places = [Path(weights.file), directory.path / f"init_from{suffix}"]
+    file = next((place for place in places if has_weights(place)), None)
     if file is None:
         raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
     if weights_digest(read_weights(file)) != weights.sha256:
@@ -175,16 +228,31 @@ def _count_for(kind: LayoutKind, recorded: Mapping[str, Any]) -> int:
     return count if kind == recorded["kind"] else max(2, count)
 
 
-def _repeat(record: Mapping[str, Any], asked: Asked, scratch: str) -> RunDirectory:
-    """Train again, and extend again where the run was extended; returns the run."""
+def _repeat(
+    record: Mapping[str, Any], asked: Asked, output: str, parent: RunDirectory | None, until: int | None
+) -> RunDirectory:
+    """Train again, and extend again where the run was extended; returns the run.
+
+    `parent`: from where it branches off. With `until` it is trained so far only, and keeps its checkpoint of that step.
+    """
     lengths = [attempt["extended_from"] for attempt in record["attempts"] if "extended_from" in attempt]
-    for number, length in enumerate([*lengths, kept_length(record)]):
-        settings = tuple(f"{name}={'null' if length[name] is None else length[name]}" for name in LENGTH)
-        changes: dict[str, Any] = {"output": scratch, "settings": settings}
-        if number:
+    lengths.append(kept_length(record))
+    if until is not None:
+        before = [length for length in lengths[:-1] if length["step"] < until]
+        lengths = lengths[: len(before) + 1]
+    changes: dict[str, Any] = {"output": output}
+    if parent is not None:
+        changes |= {"fork": str(parent.path), "at": record["forked_from"]["step"]}
+    for number, length in enumerate(lengths, 1):
+        changes["settings"] = tuple(f"{name}={'null' if length[name] is None else length[name]}" for name in LENGTH)
+        if number > 1:
             changes["resume"] = "auto"
+        if number == len(lengths) and until is not None:
+            changes |= {"checkpoint_every": until, "keep_every": until, "asynchronous_save": False}
+            # Steps after the fork are not of its line. A run that ends at the fork ends before this.
+            changes |= {"faults": (f"kill@{until + 1}",), "max_restarts": 0}
         train_silently(asked.model_copy(update=changes))
-    again, _ = next(find_runs(Path(scratch)))
+    again, _ = next(find_runs(Path(output)))
     return again
 
 
@@ -202,6 +270,10 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         differs = f" (although the fingerprint differs: {other[0]})" if other else _on_another_cpu(record, repeated)
         if repeated.get("ended_early"):
             print(f"both      {ends[1]}")
+        figure = None if other or broken else _other_figure(record["result"], repeated["result"])
+        if figure is not None:
+            print(f"different figures, though the weights are identical: {figure}")
+            return DIFFERENT
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
@@ -222,6 +294,14 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
     else:
         print(f"different under the same fingerprint: {_first_difference(directory, again)}")
     return DIFFERENT
+
+
+def _other_figure(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """The first figure of the last evaluation that the repetition has and the record has not alike, in words."""
+    for name in there.keys() & here.keys():
+        if name.startswith(("test_", "ema_test_")) and there[name] != here[name]:
+            return f"{name} is {here[name]} here, and was {there[name]}"
+    return None
 
 
 def _on_another_cpu(record: Mapping[str, Any], repeated: Mapping[str, Any]) -> str:

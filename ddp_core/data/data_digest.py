@@ -50,7 +50,10 @@ class DataDigest:
 
 _GIVEN = "content, given by the builder"
 _UNSTEADY = "nothing: items differ from one read to the next"
-ADVICE = "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation"
+ADVICE = (
+    "draw random numbers from a generator keyed by the item's index, or use Splits.augmentation "
+    "(docs/how-to/augment-your-data.md)"
+)
 """What to do about items that differ from one read to the next."""
 
 

@@ -8,6 +8,7 @@ follow from the key that came with the ids.
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,8 @@ class Loader:
     run, and so the last bits. Data sets need `__len__` and `__getitem__(index) -> (inputs, targets)`, two trees of
     tensors (`ddp_core.data.trees`), or whatever `collate` takes. A data set with `__getitems__(ids)` is asked for a
     whole micro-batch at once; it returns torch's list of samples, or a tuple of two trees of batch tensors, which
-    leaves nothing to collate.
+    leaves nothing to collate. A data set with `set_epoch(epoch)` is told the epoch before each micro-batch, in the
+    process that fetches it; held-out samples are always those of epoch 0.
 
     A micro-batch is made in two parts. The host's part, `gather`, fetches the samples. The device's part, `finish`, is
     a function of these samples and of their keyed random numbers: what a Staged data set leaves to the device, and the
@@ -65,6 +67,9 @@ class Loader:
         self.workers = workers
         self.collate = collate
         self.device, self._on_cuda = device, device.type == "cuda"
+        self._tell: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
+        # A thread that fetches ahead may be in the next epoch already.
+        self._telling = contextlib.nullcontext() if self._tell is None else threading.Lock()
         self._stored: Callable[[Ids, bool], Batch] = self._put_together
         self._finish_inputs: Callable[[Tree], Tree] = as_it_is
         # A Staged data set with a __getitems__ of its own is asked for finished micro-batches there, like any data set.
@@ -96,7 +101,10 @@ class Loader:
         """
         own = contextlib.nullcontext() if key is None or not self.may_draw else self._keyed(key)
         with user_code("your data set"), own:
-            inputs, targets = self._stored(ids, self._pins)
+            with self._telling:
+                if self._tell is not None:
+                    self._tell(epoch)
+                inputs, targets = self._stored(ids, self._pins)
             if self.augmentation is None:
                 return inputs, targets, None
             uniforms = sample_uniforms(self.seed, epoch, ids, self.augmentation.draws)

@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import UserError
 from ddp_core.data.augment import Augmentation
@@ -24,6 +25,20 @@ _EXPECTED = (
     "a data builder returns a data set, which has __len__ and __getitem__(index), a pair (train, test) of them, "
     "or ddp_core.data.splits.Splits"
 )
+_INDEX = "put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md)"
+_BY_INDEX = {
+    package: f"{way} (docs/how-to/use-streaming-libraries.md)"
+    for package, way in {
+        "datasets": "load it without streaming=True",
+        "streaming": "open its folder as streaming.LocalDataset",
+        "litdata": "put it behind a class whose __getitem__ asks it by index",
+    }.items()
+}
+"""By library: how its streams are asked by index."""
+
+
+Sample = TypeVar("Sample", covariant=True)
+"""What `__getitem__` returns."""
 
 
 class Dataset(Protocol):
@@ -63,7 +78,8 @@ def as_splits(built: Any, whose: str) -> Splits:
     elif isinstance(built, tuple | list) and len(built) == 2:
         splits = Splits(*built)
     elif isinstance(built, tuple | list | Mapping | str):
-        raise UserError(f"{whose} returned {structure_of(built)}; {_EXPECTED}")
+        way = "; a list of samples goes into Splits(train=...)" if isinstance(built, list) else ""
+        raise UserError(f"{whose} returned {structure_of(built)}; {_EXPECTED}{way}")
     else:
         splits = Splits(built)
     _require_indexed(splits.train, f"{whose}: train")
@@ -82,15 +98,17 @@ def _require_indexed(dataset: Any, what: str) -> None:
         )
     indexed = hasattr(kind, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not indexed and hasattr(kind, "__iter__"):
+        packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
+        way = next((_BY_INDEX[package] for package in packages if package in _BY_INDEX), _INDEX)
         raise UserError(
             f"{what} is a {kind.__name__}, a stream: its samples have no index, so no rank could begin at a position "
-            "of its own; put its shards behind __len__ and __getitem__ (docs/how-to/stream-from-shards.md)"
+            f"of its own; {way}"
         )
     if not indexed or not hasattr(kind, "__len__"):
         raise UserError(f"{what} is a {kind.__name__}; {_EXPECTED}")
 
 
-class Staged(ABC):
+class Staged(TorchDataset[Sample], ABC):
     """A data set that fetches a micro-batch as it is stored, and finishes it on the device that trains.
 
     Images stored as bytes then travel to a GPU as bytes, a quarter of their float32, and the host only copies rows.
@@ -109,14 +127,14 @@ class Staged(ABC):
         return inputs
 
 
-class InMemory(Staged):
+class InMemory(Staged[tuple[Tensor, Tensor]]):
     """Samples as two tensors, inputs [N, …] and targets [N, …], of any dtypes; sample `id` is row `id % N`.
 
     `size`: how many samples there are, N where it is None; with more, rows are used again. Raises ValueError where
     there are not as many targets as inputs.
 
-    `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
-    there, pass `collate_fn=lambda batch: batch`.
+    `__getitems__` copies all samples of a micro-batch in one call, for MicroBatches, too. torch's own DataLoader
+    collates lists of samples; there, pass `collate_fn=lambda batch: batch`.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int | None = None) -> None:

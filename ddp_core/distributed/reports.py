@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ddp_core.base.ending import take_off_bar
 from ddp_core.base.errors import ExitCode, UserError, in_words
 from ddp_core.base.files import replace_file
 from ddp_core.base.process import die_with_parent
@@ -29,6 +30,7 @@ _RUN_FILE = "DDP_RUN_FILE"
 
 def tell_user(*texts: str) -> None:
     """Print each text as a line on standard error."""
+    take_off_bar()
     for text in texts:
         print(f"ddp: {text}", file=sys.stderr, flush=True)
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.errors import UserError, nearest_name
@@ -186,11 +186,23 @@ def run_file(path: Path, source: str) -> ModuleType:
         sys.path.append(str(full.parent))
     watch_draws()
     try:
-        exec(compile(source, str(full), "exec"), module.__dict__)
+        _execute(compile(source, str(full), "exec"), module)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         raise UserError(f"{place_of(error, str(full))}: {in_one_line(error)}") from error
     return module
+
+
+def _execute(code: CodeType, module: ModuleType) -> None:
+    try:
+        exec(code, module.__dict__)
+    except RuntimeError as error:
+        from ddp_core.base.torchvision_import import import_torchvision, lacks_operators
+
+        if not lacks_operators(error):
+            raise
+        import_torchvision()
+        exec(code, module.__dict__)
 
 
 def place_of(error: BaseException, file: str | None) -> str:
@@ -232,7 +244,8 @@ def _require_known_names(path: Path, source: str, namespace: Mapping[str, Any], 
         if name.startswith("_") or name in used or isinstance(value, ModuleType):
             continue
         if name in SIGNATURES:
-            fits = callable(value) or (name == "callbacks" and isinstance(value, list))
+            is_list = name == "callbacks" and isinstance(value, list)
+            fits = callable(value) or is_list or (name == "metrics" and isinstance(value, Mapping) and value)
             if name not in experiment.model_fields_set and not fits:
                 also = f", or say `Experiment({name}={name})`" if name in _OWN_BY_DEFAULT else ""
                 raise UserError(

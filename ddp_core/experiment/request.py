@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,11 @@ class Request:
     def source_sha256(self) -> str:
         """SHA-256 of the text of the experiment's file."""
         return hashlib.sha256(self.loaded.source.encode()).hexdigest()
+
+    @property
+    def only_steps(self) -> int | None:
+        """The steps after which a run ends that is only tried; None for any other run."""
+        return None if self.asked is None else self.asked.only_steps
 
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
@@ -143,7 +148,8 @@ class BuiltExperiment:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler | None = None
     """None where a built-in rule sets the rate."""
-    named_metrics: Callable[..., Any] | None = None
+    metrics: Callable[..., Any] | Mapping[str, Any] | None = None
+    """The file's own: a function, an object like one, or several by name."""
     callbacks: Sequence[Callback] = ()
     observers: Sequence[StepObserver] = ()
 
@@ -158,7 +164,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
-    hits, named_metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
+    hits, metrics = loaded.namespace.get("hits"), loaded.namespace.get("metrics")
     return BuiltExperiment(
         model=model,
         loss=loss,
@@ -166,7 +172,7 @@ def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device |
         splits=splits,
         optimizer=optimizer,
         schedule=schedule_of(loaded, optimizer, len(splits.train)),
-        named_metrics=named_metrics if callable(named_metrics) else None,
+        metrics=metrics if callable(metrics) or isinstance(metrics, Mapping) else None,
         callbacks=callbacks,
         observers=observers,
     )

@@ -20,6 +20,7 @@ from typing import IO, Any, NotRequired, Self
 from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
+from ddp_core.base.ending import take_off_bar
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
@@ -121,6 +122,26 @@ def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:
                     yield parse_document(line, MetricsRecord)
 
 
+def readable(figures: Mapping[str, Any]) -> list[str]:
+    """The figures that are single numbers, for people: 'test loss 0.1234'."""
+    return [
+        f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
+
+
+def duration_text(seconds: float) -> str:
+    """About so long, for people: '40 s', '12 min', '3 h 5 min', '2 d 3 h'."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
 SILENT_SECONDS = 60.0
 """After so long without a line, a run without a terminal says how far it is."""
 
@@ -171,8 +192,7 @@ class Console:
             self._draw(step, total, loss)
         elif now - self._printed_at > SILENT_SECONDS:
             first, began = self._first_step
-            minutes = round((total - step) * (now - began) / max(1, step - first) / 60)
-            left = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+            left = duration_text((total - step) * (now - began) / max(1, step - first))
             figures = [f"step {step:6d} of {total}", *([f"loss {loss:.4f}"] if math.isfinite(loss) else [])]
             self.say("  ".join([*figures, f"about {left} left"]))
 
@@ -209,4 +229,6 @@ class Console:
         if self._bar is not None:
             self._bar.write(text, file=stream)
         else:
+            if not self._is_first:
+                take_off_bar()  # rank 0 draws it anew
             print(text, file=stream, flush=True)

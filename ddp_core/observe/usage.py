@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 import psutil
 import torch
 
+from ddp_core.base.platforms import RSS_UNIT
+
 _DISTURBED_SHARE = 0.1
 _FIRST_STEPS = 2
 
@@ -169,7 +171,7 @@ def _peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _held_by_others()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT - _held_by_others()
 
 
 def _held_by_others() -> int:

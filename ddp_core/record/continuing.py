@@ -15,6 +15,7 @@ from ddp_core.config.experiment import Experiment
 from ddp_core.config.records import dotted, setting_text
 from ddp_core.experiment.request import Request
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
+from ddp_core.record.fork_rules import refused_changes
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import require_unlocked
 from ddp_core.record.run_json import RecordedRun
@@ -42,6 +43,11 @@ def differing(record: Mapping[str, Any], experiment: Experiment) -> dict[str, Va
     names = [*here, *(there.keys() - here.keys())]
     values = {name: Values(there.get(name, ...), here.get(name, ...)) for name in names}
     return {name: pair for name, pair in values.items() if pair.there != pair.here}
+
+
+def in_words(changes: Mapping[str, Values]) -> str:
+    """Differences in words: `optimizer.lr 0.1 there, 0.05 here`."""
+    return "; ".join(f"{name} {_shown(there)} there, {_shown(here)} here" for name, (there, here) in changes.items())
 
 
 def find_resumable(request: Request, samples: int) -> RunDirectory | None:
@@ -131,7 +137,8 @@ def require_continuable(directory: RunDirectory, request: Request, samples: int)
         return
     raise UserError(
         f"{directory.path} is a run of another experiment, with {_in_words(record, request)}. "
-        f"To continue it: {_continue_it(directory, record, request)} To start anew: --resume never",
+        f"To continue it: {_continue_it(directory, record, request)} {_fork_it(directory, record, request)}"
+        "To start anew: --resume never",
         ExitCode.NO_CHECKPOINT,
     )
 
@@ -153,8 +160,10 @@ def extends(record: Mapping[str, Any], request: Request, samples: int) -> bool:
 def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     """Whether the run began with the weights that the request asks for (`--init-from`).
 
-    A request that names the run, but no weights, accepts those that the run began with.
+    A request that names the run, but no weights, accepts those that the run began with. So with `--fork`.
     """
+    if not _branches_alike(record, request):
+        return False
     given = request.asked.init_from if request.asked is not None else None
     recorded = record.get("init_from")
     if given is None:
@@ -167,13 +176,22 @@ def starts_alike(record: Mapping[str, Any], request: Request) -> bool:
     return bool(find_weights(given).sha256 == recorded["sha256"])
 
 
+def _branches_alike(record: Mapping[str, Any], request: Request) -> bool:
+    """Whether the run has branched off where the request asks for (`--fork`)."""
+    asked, fork = request.asked, record.get("forked_from")
+    if asked is None or asked.fork is None:
+        return fork is None or request.resume not in ("auto", "never")
+    # The parent may be trained still, and so have newer checkpoints by now.
+    return fork is not None and fork["given"] == asked.fork and asked.at in (None, fork["step"])
+
+
 def _in_words(record: Mapping[str, Any], request: Request) -> str:
     """How the settings of a run and of the request differ, three differences at most."""
-    parts = [
-        f"{name} {_shown(values.there)} there, {_shown(values.here)} here"
-        for name, values in differing(record, request.loaded.experiment).items()
-    ]
-    if not starts_alike(record, request):
+    parts = [in_words({name: pair}) for name, pair in differing(record, request.loaded.experiment).items()]
+    if not _branches_alike(record, request):
+        fork = record.get("forked_from")
+        parts.append(f"a fork of {fork['run']} at step {fork['step']}" if fork else "not a fork of another run")
+    elif not starts_alike(record, request):
         recorded = record.get("init_from")
         parts.append(f"initial weights from {recorded['file']} there" if recorded else "random initial weights there")
     return f"other settings ({'; '.join(parts[:3])}{'; …' if len(parts) > 3 else ''})"
@@ -186,6 +204,14 @@ def _continue_it(directory: RunDirectory, record: Mapping[str, Any], request: Re
     kept = [text for text in (asked.settings if asked else ()) if text.partition("=")[0].strip() not in other]
     theirs = [f"{name}={setting_text(values.there)}" for name, values in other.items() if values.there is not ...]
     return _command(request, resume=str(directory.path), settings=(*kept, *theirs), init_from=None)
+
+
+def _fork_it(directory: RunDirectory, record: Mapping[str, Any], request: Request) -> str:
+    """The command that goes on from the run's checkpoint with the settings of the request; empty where none can."""
+    if refused_changes(differing(record, request.loaded.experiment)) or not starts_alike(record, request):
+        return ""
+    command = _command(request, resume="never", fork=str(directory.path))
+    return f"To go on from its newest checkpoint with these settings, as a new run: {command} "
 
 
 def _shown(value: Any) -> str:
@@ -208,6 +234,8 @@ def _command(request: Request, **changes: Any) -> str:
     if asked is None:
         return f"--resume {changes['resume']}"
     changes = {"faults": (), "accept_changed_code": False} | changes
+    if changes["resume"] not in ("auto", "never"):
+        changes |= {"fork": None, "at": None}
     if asked.rdzv_id is not None:
         # A rendezvous that has ended cannot be met at again.
         changes["rdzv_id"] = f"{asked.rdzv_id}-again"

@@ -22,6 +22,8 @@ class Place(NamedTuple):
     """A run, and of it the one checkpoint that was named."""
 
     run: RunDirectory
+    name: str
+    """The name of the run's directory, or of the bundle without its suffix."""
     checkpoint: Path | None = None
     """The manifest or a data file."""
 
@@ -34,7 +36,7 @@ def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
     """
     path = Path(named)
     if path.is_dir():
-        yield Place(RunDirectory(path.absolute()))
+        yield Place(RunDirectory(path.absolute()), path.absolute().name)
     elif not is_file(path):
         raise UserError(f"{path} is not there; give a run directory, a checkpoint of a run, or a bundle")
     elif path.name.startswith(_CHECKPOINT):
@@ -44,11 +46,11 @@ def place_named(named: str | os.PathLike[str]) -> Iterator[Place]:
                 f"{path} lies in no run directory, so nothing tells which model its weights are of; "
                 "ddp_core.load reads it without a model"
             )
-        yield Place(run, path)
+        yield Place(run, run.path.name, path)
     else:
         with TemporaryDirectory(prefix="ddp-bundle-") as folder:
             try:
                 unpack_bundle(path, Path(folder))
             except ChangedBundle as changed:
                 raise UserError(f"{path}: {changed}; get the bundle anew", ExitCode.NO_CHECKPOINT) from None
-            yield Place(RunDirectory(Path(folder)))
+            yield Place(RunDirectory(Path(folder)), path.stem)

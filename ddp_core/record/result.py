@@ -17,10 +17,9 @@ from ddp_core.base.files import NewFile, sync
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Fence
 from ddp_core.observe.heartbeat import slowest
-from ddp_core.observe.metrics import each_record
+from ddp_core.observe.metrics import each_record, readable
 from ddp_core.observe.usage import RankTotals, Totals, of_all
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.figures import readable
 from ddp_core.trainers.same_state import other_state, replicated
 
 _FEW_PARAMETERS = 16

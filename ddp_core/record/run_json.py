@@ -76,6 +76,18 @@ class RecordedWeights(TypedDict):
     sha256: str
 
 
+class RecordedFork(TypedDict):
+    """Where the run has branched off."""
+
+    given: FilePath
+    run: FilePath
+    step: _Positive
+    checkpoint_sha256: str
+    weights_sha256: str
+    experiment_sha256: str
+    hyperparameters: list[str]
+
+
 class RecordedGuard(TypedDict):
     """What the guard of an attempt did."""
 
@@ -183,10 +195,13 @@ class RecordedRun(TypedDict):
     settings: NotRequired[list[str]]
     source: NotRequired[RecordedSource]
     init_from: NotRequired[RecordedWeights | None]
+    forked_from: NotRequired[RecordedFork | None]
     layout: RecordedLayout
     options: RecordedOptions
     command: str | None
     launch_id: str | None
+    steps_per_epoch: NotRequired[_Positive]
+    total_steps: NotRequired[_Positive]
     status: Literal["running", "completed", "stopped", "failed"]
     exit_code: int | None
     message: str | None

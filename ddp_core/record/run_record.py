@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -24,11 +25,12 @@ from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, d
 from ddp_core.numerics.limits import RULES
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
-from ddp_core.record.continuing import continue_command, kept_length
+from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
 from ddp_core.record.data import fields_of, recorded_digest, write_parts
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
+from ddp_core.record.forking import Fork
 from ddp_core.record.guarded import broken_promise, not_promised
 from ddp_core.record.initial_weights import InitialWeights
 from ddp_core.record.result import early_end, gather_ends, result_of, save_weights, summary
@@ -48,6 +50,8 @@ class Origin:
     data: DataDigest
     weights: InitialWeights | None = None
     """The initial weights; None for random ones, drawn from the experiment's seed."""
+    fork: Fork | None = None
+    """Where the run branches off; None for one that begins at step 0, and for one that is continued."""
 
 
 class RunRecord:
@@ -96,6 +100,11 @@ class RunRecord:
                 )
                 for rank, differences in self.fingerprint.get("unlike_ranks", {}).items()
             ]
+        parent: Mapping[str, Any] = {}
+        if self.origin.fork is not None and not before:
+            parent = RunDirectory(Path(self.origin.fork.run)).read()
+            self._note_fork(self.origin.fork, parent)
+            changes.fingerprint = bool(fingerprint_differences(self.fingerprint, parent["fingerprint"]))
         if before and before["data_sha256"] is None:
             data = recorded_digest(self.directory.path, before)  # what is random stays so
         write_parts(self.directory.path, data)
@@ -117,11 +126,14 @@ class RunRecord:
                 "settings": list(request.asked.settings) if request.asked is not None else [],
                 "source": changes.source,
                 "init_from": self.origin.weights.to_json() if self.origin.weights is not None else None,
+                "forked_from": self.origin.fork.to_json() if parent and self.origin.fork else before.get("forked_from"),
                 "layout": request.layout.model_dump()
                 | {"label": request.layout.label, "description": request.layout.description},
                 "options": request.options.model_dump(),
                 "command": request.command,
                 "launch_id": self.world.launch_id,
+                "steps_per_epoch": self.steps_per_epoch,
+                "total_steps": loaded.experiment.total_steps(self.steps_per_epoch),
                 "status": "running",
                 "exit_code": None,
                 "message": None,
@@ -133,13 +145,24 @@ class RunRecord:
                 "optimizer_sha256": None,
                 "ema_sha256": None,
                 "result": before.get("result", {}),
-                "promise_broken": before.get("promise_broken"),
+                "promise_broken": (before or parent).get("promise_broken"),
                 "ended_early": None,
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
             }
         )
+
+    def _note_fork(self, fork: Fork, parent: Mapping[str, Any]) -> None:
+        """Say what the fork changes, and what of its parent keeps it from a promise."""
+        changes = in_words(differing(parent, self.request.loaded.experiment)) or "no setting changed"
+        self.notes.append(f"fork of {fork.run} at step {fork.step}: {changes}")
+        self.notes += [
+            not_promised(f"{_UNLIKE_BEFORE} {line}", self.request.options)
+            for line in fingerprint_differences(self.fingerprint, parent["fingerprint"])
+        ]
+        if (broken := broken_promise(parent)) is not None:
+            self.notes.append(not_promised(f"the parent of this run has a {broken}", self.request.options))
 
     @property
     def is_random(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from ddp_core.observe.metrics import Console
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.environment import facts_of
 from ddp_core.sharding import Sharding
+from ddp_core.trainers.own_metrics import OwnMetrics
 from ddp_core.trainers.passes import Passes
 from ddp_core.trainers.trial import try_metrics
 
@@ -32,6 +34,8 @@ class Beginning(NamedTuple):
     collectives: Collectives
     console: Console
     parts: BuiltExperiment
+    own_metrics: OwnMetrics | None
+    """The experiment's metrics, as they are counted."""
     source: Source
     """The user's code, of which all modules are imported by now."""
     data: DataDigest
@@ -66,8 +70,8 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 def _build_the_same(
     request: Request, collectives: Collectives, console: Console
-) -> tuple[BuiltExperiment, Source, DataDigest]:
-    """All parts, the user's code and the digest of the data.
+) -> tuple[BuiltExperiment, OwnMetrics | None, Source, DataDigest]:
+    """All parts, the metrics as they are counted, the user's code and the digest of the data.
 
     Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
     """
@@ -75,13 +79,16 @@ def _build_the_same(
     collectives.require_same(**facts_of(request))
     parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
     require_same_model(collectives, parts.model)
-    if parts.named_metrics is not None and parts.splits.test is not None:
+    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
+    if own_metrics is not None and parts.splits.test is not None:
         passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
         forward = partial(passes.outputs_and_loss, parts.model)
-        try_metrics(parts.model, forward, parts.named_metrics, parts.splits.test, parts.splits.collate)
+        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
     # All modules of the user are imported by now.
     source = collect(request.loaded)
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
-    return parts, source, agreed_digest(parts.splits, collectives, console.say, request.options)
+    # Files may take minutes to read, which a run that is only tried does not have.
+    splits = parts.splits if request.only_steps is None else replace(parts.splits, files=())
+    return parts, own_metrics, source, agreed_digest(splits, collectives, console.say, request.options)

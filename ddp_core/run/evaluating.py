@@ -20,14 +20,13 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Evaluated, Request
 from ddp_core.numerics.limits import RULES
-from ddp_core.observe.metrics import MetricsWriter, read_metrics
+from ddp_core.observe.metrics import MetricsWriter, read_metrics, readable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.trained import TrainedWeights
 from ddp_core.run.beginning import Beginning, begun
 from ddp_core.run.resuming import load_together
 from ddp_core.trainers import Job, Trainer, build_trainer
-from ddp_core.trainers.figures import readable
 
 _NOT_FIGURES = ("kind", "time", "step", "epoch")
 """What an evaluation in metrics.jsonl holds beside its figures."""
@@ -59,7 +58,7 @@ def evaluate_run(request: Request, world: World) -> None:
 
 
 def _job(request: Request, beginning: Beginning) -> Job:
-    collectives, console, parts, *_ = beginning
+    collectives, console, parts, own_metrics, *_ = beginning
     return Job(
         experiment=request.loaded.experiment,
         layout=request.layout,
@@ -70,7 +69,7 @@ def _job(request: Request, beginning: Beginning) -> Job:
         splits=parts.splits,
         optimizer=parts.optimizer,
         schedule=parts.schedule,
-        named_metrics=parts.named_metrics,
+        own_metrics=own_metrics,
         collectives=collectives,
         device=collectives.device,
         console=console,
@@ -128,7 +127,7 @@ def _told(
     before = recorded_digest(run.path, record)
     no_digest = beginning.data.sha256 is None or before.sha256 is None
     settings = () if request.asked is None else request.asked.settings
-    is_same = None if no_digest else changed_at(before, beginning.data) is None and not settings
+    is_same = None if no_digest else changed_at(before, beginning.data) is None
     here = fingerprint(beginning.collectives.device, RULES if request.options.numerics == "portable" else None)
     told: dict[str, Any] = json.loads(
         json_text(
@@ -148,7 +147,8 @@ def _told(
             }
         )
     )
-    told["identical"] = told["figures"] == told["recorded"] if told["recorded"] and is_same else None
+    is_comparable = told["recorded"] and is_same and not settings
+    told["identical"] = told["figures"] == told["recorded"] if is_comparable else None
     return told
 
 
@@ -173,7 +173,7 @@ def _print(told: dict[str, Any], as_json: bool) -> None:
         verdict = "identical: the run recorded the same figures at this step, bit for bit"
     elif told["identical"] is False:
         verdict = f"different: {_difference(told)}"
-    elif told["same_data"] is False:
+    elif told["settings"] or told["same_data"] is False:
         verdict = "other data or settings than the run's, so there is nothing to compare"
     else:
         verdict = "the run recorded no figures at this step, so there is nothing to compare"

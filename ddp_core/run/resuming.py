@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from torch.optim import Optimizer
+
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import Checkpoint, Readers, describe, load, newest_valid, read_checkpoint
+from ddp_core.data.data_digest import DataDigest, changed_at
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request
@@ -23,7 +26,9 @@ from ddp_core.record.continuing import (
     recorded_weights,
     require_continuable,
 )
+from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory, find_launch, pass_over
+from ddp_core.record.forking import Fork, bring_checkpoint, find_fork
 from ddp_core.record.initial_weights import InitialWeights, find_weights
 from ddp_core.record.lock import RunLock
 from ddp_core.record.run_record import Origin, RunRecord
@@ -108,8 +113,25 @@ def choose_weights(request: Request, directory: RunDirectory) -> InitialWeights 
     return None if given is None else find_weights(given)
 
 
+def choose_fork(request: Request, directory: RunDirectory, samples: int, data: DataDigest) -> Fork | None:
+    """Where a new run branches off (`--fork`); None for one that does not, and for one that is continued.
+
+    Raises UserError as `find_fork` does, and where the data are others than those that the parent was trained on.
+    """
+    fork = None if (directory.path / "run.json").exists() else find_fork(request, samples)
+    if fork is not None:
+        parent = RunDirectory(Path(fork.run))
+        if (where := changed_at(recorded_digest(parent.path, parent.read()), data)) is not None:
+            raise UserError(
+                f"--fork {fork.given}: the data have changed since ({where}), so its position means nothing: bring "
+                "them back, or begin a run with the weights alone: --init-from"
+            )
+    return fork
+
+
 def choose_checkpoint(collectives: Collectives, directory: RunDirectory, console: Console) -> Checkpoint | None:
     """The newest valid checkpoint, the same on every rank; None for a run that begins at step 0."""
+    by_rank_0(collectives, bring_checkpoint, directory)
     chosen = by_rank_0(collectives, newest_valid, directory.checkpoints, console.say)
     return None if chosen is None else read_checkpoint(chosen.manifest, sha256=chosen.sha256)
 
@@ -156,14 +178,23 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
             job.metrics.write("resume", step=0)
         return
     # A run that was extended has checkpoints of the shorter experiment.
-    ours = [attempt.get("experiment_sha256") for attempt in directory.read()["attempts"]]
+    record = directory.read()
+    ours = [attempt.get("experiment_sha256") for attempt in record["attempts"]]
+    fork = record.get("forked_from")
+    if fork is not None and fork["step"] != start.step:
+        fork = None  # it has a checkpoint of its own by now
+    if fork is not None:
+        ours.append(fork["experiment_sha256"])
     theirs = start.metadata.get("experiment_sha256")
     state = load_together(
         trainer, start, {"experiment_sha256": theirs if theirs in ours else trainer.experiment.digest()}
     )
+    fresh = [dict(group) for group in trainer.state.optimizer.param_groups]
     trainer.state.load_state_dict(state)
-    if theirs != trainer.experiment.digest():
-        trainer.state.ended_early = None  # a longer training was asked for since
+    if fork is not None or theirs != trainer.experiment.digest():
+        trainer.state.ended_early = None  # another training, or a longer one, was asked for since
+    if fork is not None:
+        _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
     job.metrics.write("resume", step=trainer.state.step)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
 
@@ -188,3 +219,18 @@ def load_together(trainer: Trainer, checkpoint: Checkpoint, expect_metadata: Map
         readers=Readers(world.local_rank, world.nproc_per_node, agree),
         in_parts=trainer.job.layout.saves_in_parts,
     )
+
+
+def _take_hyperparameters(optimizer: Optimizer, fresh: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Put these entries of the `fresh` parameter groups in the place of those that the checkpoint has brought.
+
+    Raises UserError where the optimizer keeps no entry of such a name.
+    """
+    for name in names:
+        for group, new in zip(optimizer.param_groups, fresh, strict=True):
+            if name not in new:
+                raise UserError(
+                    f"--fork: optimizer.{name} has changed, but {type(optimizer).__name__} keeps no {name} in its "
+                    "param_groups, so its state from before cannot take the new value: leave it, or use --init-from"
+                )
+            group[name] = new[name]

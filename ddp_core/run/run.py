@@ -40,7 +40,15 @@ from ddp_core.run.beginning import begun
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
-from ddp_core.run.resuming import by_rank_0, choose_checkpoint, choose_directory, choose_weights, open_record, resume
+from ddp_core.run.resuming import (
+    by_rank_0,
+    choose_checkpoint,
+    choose_directory,
+    choose_fork,
+    choose_weights,
+    open_record,
+    resume,
+)
 from ddp_core.trainers import Job, Trainer, build_trainer
 from ddp_core.trainers.trial import check_loss
 
@@ -94,14 +102,15 @@ def run(request: Request, world: World) -> None:
     launched = world.report_dir is not None
     stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
     with ExitStack() as stack:
-        collectives, console, parts, source, data = stack.enter_context(begun(request, world))
+        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         stack.enter_context(stop)
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        origin = Origin(source, data, by_rank_0(collectives, choose_weights, request, directory))
+        weights = by_rank_0(collectives, choose_weights, request, directory)
+        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples, data))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))
@@ -121,9 +130,10 @@ def run(request: Request, world: World) -> None:
                     splits=parts.splits,
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
-                    named_metrics=parts.named_metrics,
+                    own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
+                    only_steps=request.only_steps,
                     collectives=collectives,
                     device=collectives.device,
                     console=console,
@@ -178,7 +188,9 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
     if request.options.log_to:
         settings = request.loaded.experiment.to_json()
         settings |= {"layout": request.layout.label, "reduction": request.options.reduction}
-        logged = LoggedRun(directory.path, request.loaded.experiment.name, loggable(settings))
+        experiment = request.loaded.experiment
+        total = experiment.total_steps(record.steps_per_epoch)
+        logged = LoggedRun(directory.path, experiment.name, loggable(settings), total)
         loggers = start_loggers(request.options.log_to, logged, console.warn)
     may_write = record.fence.check if record.fence is not None else lambda: None
     return MetricsWriter(directory.metrics, loggers, may_write)

@@ -64,12 +64,12 @@ class OwnsPart(Ownership):
             for name, tensor in self.trained.items():
                 yield f"parameter {name}", tensor
         for each in self.owned:
-            if each.tensor is not None and each.is_trained:
+            if each.tensor is not None:
                 for entry, value in named_tensors(without_queues(self.optimizer.state.get(each.tensor, {}))):
                     yield f"the optimizer's {entry} of {each.name}", value
 
     def whole_gradients(self) -> dict[str, Tensor] | None:
-        own = {each.name: each.tensor.grad for each in self.owned if each.is_trained and each.tensor is not None}
+        own = {each.name: each.tensor.grad for each in self.owned if each.tensor is not None}
         dtypes = {name: gradient.dtype for name, gradient in own.items() if gradient is not None}
         everyones = [dtypes]
         if self.group is not None:

@@ -100,7 +100,7 @@ def kind_of(parameter: nn.Parameter) -> Any:
 
 
 def cropped(shape: torch.Size | tuple[int, ...], most: int) -> tuple[int, ...]:
-    """A shape of no more than `most` elements, at least 1; cut lengths are odd, so that rows do not end where vectors do."""
+    """A shape of at most `most` elements (1 or more); cut lengths are odd, so that rows do not end where vectors do."""
     sizes = list(shape)
     while math.prod(sizes) > most:
         longest = sizes.index(max(sizes))

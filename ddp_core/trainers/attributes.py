@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy, deepcopy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from ddp_core.base.digests import checksum
 from ddp_core.base.user_code import user_code
 from ddp_core.observe.callback import Callback
-from ddp_core.trainers.train_state import TrainState
+
+if TYPE_CHECKING:
+    from ddp_core.trainers.train_state import TrainState
 
 _Thing = TypeVar("_Thing")
 
@@ -42,7 +44,7 @@ def attributes_of(state: TrainState) -> dict[str, str]:
     """The plain attributes of optimizer, schedule and layers, by names that a message can tell; values as texts."""
     found: dict[str, str] = {}
     for owner, thing in _owners(state):
-        found |= {f"{owner}{name}": text for name, text in _plain(thing)}
+        found |= {f"{owner}{name}": text for name, text in plain_attributes(thing)}
     return found
 
 
@@ -52,7 +54,7 @@ class Attributes:
     def __init__(self, state: TrainState, callbacks: Iterable[Callback]) -> None:
         self._state, self._callbacks = state, list(callbacks)
         self._before = attributes_of(state)
-        self._of_callbacks = [dict(_plain(callback)) for callback in self._callbacks]
+        self._of_callbacks = [dict(plain_attributes(callback)) for callback in self._callbacks]
         self._values = {owner: _values(thing) for owner, thing in _readable(state)}
 
     def changed(self) -> dict[str, str]:
@@ -67,7 +69,7 @@ class Attributes:
         lost = self.changed()
         for owner, thing in _readable(self._state):
             if any(name.startswith(owner) for name in lost):
-                for name, text in _plain(_read_again(thing, self._values[owner])):
+                for name, text in plain_attributes(_read_again(thing, self._values[owner])):
                     if lost.get(f"{owner}{name}") == text:
                         del lost[f"{owner}{name}"]
         return lost
@@ -75,7 +77,7 @@ class Attributes:
     def kept_by_callbacks(self) -> Iterator[tuple[Callback, str]]:
         """Callbacks that have changed an attribute and have no state_dict of their own, each with the first name."""
         for callback, before in zip(self._callbacks, self._of_callbacks, strict=True):
-            changed = (name for name, text in _plain(callback) if before.get(name) != text)
+            changed = (name for name, text in plain_attributes(callback) if before.get(name) != text)
             first = next(changed, None)
             if first is not None and type(callback).state_dict is Callback.state_dict:
                 yield callback, first
@@ -102,9 +104,10 @@ def _is_torchs(thing: object) -> bool:
     return all(kind.__module__.partition(".")[0] in ("torch", "builtins") for kind in type(thing).__mro__)
 
 
-def _plain(thing: object) -> Iterator[tuple[str, str]]:
+def plain_attributes(thing: object, besides: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Names of plain attributes and texts that tell their values from others, without torch's and those `besides`."""
     for name, value in [*getattr(thing, "__dict__", {}).items()]:
-        if name not in _TORCHS and (text := _text(value)) is not None:
+        if name not in _TORCHS and name not in besides and (text := _text(value)) is not None:
             yield name, text
 
 

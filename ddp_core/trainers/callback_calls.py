@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,16 @@ from ddp_core.trainers.job import Job
 from ddp_core.trainers.train_state import TrainState
 
 Method = Literal["on_step", "on_epoch", "on_end"]
+
+
+class Asked(NamedTuple):
+    """A callback has asked to end the run."""
+
+    reason: str
+    name: str
+    """Of its class."""
+    of_all: bool
+    """Whether every rank calls it, so that every rank must ask."""
 
 
 class CallbackCalls(StepObserver):
@@ -35,8 +45,17 @@ class CallbackCalls(StepObserver):
         self.has_any = bool(self._callbacks)
         """Whether this rank has a callback."""
         self._loss: float | None = None
-        self._asked: dict[int, str] = {}
-        """Why callbacks have asked to end the run since ranks agreed last, by their positions."""
+        self._methods: set[Method] = set()
+        """In which methods a callback of any rank may ask to end the run."""
+        self._asked: dict[int, Asked] = {}
+        """The callbacks that have asked to end the run since ranks agreed last, by their positions."""
+
+    def begin(self) -> None:
+        """Learn in which methods ranks must ask each other; to be called by all ranks, before the first step."""
+        methods: tuple[Method, ...] = ("on_step", "on_epoch")
+        own = {method for _, callback in self._callbacks for method in methods if _has(callback, method)}
+        # A list of callbacks may differ between ranks.
+        self._methods = set().union(*self._job.collectives.gather(own))
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         self._loss = reports[-1].loss / reports[-1].samples if reports else None
@@ -58,27 +77,29 @@ class CallbackCalls(StepObserver):
         Ranks ask each other only where the experiment has a callback with this method. Raises UserError, on every
         rank, where a callback of all ranks has asked on some of them alone: another layout would go on.
         """
-        if not any(_has(callback, method) for callback in self._job.callbacks):
+        if method not in self._methods:
             return None
         collectives = self._job.collectives
         asked, self._asked = self._asked, {}
         if not collectives.sum_(torch.tensor([float(bool(asked))])).item():
             return None
-        by_rank = collectives.gather(asked)
-        for position, callback in enumerate(self._job.callbacks):
-            ranks = [rank for rank, each in enumerate(by_rank) if position in each]
-            if callback.ranks == "all" and 0 < len(ranks) < len(by_rank):
+        by_rank: list[dict[int, Asked]] = collectives.gather(asked)
+        for position, one in sorted({place: each for asks in by_rank for place, each in asks.items()}.items()):
+            ranks = [rank for rank, asks in enumerate(by_rank) if position in asks]
+            if one.of_all and len(ranks) < len(by_rank):
                 raise UserError(
-                    f"after step {self._state.step}, callback {type(callback).__name__} asked to end the run on "
+                    f"after step {self._state.step}, callback {one.name} asked to end the run on "
                     f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(by_rank)} alone "
-                    f"({by_rank[ranks[0]][position]}), so another layout would go on: let it look at what all ranks "
-                    'have alike, such as moment.loss and moment.evaluation; or with ranks = "first" rank 0 asks for all'
+                    f"({one.reason}), so another layout would go on: let it look at what all ranks have alike, such as "
+                    'moment.loss and moment.evaluation; or with ranks = "first" rank 0 asks for all'
                 )
-        first: dict[int, str] = by_rank[0]
-        return first[min(first)]
+        return by_rank[0][min(by_rank[0])].reason
 
     def _call(self, method: Method, epoch: int, loss: float | None, is_evaluated: bool = False) -> None:
-        state = self._state
+        if not self._callbacks:
+            return
+        state, directory = self._state, self._job.directory
+        assert directory is not None, "callbacks are called in a run directory"
         moment = Moment(
             step=state.step,
             epoch=epoch,
@@ -88,19 +109,20 @@ class CallbackCalls(StepObserver):
             model=state.model,
             averaged_model=None if state.average is None else state.average.module,
             rank=self._job.collectives.world.rank,
-            directory=self._job.directory,
+            directory=directory,
             is_evaluated=is_evaluated,
         )
         with user_code("your callback"):
             for position, callback in self._callbacks:
                 try:
-                    getattr(callback, method)(replace(moment, _stop=partial(self._ask, position)))
+                    getattr(callback, method)(replace(moment, _stop=partial(self._ask, position, callback)))
                 except StopIteration as error:
                     raise _not_so(callback, error) from None
 
-    def _ask(self, position: int, reason: str) -> None:
-        """Keep that a callback asks to end the run; the first reason counts."""
-        self._asked.setdefault(position, " ".join(str(reason).split()) or "no reason given")
+    def _ask(self, position: int, callback: Callback, reason: str) -> None:
+        """Keep that a callback asks to end the run; its first reason counts."""
+        words = " ".join(str(reason).split()) or "no reason given"
+        self._asked.setdefault(position, Asked(words, type(callback).__name__, callback.ranks == "all"))
 
 
 def _has(callback: Callback, method: Method) -> bool:

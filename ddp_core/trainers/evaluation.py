@@ -28,7 +28,7 @@ from ddp_core.data.trees import Collate, Tree
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.model.losses import Loss
 from ddp_core.reduction.written_parameters import WrittenParameters
-from ddp_core.trainers.named_sums import NamedMetrics, NamedSums
+from ddp_core.trainers.own_metrics import OwnFigures, OwnMetrics
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def evaluate(
     settings: Evaluation,
     collectives: Collectives,
     collate: Collate | None = None,
-    metrics: NamedMetrics | None = None,
+    metrics: OwnMetrics | None = None,
     keep_pace: bool = False,
     seed: EvaluationSeed | None = None,
     written: WrittenParameters | None = None,
@@ -65,7 +65,7 @@ def evaluate(
     device = collectives.device
     # The table stays on the device while batches are evaluated: reading a figure makes the host wait for the device.
     table = torch.zeros(batches, 2, dtype=torch.float64, device=device)
-    sums = NamedSums(metrics, batches) if metrics is not None else None
+    own = OwnFigures(metrics, batches, device) if metrics is not None else None
     training = model.training
     model.eval()
     loader = Loader(dataset, collate=collate, device=device)
@@ -92,8 +92,8 @@ def evaluate(
             if count_hits is not None:
                 with user_code("your hits"):
                     table[batch, 1] = count_hits(outputs, targets)
-            if sums is not None:
-                sums.add(batch, outputs, targets)
+            if own is not None:
+                own.add(batch, outputs, targets)
     is_written = torch.full((1, 2), float(written is not None and bool(written.written)), dtype=table.dtype)
     everyones = collectives.sum_(torch.cat([table.cpu(), is_written]))
     if everyones[batches].any() and not run:
@@ -104,4 +104,8 @@ def evaluate(
     result: dict[str, Any] = {"test_loss": math.fsum(losses) / samples}
     if count_hits is not None:
         result["test_accuracy"] = math.fsum(hits) / samples
-    return result if sums is None else result | sums.totals(collectives)
+    if own is None:
+        return result
+    if seed is not None:
+        seed(batches)  # for what the metrics draw while they are computed
+    return result | own.all(collectives)

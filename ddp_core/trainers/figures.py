@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from ddp_core.observe.metrics import readable
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.clock import StepClock
 from ddp_core.trainers.job import Job
 from ddp_core.trainers.train_state import TrainState
-
-
-def readable(figures: Mapping[str, Any]) -> list[str]:
-    """The figures that are single numbers, for people: 'test loss 0.1234'."""
-    return [
-        f"{name.replace('_', ' ')} {value:.4f}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
-        for name, value in figures.items()
-        if isinstance(value, int | float)
-    ]
 
 
 class Figures(StepObserver):

@@ -22,7 +22,7 @@ from ddp_core.model.losses import Loss
 from ddp_core.observe.callback import Callback
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
-from ddp_core.trainers.named_sums import NamedMetrics
+from ddp_core.trainers.own_metrics import OwnMetrics
 
 if TYPE_CHECKING:
     from ddp_core.trainers.rehearsal import Rehearser
@@ -49,10 +49,12 @@ class Job:
     """Over the model's parameters, on the device; None where the experiment's built-in one is to be made."""
     schedule: LRScheduler | None = None
     """Over the optimizer; None where the experiment's built-in rule sets the rate."""
-    named_metrics: NamedMetrics | None = None
+    own_metrics: OwnMetrics | None = None
     callbacks: Sequence[Callback] = ()
     directory: Path | None = None
-    """The run directory, for callbacks."""
+    """The run directory, for callbacks; None where none is called."""
+    only_steps: int | None = None
+    """The run is only tried: it ends after so many steps, and evaluates a few batches. Schedules know the whole run."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     broken: Callable[[int, str], None] | None = None

@@ -20,6 +20,9 @@ _MOST_IDS = 16
 _TWICE = "ready only once"
 """Words of DistributedDataParallel's error where a parameter is used in two backward passes."""
 
+_GIVEN_BACK = "out of bounds for storage of size 0"
+"""Words of torch's error where a tensor's memory was given back, as FSDP does it between uses of a layer."""
+
 
 def summed_loss(loss: Any, name: str) -> Tensor:
     """The loss that the function `name` returned. Raises UserError where that is no single number in a tensor."""
@@ -68,7 +71,12 @@ def note_samples(error: Exception, batch: StepBatch) -> None:
 
 
 def note_backward(error: Exception) -> None:
-    """Where DistributedDataParallel met a parameter in two backward passes, add what to do."""
+    """Add what to do where a parameter was in two backward passes of DistributedDataParallel, or was given back."""
+    if _GIVEN_BACK in str(error):
+        error.add_note(
+            "--shard parameters has given back weights that this backward still needs: compute a gradient that "
+            "is differentiated again (a penalty) in the model's forward, not in the loss, or use --shard gradients"
+        )
     if _TWICE in str(error):
         error.add_note(
             "a layer that is checkpointed (torch.utils.checkpoint) is called more than once in a forward: call "

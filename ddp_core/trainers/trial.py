@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from ddp_core.model.forward_state import ForwardState
 from ddp_core.model.losses import LOSSES
 from ddp_core.reduction.refusal import DependsOnLayout
 from ddp_core.trainers.evaluation import evaluate
-from ddp_core.trainers.named_sums import NamedMetrics
+from ddp_core.trainers.own_metrics import OwnMetrics
 
 if TYPE_CHECKING:
     from ddp_core.trainers.trainer import Trainer
@@ -82,7 +84,7 @@ def check_loss(trainer: Trainer) -> None:
 def try_metrics(
     model: nn.Module,
     forward: Callable[[Tree, Tree], tuple[Tree, Tree, Tensor]],
-    metrics: NamedMetrics,
+    metrics: OwnMetrics,
     dataset: Dataset,
     collate: Collate | None = None,
 ) -> None:
@@ -92,9 +94,10 @@ def try_metrics(
     """
     few = first_items(dataset, 3)
     device = next(model.parameters()).device
-    with unchanged(model, device):
-        alone = Collectives(World(), device)
-        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, metrics)
+    with unchanged(model, device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of so few samples, many figures are not defined
+        alone, tried = Collectives(World(), device), replace(metrics, are_tried=True)
+        evaluate(model, forward, None, few, Evaluation(samples_per_batch=2), alone, collate, tried)
 
 
 def first_items(dataset: Dataset, count: int) -> Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def test_the_record_tells_all_of_it(alone: Path) -> None:
     assert sum(map(sum, result["test_confusion"])) == 22
     assert result["test_accuracy"] * 22 == pytest.approx(sum(result["test_confusion"][n][n] for n in range(3)))
     assert sum(result["test_mean_class"]) == pytest.approx(1)
+    assert result["test_perplexity"] == pytest.approx(math.exp(result["test_loss"]))
+    assert len(result["test_class_f1"]) == 3
+    assert 0 < result["test_class_mean_f1"] < 1
     assert result["test_top2"] >= result["test_accuracy"]
     assert result["ema_test_loss"] != result["test_loss"]
     averaged = load_file(directory.path / "model_ema.safetensors")
@@ -54,7 +58,8 @@ def test_the_record_tells_all_of_it(alone: Path) -> None:
     lines = (directory.path / "lines.txt").read_text().splitlines()
     assert [line.split()[:2] for line in lines] == [["0", "8"], ["1", "16"], ["end", "16"]]
     assert lines[-1].split()[2] == "2", "the last checkpoint is written before on_end"
-    assert "test top2 " in directory.log.read_text()
+    assert f"test top2 {result['test_top2']:.4f}" in directory.log.read_text()
+    assert f"test perplexity {result['test_perplexity']:.4f}" in directory.log.read_text()
     assert "confusion" not in directory.log.read_text()
 
 

@@ -12,7 +12,8 @@ from ddp_core.experiment.file import SIGNATURES
 from tests.support.processes import ask
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "experiment-file.md").read_text()
-WHOLE, *EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+WHOLE, *ALL = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES, WITH_EXTRAS = [[each for each in ALL if ("torchmetrics" in each) is extra] for extra in (False, True)]
 ABOVE, LAST = WHOLE.split("experiment = ")
 
 
@@ -34,13 +35,22 @@ def test_every_example_trains(tmp_path: Path) -> None:
     assert len(results) == 1 + len(EXAMPLES)
     found = set().union(*results)
     assert {"test_accuracy", "test_confusion", "test_confidence", "ema_test_loss"} <= found
+    assert {"test_perplexity", "test_f1_mean", "test_f1_of_class", "test_sure"} <= found
     assert "test_accuracy" not in results[0]
+
+
+@pytest.mark.extras("torchmetrics")
+def test_the_example_with_torchmetrics_trains(tmp_path: Path) -> None:
+    (found,) = ask(_train_all, [_file_with(*WITH_EXTRAS)], tmp_path)
+    assert {"test_auroc", "test_f1"} <= {*found}
 
 
 def _train_all(texts: list[str], folder: Path) -> list[list[str]]:
     """The names of each run's figures."""
+    from ddp_core.base.torchvision_import import import_torchvision
     from ddp_core.cli import main
 
+    import_torchvision()  # for torchmetrics, where it was built against another torch
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -49,20 +49,6 @@ def test_the_mutations_made_by_hand_name_files_and_tests_that_exist() -> None:
             assert f"def {test}(" in texts[test_file], f"{test_file}::{test}"
 
 
-def test_of_two_records_of_a_function_the_one_that_knows_more_is_taken() -> None:
-    now = functions_of(CUT)["BatchCut.of"].sha
-    place, killed = (CUT, "BatchCut.of"), Outcome("killed", NAMED)
-    some, more = Judged(now, [killed, Outcome()]), Judged(now, [killed, killed])
-    kept = Kept({place: some}, {NAMED: "one"})
-    kept.take(Kept({place: Judged("old", [killed] * 3), (CUT, "gone"): more}, {NAMED: "other"}))
-    assert (kept.functions, kept.tests) == ({place: some}, {NAMED: "one"})
-    kept.take(Kept({place: more}, {NAMED: "other"}))
-    assert (kept.functions, kept.tests) == ({place: more}, {NAMED: ""})
-    new = Kept()
-    new.take(Kept({place: some}, {NAMED: "one"}))
-    assert (new.functions, new.tests) == ({place: some}, {NAMED: "one"})
-
-
 def test_what_is_kept_is_read_back() -> None:
     outcomes = [
         Outcome("killed", NAMED),
@@ -94,6 +80,34 @@ def test_only_what_is_new_or_changed_is_run_again() -> None:
     assert plan("sha", "of the test as it was") == [0, 2, 3]
     assert plan("of the function as it was", digest) is None
     assert Kept().plan(function, accepted) is None
+
+
+def test_two_records_are_put_together() -> None:
+    sha, change = functions_of(CUT)["BatchCut.of"].sha, (0, "a", "b")
+    now = mutations.test_digest(NAMED) or ""
+    ours = Kept(
+        {
+            (CUT, "BatchCut.of"): Judged(sha, [Outcome("survived", None, change), Outcome("killed", NAMED), Outcome()]),
+            (CUT, "BatchCut.parts"): Judged("earlier", [Outcome("killed", NAMED)]),
+            (CUT, "ours"): Judged("x", [Outcome()]),
+        },
+        {NAMED: now},
+    )
+    theirs = Kept(
+        {
+            (CUT, "BatchCut.of"): Judged(sha, [Outcome("killed", "t"), Outcome(), Outcome("survived", None, change)]),
+            (CUT, "BatchCut.parts"): Judged(functions_of(CUT)["BatchCut.parts"].sha, [Outcome("killed", NAMED)]),
+            (CUT, "theirs"): Judged("y", [Outcome()]),
+        },
+        {NAMED: "earlier", "t": "digest"},
+    )
+    both = ours.with_other(theirs)
+    assert both.plain() == theirs.with_other(ours).plain()
+    assert both.tests == {NAMED: now, "t": "digest"}
+    told = {name: [(each.kind, each.test) for each in judged.outcomes] for (_, name), judged in both.functions.items()}
+    assert told["BatchCut.of"] == [("killed", "t"), ("killed", NAMED), ("survived", None)]
+    assert told["BatchCut.parts"] == [(None, None)], "of the present source, but by an earlier state of the test"
+    assert told.keys() == {"BatchCut.of", "BatchCut.parts", "ours", "theirs"}
 
 
 def test_a_test_is_another_one_where_it_or_what_it_shares_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

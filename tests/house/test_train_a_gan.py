@@ -21,7 +21,7 @@ FILES = ROOT / "docs" / "how-to" / "train-a-gan"
 PAGE = FILES.with_suffix(".md").read_text()
 RING, LOOP = FILES / "ring.py", FILES / "ring_loop.py"
 SHORT = [str(RING), "--set", "max_steps=5", "--set", "data.size=320", "--set", "last_batch=keep"]
-PENALTY_IN_THE_LOSS = '''
+PENALTY_IN_THE_LOSS = """
 def forward(self, real):
     between = self.generator(torch.randn(len(real), self.noise))
     return {"between": between, "scores": self.critic(between)}
@@ -39,7 +39,7 @@ def data(size: int = 320):
 
 Gan.forward = forward
 experiment = Experiment(name="ring", optimizer=Component(name="optimizer"), global_batch_size=64, micro_batch=8)
-'''
+"""
 
 
 def test_the_page_shows_its_files() -> None:
@@ -50,12 +50,19 @@ def test_the_page_shows_its_files() -> None:
 def test_one_experiment_with_two_losses_and_a_penalty_ends_alike_on_every_layout(tmp_path: Path) -> None:
     own = tmp_path / "penalty_in_the_loss.py"
     own.write_text(RING.read_text().split("def metrics")[0] + PENALTY_IN_THE_LOSS)
-    cases = {"ring": SHORT, "bf16": [*SHORT, "--set", "precision=bf16"], "in the loss": [str(own), *SHORT[1:]]}
+    cases = {"in the loss": [str(own), *SHORT[1:]], "ring": SHORT, "bf16": [*SHORT, "--set", "precision=bf16"]}
     expected = digests(cases, tmp_path / "single", "single", 1)
     assert digests(cases, tmp_path / "dp", "dp", 2) == expected
     for ranks in (2, 3):
-        for shard in ("none", "optimizer", "gradients", "parameters"):
+        for shard in ("none", "optimizer", "gradients"):
             assert digests(cases, tmp_path / f"{shard}-{ranks}", "ddp", ranks, shard=shard) == expected, shard
+    refused = ddp("train", *cases.pop("in the loss"), "--layout", "ddp", "--nproc-per-node", 2, "--device", "cpu",
+                  "--shard", "parameters", "--output", tmp_path / "refused")  # fmt: skip
+    assert refused.code == 2
+    assert "in the model's forward, not in the loss" in refused.errors
+    del expected["in the loss"]
+    for ranks in (2, 3):
+        assert digests(cases, tmp_path / f"parameters-{ranks}", "ddp", ranks, shard="parameters") == expected
 
 
 @pytest.mark.slow

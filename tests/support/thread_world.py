@@ -22,7 +22,10 @@ from tests.support.thread_group import ThreadGroup, Wires
 
 
 def on_thread_world(world_size: int, function: Callable[[Any], Any]) -> list[Any]:
-    """Call `function(group)` on each rank of a new group; the results by rank, or the error of the first that fails."""
+    """Call `function(group)` on each rank of a new group; the results by rank, or the error of the first that fails.
+
+    All ranks draw from one random generator: make models before.
+    """
     store, wires = dist.HashStore(), Wires()
     ends = SimpleNamespace(is_initialized=lambda: True, destroy_process_group=lambda _: None)
 

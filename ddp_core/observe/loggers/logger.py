@@ -25,6 +25,7 @@ _NEEDS = {
     "tensorboard": {"tensorboard": "tensorboard"},
     "mlflow": {"mlflow": "mlflow-skinny", "sqlalchemy": "sqlalchemy", "alembic": "alembic"},
     "wandb": {"wandb": "wandb"},
+    "prometheus": {"prometheus_client": "prometheus-client"},
 }
 _WAITING_RECORDS = 10_000
 _PATIENCE = 30.0  # seconds
@@ -38,6 +39,7 @@ class LoggedRun:
     experiment: str
     settings: Mapping[str, Setting]
     """The experiment's settings under dotted names, the layout and the reduction."""
+    total_steps: int | None = None
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ def loggable(settings: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Raises UserError where a package is missing, with the command that installs it, or where a login is missing."""
+    """Raises UserError where a package is missing, with the command that installs it, or a login, or a folder."""
     for name in dict.fromkeys(names):
         missing = [package for module, package in _NEEDS[name].items() if find_spec(module) is None]
         if missing:
@@ -74,6 +76,10 @@ def check_loggers(names: Iterable[str]) -> None:
             from ddp_core.observe.loggers.wandb import require_login
 
             require_login()
+        elif name == "prometheus":
+            from ddp_core.observe.loggers.prometheus import require_folder
+
+            require_folder()
 
 
 def start_loggers(names: Iterable[str], run: LoggedRun, warn: Callable[[str], None]) -> list[BackgroundLogger]:

@@ -19,7 +19,7 @@ from ddp_lab.report.charts.style import (
 )
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import STEP_PARTS, Run
-from ddp_lab.report.values import Column, Spread, Table, figure, number, plural, text
+from ddp_lab.report.values import Column, Spread, Table, figure, measured, plural, text
 
 _REST = "computing and communication"
 _PARTS = {
@@ -143,7 +143,7 @@ def _memory(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -
     elif len(devices) > 1:
         what = "the peak allocation on CUDA, the peak resident size on CPU"
     caption = f"Of the process or device that needed most: {what}."
-    return _bars(f"{family.anchor}-memory", "Memory", caption, "peak memory (MB)", spreads, style)
+    return _bars(f"{family.anchor}-memory", "Memory", caption, "peak memory (MB)", spreads, style, alone=3)
 
 
 def _processor_use(family: Family, groups: Sequence[Group], style: Mapping[str, int]) -> Plot | None:
@@ -164,8 +164,12 @@ def _bars(
     spreads: Mapping[str, Spread | None],
     style: Mapping[str, int],
     mark: float | None = None,
+    alone: int = 2,
 ) -> Plot | None:
-    """One bar for each layout: the median, and a line from the lowest to the highest; `mark` is a broken line."""
+    """One bar for each layout: the median, and a line from the lowest to the highest; `mark` is a broken line.
+
+    The figure of a single run has `alone` digits.
+    """
     known = {layout: spread for layout, spread in spreads.items() if spread}
     if not known:
         return None
@@ -174,7 +178,7 @@ def _bars(
         axes.barh(place, spread.median, height=0.62, color=series_color(style.get(layout, 0)))
         if spread.high > spread.low:
             axes.plot([spread.low, spread.high], [place, place], color=INK, lw=1.4, marker="|", ms=7)
-        _write_behind(axes, place, max(spread.median, spread.high), spread.median)
+        _write_behind(axes, place, max(spread.median, spread.high), measured(spread, alone=alone))
     if mark is not None:
         axes.axvline(mark, color=MUTED, lw=1.2, ls="--")
     return make_plot(name, title, caption, axes, _spread_table(label, spreads))
@@ -195,7 +199,7 @@ def _time_split(family: Family, groups: Sequence[Group]) -> Plot | None:
         axes.barh(range(len(splits)), widths, left=ends, height=0.62, color=color, label=words)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
-        _write_behind(axes, place, end, end)
+        _write_behind(axes, place, end, measured(Spread.of([end])))
     caption = "Mean over the steps; less is better."
     if found == {"data", _REST}:
         caption += " These runs tell the wait for data from the rest only."
@@ -214,10 +218,10 @@ def _bar_axes(names: Sequence[str], label: str) -> Axes:
     return axes
 
 
-def _write_behind(axes: Axes, place: int, end: float, value: float) -> None:
+def _write_behind(axes: Axes, place: int, end: float, value: str) -> None:
     """Write the value behind the end of a bar, over any line that passes there."""
     ground = {"facecolor": SURFACE, "edgecolor": "none", "pad": 1.0}
-    axes.annotate(number(value), (end, place), xytext=(5, 0), textcoords="offset points", va="center", bbox=ground)
+    axes.annotate(value, (end, place), xytext=(5, 0), textcoords="offset points", va="center", bbox=ground)
 
 
 def _spread_table(what: str, spreads: Mapping[str, Spread | None]) -> Table:

@@ -78,10 +78,10 @@ def make_plot(name: str, title: str, caption: str, axes: Axes, table: Table) -> 
     figure = axes.figure
     assert isinstance(figure, Figure)
     handles, labels = axes.get_legend_handles_labels()
-    entries = dict(zip((textwrap.fill(label, 56) for label in labels), handles, strict=True))
+    entries = dict(zip((textwrap.fill(label, 42) for label in labels), handles, strict=True))
     if len(entries) > 1:
-        columns = 2 if max(map(len, entries)) <= 24 else 1
+        columns = 2 if max(map(len, entries)) <= 16 else 1
         lines = sum(label.count("\n") + 1 for label in entries)
-        figure.set_figheight(figure.get_figheight() + 18 * -(-lines // columns) / 72)
+        figure.set_figheight(figure.get_figheight() + 20 * -(-lines // columns) / 72)
         figure.legend(entries.values(), entries.keys(), loc="outside lower left", ncols=columns)
     return Plot(name, title, caption, figure, table)

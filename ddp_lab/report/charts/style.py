@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-WIDTH, HEIGHT = 390, 250
-"""Pixels of a chart at its natural size: as wide as a phone."""
+WIDTH, HEIGHT = 320, 230
+"""Pixels of a chart at its natural size: as wide as it is on a phone, so that its text is as large as meant."""
 
 # The page has CSS variables of the same names. The series colours (s0 to s7) are distinct for the common kinds of
 # colour blindness (after Okabe and Ito), and have a contrast of at least 3:1 to the surface.
@@ -54,7 +54,7 @@ LOOK: dict[Any, Any] = {
     "axes.titlecolor": MUTED,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
+    "font.size": 11,
     "text.color": INK,
     # A dollar sign in a name that a user gave does not begin a formula.
     "text.parse_math": False,
@@ -94,6 +94,7 @@ def row_axes(names: Sequence[str], label: str) -> Axes:
     axes.set_yticks(range(len(names)), [_in_two_lines(name) for name in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.locator_params("x", nbins=3)  # the names take up to a half of the width
     axes.grid(visible=False, axis="y")
     axes.spines.bottom.set_visible(False)
     axes.set_title(label)
@@ -102,7 +103,7 @@ def row_axes(names: Sequence[str], label: str) -> Axes:
 
 def _in_two_lines(name: str) -> str:
     """The name in one line or, where it is long, in two: a row has no room for more."""
-    return textwrap.fill(name, max(24, len(name) // 2 + 6), break_long_words=False)
+    return textwrap.fill(name, max(16, len(name) // 2 + 4), break_long_words=False)
 
 
 def series_color(number: int) -> str:

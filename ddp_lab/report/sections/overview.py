@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from ddp_core.record.own_figures import in_words, own_figures
 from ddp_lab.report import values
 from ddp_lab.report.reading.claims import Findings
 from ddp_lab.report.reading.families import Family, digest_letters, way_of
 from ddp_lab.report.reading.runs import Inventory, Run
 from ddp_lab.report.sections.environments import environment_anchor
+from ddp_lab.report.sections.experiments import own_cell
 from ddp_lab.report.sections.runs import run_anchor
-from ddp_lab.report.values import TONES, Cell, Column, Table, figure, moment, number, plural, text
+from ddp_lab.report.values import TONES, Cell, Column, Spread, Table, figure, measured, moment, number, plural, text
 
 
 class Tile(NamedTuple):
@@ -52,13 +54,14 @@ def tiles(inventory: Inventory, families: Sequence[Family], findings: Findings) 
 
 def runs_table(inventory: Inventory, environments: Mapping[str, Sequence[Run]]) -> Table:
     """Return a row for each run, the newest first, and one for each directory that cannot be read as a run."""
+    has_own = any(own_figures([run.record["result"]]) for run in inventory.runs)
     columns = [
         Column("experiment"),
         Column("layout"),
         Column("seed", True),
         Column("status"),
         Column("weights", hint="the same letter: the same weights, to the bit"),
-        Column("accuracy", True),
+        *([Column("figure", True, "accuracy, or the first of the experiment's own figures")] if has_own else []),
         Column("loss", True),
         Column("samples/s", True),
         Column("steps", True),
@@ -68,7 +71,7 @@ def runs_table(inventory: Inventory, environments: Mapping[str, Sequence[Run]]) 
     ]
     letters = digest_letters(inventory.runs)
     place = {run.path: letter for letter, runs in environments.items() for run in runs}
-    rows = [_run_row(run, letters, place[run.path]) for run in reversed(inventory.runs)]
+    rows = [_run_row(run, letters, place[run.path], has_own) for run in reversed(inventory.runs)]
     for broken in inventory.broken:
         head, _, tail = broken.name.rpartition("/")
         label = re.sub(r"-\d{8}T\d{6}Z-.*", "", tail)
@@ -77,10 +80,10 @@ def runs_table(inventory: Inventory, environments: Mapping[str, Sequence[Run]]) 
     return Table(columns, rows)
 
 
-def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cell]:
+def _run_row(run: Run, letters: Mapping[str, str], environment: str, has_own: bool) -> list[Cell]:
     loss = run.result("test_loss")
     loss = run.result("train_loss") if loss is None else loss
-    accuracy, digest = run.result("test_accuracy"), run.record["weights_sha256"] or ""
+    digest = run.record["weights_sha256"] or ""
     letter = letters.get(digest)
     shown = f"{letter} · {digest[:8]}" if letter else digest[:8] or values.ABSENT
     return [
@@ -89,11 +92,23 @@ def _run_row(run: Run, letters: Mapping[str, str], environment: str) -> list[Cel
         figure(run.seed, str(run.seed)),
         text(run.ended, TONES[run.status]),
         Cell(shown, letter or digest[:8] or None, "code", note=run.broken or ""),
-        figure(accuracy, values.percent(accuracy)),
+        *([_own(run)] if has_own else []),
         figure(loss, number(loss, 4)),
-        replace(figure(run.result("samples_per_second")), note="busy machine" if run.disturbance else ""),
+        replace(_timed(run, "samples_per_second"), note="busy machine" if run.disturbance else ""),
         figure(run.last_step, f"{run.last_step:,}" if run.last_step is not None else None),
-        figure(run.result("seconds")),
+        _timed(run, "seconds"),
         Cell(moment(run.record["started_at"])[5:], run.record["started_at"]),
         text(environment, link=environment_anchor(environment)),
     ]
+
+
+def _own(run: Run) -> Cell:
+    """The first figure of the held-out samples, with its name."""
+    name = next(iter(own_figures([run.record["result"]])), None)
+    if name is None:
+        return figure(None)
+    return replace(own_cell(name, Spread.of([run.result(name)])), note=in_words(name))
+
+
+def _timed(run: Run, name: str) -> Cell:
+    return figure(run.result(name), measured(Spread.of([run.result(name)])))

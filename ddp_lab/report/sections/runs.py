@@ -11,9 +11,10 @@ from typing import Any
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
 from ddp_core.config.records import dotted
+from ddp_core.record.own_figures import in_words, own_figures
 from ddp_lab.report import values
 from ddp_lab.report.reading.runs import BrokenRun, Run
-from ddp_lab.report.values import Column, Table, figure, moment, plain, slug, text
+from ddp_lab.report.values import Column, Table, exact, figure, moment, plain, slug, text
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         ("finished", moment(record["finished_at"])),
         ("exit code", plain(record["exit_code"])),
         *([("end", run.early_end)] if run.early_end else []),
+        *([("figures", figures)] if (figures := _own_figures(run)) else []),
         ("environment", letter),
         ("while it ran", run.disturbance or "little else ran on the machine"),
         *([("guard", run.guard)] if run.guard else []),
@@ -66,6 +68,12 @@ def run_section(run: Run, environments: Mapping[str, Sequence[Run]]) -> RunSecti
         [(name, plain(digest)) for name, digest in digests],
         _log_tail(run.path),
     )
+
+
+def _own_figures(run: Run) -> str:
+    """All single numbers of the last evaluation."""
+    found = {in_words(name): run.result(name) for name in ("test_loss", *own_figures([run.record["result"]]))}
+    return ", ".join(f"{name} {exact(value)}" for name, value in found.items() if value is not None)
 
 
 def _changed_options(run: Run) -> str:

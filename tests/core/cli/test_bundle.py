@@ -11,6 +11,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -88,18 +89,23 @@ def test_a_bundle_is_verified_where_nothing_else_is(packed: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["a file", "a folder"])
+def test_initial_weights_go_along(run: Path, packed: Path, tmp_path: Path, form: str) -> None:
     file = write_project(tmp_path / "project")
-    weights = shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors")
+    weights = Path(shutil.copy(run / "model.safetensors", tmp_path / "first.safetensors"))
+    if form == "a folder":
+        folder = tmp_path / "first"
+        dcp.save({"model": load_file(weights)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        weights = folder
     train(tmp_path / "out", file, "--init-from", weights)
     assert make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "b.zip") == 0
-    Path(weights).unlink()
+    weights.rename(tmp_path / "away")
     with ZipFile(tmp_path / "b.zip") as archive:
         assert "init_from.safetensors" in archive.namelist()
         assert "the weights that the run began with" in archive.read("README.txt").decode()
     ended = ddp("verify", tmp_path / "b.zip", module="tests.support.quick")
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "identical"), ended.errors + ended.output
-    with pytest.raises(UserError, match=r"first\.safetensors, whose weights the run began with, is gone"):
+    with pytest.raises(UserError, match=r"first.*, whose weights the run began with, is gone"):
         make_bundle(trained(tmp_path / "out")[0].path, tmp_path / "c.zip")
 
 

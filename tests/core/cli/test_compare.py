@@ -92,6 +92,17 @@ def test_the_table_holds_speed_quality_memory_and_digest(tmp_path: Path) -> None
     assert ddp[:5] == ["ddp-2x2-cpu", "4", "exact", "3000", "3.00x"]
 
 
+def test_the_experiments_own_figures_have_columns(tmp_path: Path) -> None:
+    own = {"test_loss": 0.5, "test_right": 7, "test_mean_f1": 0.123456, "test_confusion": [[1]], "test_c": None}
+    single, ddp = record(result=own | {"test_c": 1.0, "test_d": 1.0, "test_e": 1.0}), record(DDP, result=own)
+    header, _, first, second, *_ = rows(tmp_path, single, ddp)
+    assert header[5:10] == ["right", "mean f1", "c", "d", "loss"]
+    assert first[5:10] == ["7", "0.1235", "1.0000", "1.0000", "0.50000"]
+    assert second[5:10] == ["7", "0.1235", "-", "-", "0.50000"]
+    without = rows(tmp_path / "without", record(result={"train_loss": 0.5}))
+    assert without[0][4:6] == ["speed-up", "loss"]
+
+
 def test_the_memory_of_steps_stands_beside_what_was_foreseen_where_a_run_is_sharded(tmp_path: Path) -> None:
     unknown = {"step_memory_bytes": 250_000_000}
     header, _, single, ddp, *_ = rows(
@@ -110,8 +121,8 @@ def test_a_run_without_a_result_is_shown_with_its_status(tmp_path: Path) -> None
     _, _, failed, interrupted, *_ = rows(
         tmp_path, record(status="failed", **unfinished), record(status="running", **unfinished)
     )
-    assert failed[3:10] == ["-", "-", "-", "-", "-", "-", "failed"]
-    assert interrupted[9] == "interrupted", "nobody holds the lock of that directory"
+    assert failed[3:9] == ["-", "-", "-", "-", "-", "failed"]
+    assert interrupted[8] == "interrupted", "nobody holds the lock of that directory"
 
 
 def test_equal_digests_are_identical() -> None:
@@ -194,6 +205,7 @@ def test_the_same_facts_for_programs(tmp_path: Path, capsys: pytest.CaptureFixtu
         "samples_per_second": 1500.0,
         "speed_up": 1.5,
         "accuracy": 0.9889,
+        "figures": {"test_accuracy": 0.9889, "test_loss": 0.04321},
         "loss": 0.04321,
         "peak_memory_bytes": 300_000_000,
         "step_memory_bytes": 250_000_000,

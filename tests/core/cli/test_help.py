@@ -13,16 +13,20 @@ import pytest
 from ddp_core.cli import main
 from ddp_core.cli.click_kinds import _summary
 from ddp_core.config.options import groups
-from ddp_core.config.records import option_name
+from ddp_core.config.records import command_line, option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import command
 
 COMMANDS = (
     "train",
+    "rehearse",
     "list",
     "compare",
+    "watch",
     "verify",
+    "eval",
     "bundle",
+    "export",
     "verify-layouts",
     "ledger",
     "health",
@@ -31,7 +35,7 @@ COMMANDS = (
     "rendezvous",
     "completion",
 )
-OFFERED = ("chaos", "claims", "probe", "project", "report")
+OFFERED = ("chaos", "claims", "probe", "project", "report", "sweep")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 
@@ -95,10 +99,11 @@ def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.Captu
         option_name(name, field)
         for _, fields in groups()
         for name, field in fields.items()
-        if name not in ("experiment", "record")
+        if name != "experiment" and not command_line(field).hidden
     }
-    assert rows.keys() - {"Usage:", "--help", "--config", "--dry-run"} == shown
-    assert {"--config", "--dry-run"} <= rows.keys()
+    others = {"--config", "--dry-run", "--seeds", "--at-once"}
+    assert rows.keys() - {"Usage:", "--help", *others} == shown
+    assert others <= rows.keys()
     assert [option for option in shown if "[default: " not in rows[option]] == []
     assert 3 <= len(examples.splitlines()) <= 6
     for line in examples.splitlines():

@@ -133,6 +133,7 @@ def test_few_modules_touch_the_environment() -> None:
     may = {
         "cli/commands.py": "keeps libraries quiet, before they are imported",
         "cli/entry.py": "hears that a shell asks for completions",
+        "base/ending.py": "asks whether the terminal can clear a line",
         "base/fingerprint.py": "notes what decides which kernels a library picks",
         "base/determinism.py": "asks cuBLAS for deterministic kernels; sets the number of threads for workers, too",
         "distributed/addresses.py": "tells gloo its network interface, or checks what the user told it",
@@ -144,6 +145,7 @@ def test_few_modules_touch_the_environment() -> None:
         "launch/rendezvous.py": "tells the resolver not to wait for long",
         "numerics/limits.py": "reads whether the limits of portable numerics are set",
         "observe/loggers/mlflow.py": "reads MLflow's own settings",
+        "observe/loggers/prometheus.py": "reads the folder that DDP_PROMETHEUS_DIR names",
         "observe/loggers/wandb.py": "reads the project that W&B's own setting names",
         "reduction/agreement.py": "hears whether somebody chose the number of threads",
         "cli/training.py": "hands its environment on to the `ddp train` that it starts",

@@ -64,7 +64,7 @@ def test_a_file_without_hooks_has_the_built_in_ones(tmp_path: Path) -> None:
     parts = build_parts(loaded(tmp_path, "", fields=", optimizer=Optimizer(lr=0.1, reference_batch=2)"), Path("data"))
     assert type(parts.optimizer) is torch.optim.SGD
     assert parts.optimizer.param_groups[0]["lr"] == 0.1 * 8 / 2
-    assert parts.schedule is parts.named_metrics is None
+    assert parts.schedule is parts.metrics is None
     assert list(parts.callbacks) == list(parts.observers) == []
 
 
@@ -211,7 +211,7 @@ def test_callbacks_and_observers_are_told_apart_and_modules_are_left_alone(tmp_p
     assert len(observers) == 1
     assert isinstance(observers[0], StepObserver)
     modules = loaded(tmp_path, "import json as metrics\nimport json as callbacks\nimport json as schedule\n")
-    assert build_parts(modules, Path("data")).named_metrics is None
+    assert build_parts(modules, Path("data")).metrics is None
     assert callbacks_of(modules) == ([], [])
     assert modules.experiment.schedule == Schedule()
 

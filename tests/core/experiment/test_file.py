@@ -9,7 +9,7 @@ import pytest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, Optimizer
 from ddp_core.experiment.building import resolve
-from ddp_core.experiment.file import LoadedExperiment, load_experiment
+from ddp_core.experiment.file import LoadedExperiment, load_experiment, run_file
 
 HEAD = "from torch import nn\nfrom ddp_core.config.experiment import Component, Experiment, Optimizer\n"
 OWN = "def model():\n    return nn.Linear(10, 1)\n\n\ndef data():\n    pass\n\n\n"
@@ -108,3 +108,21 @@ def test_a_value_with_a_functions_name_is_not_left_unused(text: str, words: list
     with pytest.raises(UserError) as failure:
         load(tmp_path, OWN + text)
     assert all(word in str(failure.value) for word in [*words, "which nothing uses"]), str(failure.value)
+
+
+def test_a_file_that_imports_a_torchvision_of_another_torch_is_run_with_its_operators_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr("ddp_core.base.torchvision_import.import_torchvision", lambda: tried.append("declared"))
+    monkeypatch.setattr("builtins.tried", tried, raising=False)
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import builtins\n"
+        "builtins.tried.append('run')\n"
+        "if len(builtins.tried) == 1:\n"
+        "    raise RuntimeError('operator torchvision::nms does not exist')\n"
+        "done = True\n"
+    )
+    assert run_file(file, file.read_text()).done
+    assert tried == ["run", "declared", "run"]

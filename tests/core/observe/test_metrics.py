@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import pty
 import re
+import sys
 import tempfile
 import termios
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ddp_core.checkpoint import Fence, Superseded
+from ddp_core.distributed.reports import tell_user
 from ddp_core.observe.metrics import Console, MetricsWriter, read_metrics
 from tests.support.processes import ask
 
@@ -196,3 +199,22 @@ def test_a_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) 
         ("resume", 1),
         ("step", 2),
     ]
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_line_of_another_process_stands_on_no_bar(stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for tell in (lambda: tell_user("rank 1 was killed"), lambda: Console(1, 2).warn("a small thing")):
+        monkeypatch.setattr("sys.stderr", stream())
+        sys.stderr.write("  8%|███  | 183/2200")
+        tell()
+        after = sys.stderr.getvalue().partition("183/2200")[2]  # type: ignore[attr-defined]
+        assert after.startswith("\r\x1b[K") == (stream is Terminal)
+        assert after.endswith("rank 1 was killed\n") or after.endswith("[rank 1] warning: a small thing\n")

@@ -31,7 +31,8 @@ def told(net: Net, calls: list[int]) -> str:
     try:
         net(torch.ones(1, 2), calls)
     except UserError as error:
-        return str(error).partition("comes to ")[2].partition(" in another")[0]
+        kind = "forward" if net.training else "forward in evaluation"
+        return str(error).partition(f"its {kind} comes to ")[2].partition(" in another")[0]
     return ""
 
 
@@ -103,17 +104,21 @@ def test_calls_of_a_hook_on_the_model_are_compared() -> None:
 
 
 class Branches(Net):
-    """Calls all layers; only those that it is told to make the output."""
+    """Calls all layers, and makes its output of those that it is told, and of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(()))
 
     def forward(self, rows: Tensor, used: list[int]) -> Any:
         outputs = [layer(rows) for layer in self.layers]
-        return {"some": [outputs[number].sum() for number in used]}, rows.sum() * 0.0 if rows.requires_grad else None
+        return {"some": [outputs[number].sum() for number in used], "own": self.own * 2.0}, "no tensor"
 
 
 def told_by_backward(net: Net, used: list[int]) -> str:
-    some, _ = net(torch.ones(1, 2), used)
+    outputs, _ = net(torch.ones(1, 2), used)
     try:
-        sum(some["some"]).backward()
+        sum(outputs["some"], outputs["own"]).backward()
     except UserError as error:
         return str(error).partition("its backward comes to ")[2].partition(" in another")[0]
     return ""
@@ -127,7 +132,6 @@ def test_each_later_backward_repeats_the_first_one() -> None:
             BlockCalls(net, list(net.layers), group, torch.device("cpu"))
             with torch.no_grad():
                 net(torch.ones(1, 2), [1])
-            # What is not one of its outputs needs no gradient.
             found += [told_by_backward(net, [0, 2]), told_by_backward(net, [0, 2]), told_by_backward(net, used)]
         return found
 
@@ -153,10 +157,11 @@ def test_in_the_first_backward_ranks_are_compared_before_each_gather() -> None:
     assert on_threads(2, messages) == [("layers.0 and layers.1", [2])] * 2
 
 
-def test_a_backward_that_ends_sooner_is_refused() -> None:
+@pytest.mark.parametrize("used", [[], [2]])
+def test_a_backward_that_ends_sooner_is_refused(used: list[int]) -> None:
     def messages(group: Any) -> str:
         net = Branches()
         BlockCalls(net, list(net.layers), group, torch.device("cpu"))
-        return told_by_backward(net, [2] if group.rank() else [0, 2])
+        return told_by_backward(net, used if group.rank() else [0, *used])
 
     assert on_threads(2, messages) == ["its end and layers.0"] * 2

@@ -1,4 +1,4 @@
-"""Parcels of gradients: sent once in each pass, in one sequence, each as soon as it and those before it are complete."""
+"""Parcels of gradients: sent once in each pass, in one sequence, as soon as they and those before are complete."""
 
 from __future__ import annotations
 

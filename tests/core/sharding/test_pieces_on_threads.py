@@ -21,6 +21,7 @@ from ddp_core.sharding.owns_part import whole_on_first
 from tests.support.thread_world import on_thread_world
 
 STEPS = (5, 1, 4)
+LAYER = nn.Linear(2, 2)
 Dealt = Literal["contiguous", "strided"]
 
 
@@ -64,6 +65,12 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def made_before_the_ranks() -> None:
+    """Ranks that are threads have one random generator."""
+    net()
 
 
 def bits(tensors: Any) -> Any:
@@ -126,8 +133,7 @@ def check(ranks: list[Any]) -> None:
         assert [each for at, each in enumerate(other) if at not in everywhere] == [None] * 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+@pytest.mark.parametrize(("shares", "world_size"), [("contiguous", 2), ("contiguous", 3), ("strided", 3)])
 def test_a_training_has_the_bits_of_one_process(shares: Dealt, world_size: int) -> None:
     check(on_thread_world(world_size, functools.partial(train, shares)))
 
@@ -153,16 +159,13 @@ def refused(make: Callable[[Any], Any]) -> list[str]:
 
 def test_ranks_that_do_not_fit_together_are_refused() -> None:
     def owns(group: Any, **other: Any) -> OwnsPieces:
-        made = copy.deepcopy(net())
+        made = copy.deepcopy(LAYER)
         return OwnsPieces(made, optimizer(made), **{"micro_batches": 4, "process_group": group, **other})
 
-    assert refused(lambda group: owns(group, micro_batches=4 + group.rank())) == [
-        "the ranks do not agree, so their sums would not: micro_batches is 4 on rank 0, but 5 on rank 1"
-    ] * 2
-    assert refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])) == [
-        "the ranks do not agree, so their sums would not: shares is contiguous, in 2 flat tensors on rank 0, but "
-        "strided, in 2 flat tensors on rank 1"
-    ] * 2
+    for message in refused(lambda group: owns(group, micro_batches=4 + group.rank())):
+        assert message.endswith("micro_batches is 4 on rank 0, but 5 on rank 1")
+    for message in refused(lambda group: owns(group, shares=("contiguous", "strided")[group.rank()])):
+        assert "shares is contiguous, in 1 flat tensors on rank 0, but strided, in 1" in message
     assert refused(lambda group: owns(group, **({"shares": "contiguous"} if group.rank() else {}))) == [""] * 2
     assert all("2 ranks" in message for message in refused(lambda group: owns(group, micro_batches=1)))
 
@@ -170,20 +173,26 @@ def test_ranks_that_do_not_fit_together_are_refused() -> None:
 @pytest.mark.parametrize("shares", ["contiguous", "strided"])
 def test_ranks_with_other_weights_are_refused_in_the_first_step(shares: Dealt) -> None:
     def begin(group: Any) -> None:
-        made = copy.deepcopy(net())
+        made = copy.deepcopy(LAYER)
         owned = OwnsPieces(made, optimizer(made), 4, process_group=group, shares=shares)
         with torch.no_grad():
-            made.scale.add_(group.rank())
+            made.weight.add_(group.rank())
         owned.reduction.begin()
 
-    assert all(message.startswith("scale is another on rank 1 than on rank 0") for message in refused(begin))
+    assert all(message.startswith("weight is another on rank 1 than on rank 0") for message in refused(begin))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to shard"):
+        OwnsPieces(nn.ReLU(), optimizer(LAYER), 1)
 
 
 def test_exchanges_wait_as_long_as_asked() -> None:
     def waits(group: Any) -> Any:
-        made = copy.deepcopy(net())
+        made = copy.deepcopy(LAYER)
         owned = OwnsPieces(made, optimizer(made), 2, process_group=group, timeout=timedelta(seconds=7))
-        return owned._channel.group.asked
+        channel: Any = owned._channel
+        return channel.group.asked
 
     assert on_thread_world(2, waits) == [(torch.device("cpu"), timedelta(seconds=7))] * 2
 
@@ -287,3 +296,35 @@ def test_the_whole_of_a_state_is_put_together_on_the_first_rank() -> None:
     assert whole["turned"].tolist() == [[1, 3, 5], [2, 4, 6]]
     assert whole["nested"] == [{"again": whole["exact"]}, 7]
     assert whole["nested"][0]["again"] is whole["exact"]
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_the_state_of_one_process_is_loaded_by_each_rank(shares: Dealt) -> None:
+    made = copy.deepcopy(net())
+    updates = optimizer(made)
+    made.loss(0, 0).backward()
+    updates.step()
+    state = updates.state_dict()
+
+    def loaded(group: Any) -> Any:
+        other = copy.deepcopy(net())
+        owned = OwnsPieces(other, optimizer(other), 2, process_group=group, shares=shares)
+        owned.load_state(state)
+        return momenta(owned.whole_state())
+
+    whole, nothing = on_thread_world(2, loaded)
+    assert list(map(bits, whole)) == list(map(bits, momenta(state)))
+    assert nothing == [None]
+
+
+def test_micro_batches_are_dealt_as_asked() -> None:
+    def dealt(group: Any) -> list[list[int]]:
+        kinds: tuple[Dealt, ...] = ("contiguous", "strided")
+        made = [copy.deepcopy(LAYER) for _ in kinds]
+        owned = [
+            OwnsPieces(each, optimizer(each), 4, process_group=group, shares=kind)
+            for each, kind in zip(made, kinds, strict=True)
+        ]
+        return [list(each.reduction.share) for each in owned]
+
+    assert on_thread_world(2, dealt) == [[[0, 1], [0, 2]], [[2, 3], [1, 3]]]

@@ -130,6 +130,6 @@ def test_layouts_with_long_names_and_values_at_a_mark_have_room(tmp_path: Path) 
     for title, plot in plots.items():
         assert overlaps(plot.figure) == [], title
     cores = plots["Processor use"]
-    values = [text for text in cores.figure.axes[0].texts if text.get_text() == "0.900"]
+    values = [text for text in cores.figure.axes[0].texts if text.get_text() == "0.90"]
     assert len(values) == 8
     assert all(value.get_bbox_patch() is not None for value in values), "the broken line at 1 would strike them out"

@@ -292,7 +292,7 @@ def test_a_table_that_is_cut_off_says_how_many_columns_follow(folder: Path) -> N
 def test_tables_sort_when_their_headings_are_clicked(folder: Path, tmp_path: Path) -> None:
     clicks = """<script>
       const tables = [...document.querySelectorAll("table.sortable")];
-      const table = tables.find((one) => one.textContent.includes("samples/s"));
+      const table = tables.find((one) => one.textContent.includes("started (UTC)"));
       const column = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent === "samples/s");
       const speeds = () => [...table.tBodies[0].rows].map((row) => row.cells[column].textContent.trim()).join(" ");
       const button = table.tHead.rows[0].cells[column].querySelector("button");

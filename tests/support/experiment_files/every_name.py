@@ -47,24 +47,53 @@ def schedule(
     return torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
 
 
-def metrics(outputs: Tensor, targets: Tensor) -> dict[str, object]:
-    guessed, confusion = outputs.argmax(1), torch.zeros(3, 3, dtype=torch.int64)
-    confusion.index_put_((targets, guessed), torch.ones_like(targets), accumulate=True)
-    top2 = (outputs.topk(2).indices == targets[:, None]).any(1).sum()
-    sure = outputs.softmax(1)
-    return {"top2": (top2, len(targets)), "confusion": confusion, "mean_class": (sure.sum(0), len(targets))}
+def top2(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (outputs.topk(2).indices == targets[:, None]).any(1).sum(), len(targets)
+
+
+def confusion(outputs: Tensor, targets: Tensor) -> Tensor:
+    counts = torch.zeros(3, 3, dtype=torch.int64)
+    return counts.index_put_((targets, outputs.argmax(1)), torch.ones_like(targets), accumulate=True)
+
+
+def mean_class(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return outputs.softmax(1).sum(0), len(targets)
+
+
+class Perplexity:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, object]:
+        return {"loss": nn.functional.cross_entropy(outputs, targets, reduction="sum"), "samples": len(targets)}
+
+    def finish(self, sums: dict[str, Tensor]) -> Tensor:
+        return (sums["loss"] / sums["samples"]).exp()
+
+
+class PerClass:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return confusion(outputs, targets)
+
+    def finish(self, counts: Tensor) -> dict[str, Tensor]:
+        f1 = 2 * counts.diag() / (counts.sum(0) + counts.sum(1))
+        return {"f1": f1, "mean_f1": f1.nanmean()}
+
+
+metrics = {
+    "top2": top2,
+    "confusion": confusion,
+    "mean_class": mean_class,
+    "perplexity": Perplexity(),
+    "class": PerClass(),
+}
 
 
 class Lines(Callback):
     """Writes a line at each epoch's end, and at the end."""
 
     def on_epoch(self, moment: Moment) -> None:
-        assert moment.directory is not None
         with (moment.directory / "lines.txt").open("a") as file:
             file.write(f"{moment.epoch} {moment.step} {moment.loss} {moment.evaluation['test_top2']}\n")
 
     def on_end(self, moment: Moment) -> None:
-        assert moment.directory is not None
         with (moment.directory / "lines.txt").open("a") as file:
             file.write(f"end {moment.step} {len(list((moment.directory / 'checkpoints').glob('*.pt')))}\n")
 
@@ -81,7 +110,6 @@ class OnEveryRank(Callback):
         self.steps += 1
 
     def on_end(self, moment: Moment) -> None:
-        assert moment.directory is not None
         (moment.directory / f"steps-{moment.rank}.txt").write_text(str(self.steps))
 
 

@@ -19,7 +19,8 @@ from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
 from tests.support.commands import ROOT, Ended, ddp, trained
 
-PAGE = (ROOT / "docs" / "how-to" / "log-to-tensorboard-mlflow-wandb.md").read_text()
+PAGES = ("log-to-tensorboard-mlflow-wandb.md", "log-to-prometheus.md")
+PAGE = "\n".join((ROOT / "docs" / "how-to" / page).read_text() for page in PAGES)
 SETTINGS = ("--device", "cpu", "--log-every", "1", "--set", "max_steps=6", "--set", "seed=3")
 
 
@@ -45,7 +46,7 @@ def stop_and_resume(home: Path, logger: str) -> tuple[RunDirectory, dict[str, An
     return trained(home / "out")
 
 
-def test_the_page_has_a_command_for_each_logger() -> None:
+def test_the_pages_have_a_command_for_each_logger() -> None:
     names: set[str] = set()
     for line in re.findall(r"\bddp train (.*)$", PAGE, re.MULTILINE):
         with group.commands["train"].make_context("train", line.split()) as context:
@@ -74,6 +75,54 @@ def test_mlflow_keeps_a_resumed_run_as_one(tmp_path: Path) -> None:
     assert "test_loss" in run.data.metrics
     losses = {point.step: point.value for point in client.get_metric_history(run.info.run_id, "loss")}
     assert losses == {step["step"]: step["loss"] for step in read_metrics(directory.metrics, "step")}
+
+
+@pytest.mark.extras("prometheus_client")
+def test_prometheus_reads_the_last_values_of_a_resumed_run(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_fd_to_metric_families
+
+    folder = tmp_path / "textfiles"
+    folder.mkdir()
+    words = [*on_the_page("prometheus"), "--layout", "single", "--checkpoint-every", "2"]
+    place = {"DDP_PROMETHEUS_DIR": str(folder)}
+    assert train(tmp_path, *words, "--max-seconds", "0.001", **place).code == 75
+    assert 'ddp_run_status="stopped",experiment="digits"' in next(folder.iterdir()).read_text()
+    ended = train(tmp_path, *words, "--resume", "auto", **place)
+    assert ended.code == 0, ended.errors
+    assert "warning" not in ended.errors
+    directory, record = trained(tmp_path / "out")
+
+    (file,) = folder.iterdir()
+    assert file.name == f"ddp-digits-{directory.path.name}.prom"
+    with file.open() as text:
+        families = {family.name: family for family in text_fd_to_metric_families(text)}
+    samples = [sample for family in families.values() for sample in family.samples]
+    assert all(sample.labels["run"] == directory.path.name for sample in samples)
+    assert all(sample.labels["experiment"] == "digits" for sample in samples)
+    assert {name: family.type for name, family in families.items() if family.type != "gauge"} == {
+        "ddp_checkpoints": "counter"
+    }
+    value = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+    names = ("digits", directory.path.name)
+    last = read_metrics(directory.metrics, "step")[-1]
+    assert value["ddp_step", *names] == value["ddp_planned_steps", *names] == 6
+    assert value["ddp_loss", *names] == last["loss"]
+    assert value["ddp_learning_rate", *names] == last["lr"]
+    assert value["ddp_data_wait_ratio", *names] == last["data_wait"]
+    assert value["ddp_checkpoints_total", *names] >= 2
+    figures = {sample.labels["figure"]: sample.value for sample in samples if sample.name == "ddp_result"}
+    assert figures["test_loss"] == record["result"]["test_loss"]
+    states = {sample.labels["ddp_run_status"]: sample.value for sample in samples if sample.name == "ddp_run_status"}
+    assert states == {"running": 0, "completed": 1, "stopped": 0, "failed": 0}
+
+
+@pytest.mark.extras("prometheus_client")
+def test_prometheus_without_a_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for place in ({}, {"DDP_PROMETHEUS_DIR": str(tmp_path / "missing")}):
+        ended = train(tmp_path, *on_the_page("prometheus"), **place)
+        assert ended.code == 2
+        assert "DDP_PROMETHEUS_DIR" in ended.errors
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.extras("mlflow")

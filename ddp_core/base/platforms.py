@@ -1,0 +1,21 @@
+"""On which operating systems ddp runs. docs/reference/platforms.md has the whole answer."""
+
+from __future__ import annotations
+
+import sys
+
+OPEN_FILES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+"""Where the operating system shows this process's open files by their number."""
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in a unit of getrusage's `ru_maxrss`."""
+
+
+def refused_platform() -> str | None:
+    """Why ddp cannot run on this operating system, and what to do; None where it can."""
+    if sys.platform in ("win32", "cygwin"):
+        return (
+            "ddp does not run on Windows itself, which lacks the file locks and signals that a run relies on: use WSL2 "
+            "(`wsl --install`, then as on Linux) or a container"
+        )
+    return None

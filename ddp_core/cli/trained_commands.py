@@ -1,0 +1,118 @@
+"""The commands for the weights of a run, each with its options and its help: `ddp eval` and `ddp export`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ddp_core.base.errors import ExitCode
+from ddp_core.cli.click_kinds import Command, field_options
+from ddp_core.cli.words import IS_OWN_PROCESS, as_json, quiet
+
+
+def _step(value: str) -> int | str:
+    if value in ("final", "newest", "best"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value} is no step; give a number, or final, newest or best")
+    return int(value)
+
+
+def _bytes(value: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([kMGT]?B)?", value)
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"{value} is no size; give bytes, or a number with kB, MB, GB or TB")
+    units = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    return int(found[1]) * units[found[2] or "B"]
+
+
+def _at(usual: str, default: str | None = None) -> Callable[[Any], Any]:
+    return click.option(
+        "--at",
+        default=default,
+        metavar="STEP",
+        type=_step,
+        help=f"The weights after this step, of which there is a checkpoint; or final, newest, best. [default: {usual}]",
+    )
+
+
+def _options_of_eval() -> list[click.Parameter]:
+    recorded = field_options("settings", "device", "data_dir", default="as recorded")
+    return [*field_options("layout", "nproc_per_node", "shard"), *recorded]
+
+
+@click.command("eval", cls=Command, options=_options_of_eval)
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@_at("those it ended with, else its newest checkpoint")
+@click.option(
+    "--data", metavar="NAME", help="Another data set of the experiment's file or of ddp, as --set data.name=NAME."
+)
+@as_json
+@click.pass_context
+def eval_(context: click.Context, /, run: Path, **changes: Any) -> int:
+    """Evaluate weights of RUN, on any layout.
+
+    The figures have the bits that training gave them, in one process or on the layout that is named. Only settings of
+    data and evaluation can be changed. This runs the code that the run has kept.
+    """
+    quiet()
+    from ddp_core.cli.evaluate import evaluate
+
+    return evaluate(run, context.find_root().obj, context.meta.get(IS_OWN_PROCESS, False), **changes)
+
+
+@click.command("export", cls=Command, options=partial(field_options, "data_dir", default="as recorded"))
+@click.argument("run", metavar="RUN|CHECKPOINT|BUNDLE", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["safetensors", "torch", "onnx", "torch-export", "hf", "dcp"]),
+    help="safetensors and torch: a state dict. onnx and torch-export: a graph with its weights. hf: a folder for "
+    "from_pretrained, of a transformers model. dcp: torch.distributed.checkpoint.",
+)
+@_at("final", "final")
+@click.option(
+    "--weights",
+    type=click.Choice(["auto", "trained", "averaged"]),
+    default="auto",
+    show_default=True,
+    help="With ema_decay, the averaged weights or those before averaging. auto: those that evaluated better.",
+)
+@click.option(
+    "--out",
+    "target",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder to write, which must not exist. [default: EXPERIMENT-RUN-FORMAT, here]",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    metavar="SIZE",
+    type=_bytes,
+    default="5GB",
+    show_default=True,
+    help="safetensors and hf: several files and an index, where there are more bytes of weights.",
+)
+def export_(run: Path, data_dir: str | None, **choices: Any) -> int:
+    """Write the weights of RUN for other programs.
+
+    The folder has the weights, a card that says what they are, and how to verify them. This runs the code that the run
+    has kept.
+    """
+    quiet()
+    from ddp_core.record.exporting import export
+    from ddp_core.record.places import place_named
+
+    with place_named(run) as place:
+        done = export(place, data_dir=None if data_dir is None else Path(data_dir), **choices)
+    for line in done.lines:
+        print(f"note: {line}")
+    print(f"{done.folder}: {done.files} files, {done.bytes:,} bytes")
+    print(f"weights sha256 {done.digest}")
+    return ExitCode.DONE

@@ -1,0 +1,155 @@
+"""`--fork`: a new run that begins with the whole state of another run's checkpoint, with some settings changed.
+
+The checkpoint is copied into the new run's directory, so that the new run may be killed and resumed like any other, and
+needs its parent no more; `ddp verify` does, and follows the line of parents.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.digests import weights_digest
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import NewFile, make_directory
+from ddp_core.base.refusals import refused
+from ddp_core.checkpoint import Checkpoint, find_checkpoints, newest_valid, read_checkpoint
+from ddp_core.config.experiment import Component, Experiment
+from ddp_core.experiment.request import Request
+from ddp_core.record.continuing import differing
+from ddp_core.record.directory import RunDirectory
+from ddp_core.record.fork_rules import refused_changes
+from ddp_core.record.weights import read_weights
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run has branched off, as run.json records it."""
+
+    given: str
+    """The words after `--fork`."""
+    run: str
+    """The parent's directory, an absolute path."""
+    step: int
+    """The step of its checkpoint."""
+    checkpoint_sha256: str
+    """The digest of the checkpoint's manifest, which names the digests of its files."""
+    weights_sha256: str
+    """The digest of the weights in it, made as the `weights_sha256` of a run is."""
+    experiment_sha256: str
+    """The digest of the experiment that had trained these weights."""
+    hyperparameters: list[str]
+    """The optimizer's settings that differ from the parent's, beside the rate, which the schedule sets."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The `forked_from` of run.json."""
+        return asdict(self)
+
+
+def find_fork(request: Request, samples: int) -> Fork | None:
+    """Where the request's new run branches off; None where it asks for no fork. `samples`: of the training data.
+
+    Raises UserError where the run, or its checkpoint, is not there (3), or where a setting differs that a fork may not
+    change.
+    """
+    asked = request.asked
+    if asked is None or asked.fork is None:
+        return None
+    parent = RunDirectory(Path(asked.fork))
+    record = parent.read()
+    if reason := refused_changes(differing(record, request.loaded.experiment)):
+        raise UserError(
+            f"--fork {parent.path}: {reason}. Set it as it was, or begin a run with the weights alone: "
+            f"--init-from {parent.path}"
+        )
+    checkpoint = _chosen(parent, asked.at)
+    experiment = request.loaded.experiment
+    total = experiment.total_steps(experiment.steps_per_epoch(samples))
+    if checkpoint.step >= total:
+        raise UserError(
+            f"--fork {parent.path}: the checkpoint is of step {checkpoint.step}, and {experiment.name} has {total} "
+            "steps: set more epochs or max_steps, or choose an earlier checkpoint with --at STEP"
+        )
+    return Fork(
+        asked.fork,
+        str(parent.path.resolve()),
+        checkpoint.step,
+        checkpoint.sha256,
+        weights_digest(read_weights(checkpoint.path)),
+        str(checkpoint.metadata.get("experiment_sha256")),
+        _hyperparameters(record, experiment),
+    )
+
+
+def _chosen(parent: RunDirectory, at: int | None) -> Checkpoint:
+    """The checkpoint of the step `at`, or the newest one. Raises UserError (3) where it is not there."""
+    found = find_checkpoints(parent.checkpoints)
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
+    if at is None:
+        if (newest := newest_valid(parent.checkpoints)) is not None:
+            return newest
+        raise UserError(f"--fork {parent.path}: the run has no checkpoint", ExitCode.NO_CHECKPOINT)
+    for checkpoint in found:
+        if checkpoint.step == at:
+            return checkpoint
+    raise UserError(
+        f"--fork {parent.path} --at {at}: there is no such checkpoint; kept are those of the steps: {steps}. "
+        "--checkpoint-every and --keep-every decide which are",
+        ExitCode.NO_CHECKPOINT,
+    )
+
+
+def bring_checkpoint(directory: RunDirectory) -> None:
+    """Copy the checkpoint that the run branches off from into its directory, unless the run has checkpoints.
+
+    Raises UserError (3) where the parent's has gone or changed since, and (4) where it cannot be written.
+    """
+    fork = directory.read().get("forked_from")
+    if fork is None or find_checkpoints(directory.checkpoints):
+        return
+    source = next(
+        (each for each in find_checkpoints(RunDirectory(Path(fork["run"])).checkpoints) if each.step == fork["step"]),
+        None,
+    )
+    if source is None or source.sha256 != fork["checkpoint_sha256"]:
+        raise UserError(
+            f"the checkpoint of step {fork['step']} of {fork['run']}, from which this run branches off, is "
+            f"{'gone' if source is None else 'another one now'}",
+            ExitCode.NO_CHECKPOINT,
+        )
+    try:
+        make_directory(directory.checkpoints)
+        # The manifest last: a checkpoint is there once it is.
+        for file in [*(part.file for part in source.data), source.manifest.name]:
+            with NewFile(directory.checkpoints / file) as new:
+                shutil.copyfile(source.directory / file, new.temporary)
+                new.sync()
+                new.rename()
+    except OSError as error:
+        raise refused(error, directory.checkpoints) from None
+    copied = read_checkpoint(directory.checkpoints / source.manifest.name, sha256=source.sha256)
+    if weights_digest(read_weights(copied.path)) != fork["weights_sha256"]:
+        raise UserError(
+            f"the checkpoint of step {fork['step']} of {fork['run']} has changed since this run branched off",
+            ExitCode.NO_CHECKPOINT,
+        )
+
+
+def _hyperparameters(record: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """See `Fork.hyperparameters`; `record` is the parent's.
+
+    Raises UserError where the rate or the schedule differs under a schedule of the experiment's own, whose state holds
+    the rates from before.
+    """
+    changes = differing(record, experiment)
+    rates = [name for name in changes if name.startswith(("optimizer.", "schedule."))]
+    if rates and isinstance(experiment.schedule, Component):
+        raise UserError(
+            f"--fork: {rates[0]} has changed, but the schedule is the experiment's own, and its state in the "
+            "checkpoint holds the rates from before: leave it as it was, use a built-in schedule, or --init-from"
+        )
+    names = [name.removeprefix("optimizer.") for name in changes if name.startswith("optimizer.")]
+    return [name for name in names if name not in ("lr", "reference_batch")]

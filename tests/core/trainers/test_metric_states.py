@@ -1,0 +1,210 @@
+"""Metrics of torchmetrics: the figure of one object that counts all batches, whoever counts which, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_core.base.errors import UserError
+from ddp_core.base.torchvision_import import import_torchvision
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.world import World
+from ddp_core.trainers.metric_states import MetricStates
+from ddp_core.trainers.own_metrics import OwnMetrics, _named
+from tests.support.commands import ddp, train, trained
+
+pytestmark = pytest.mark.extras("torchmetrics")
+
+CPU = torch.device("cpu")
+FILES = Path(__file__).parents[2] / "support" / "experiment_files"
+FILE = str(FILES / "other_peoples_metrics.py")
+SIZES = (7, 7, 7, 2)
+
+
+class _Gathers(Collectives):
+    """Stands for ranks, and gives what each of them has told."""
+
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__(World(), CPU)
+        self._told = told
+
+    def gather(self, value: Any) -> list[Any]:
+        self._told.append(value)
+        return self._told
+
+
+def classes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 3, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def shares(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.rand(size, generator=generator), torch.randint(0, 2, (size,), generator=generator)
+
+
+def numbers(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+
+
+def words(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 5, 11, generator=generator), torch.randint(0, 11, (size, 5), generator=generator)
+
+
+def torchmetrics() -> Any:
+    import_torchvision()
+    import torchmetrics
+
+    return torchmetrics
+
+
+def batches(kind: Callable[..., tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [kind(size, generator) for size in SIZES]
+
+
+def merged(metric: Any, given: list[tuple[Tensor, Tensor]], ranks: int = 1, compared: bool = False) -> dict[str, Any]:
+    """The figures where so many ranks take the batches in turn."""
+    told: list[Any] = []
+    for rank in reversed(range(ranks)):
+        states = MetricStates(OwnMetrics.of({"it": metric}).of_torchmetrics, CPU, compared)
+        for number in range(rank, len(given), ranks):
+            states.add(number, *given[number])
+        figures = states.figures(_Gathers(told))
+    return _named(figures())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("classification.BinaryAUROC", {}, shares),
+        ("classification.BinaryAveragePrecision", {"thresholds": 20}, shares),
+        ("classification.BinaryROC", {"thresholds": 5}, shares),
+        ("classification.BinaryCalibrationError", {}, shares),
+        ("classification.MulticlassF1Score", {"num_classes": 3, "average": "macro"}, classes),
+        ("classification.MulticlassConfusionMatrix", {"num_classes": 3}, classes),
+        ("classification.MulticlassMatthewsCorrCoef", {"num_classes": 3}, classes),
+        ("regression.MeanSquaredError", {}, numbers),
+        ("regression.R2Score", {}, numbers),
+        ("regression.SpearmanCorrCoef", {}, numbers),
+        ("image.PeakSignalNoiseRatio", {"data_range": (-1, 1)}, numbers),
+        ("text.Perplexity", {}, words),
+    ],
+)
+def test_the_figure_is_that_of_one_object_that_counts_all_batches(name: str, options: Any, kind: Any) -> None:
+    library, _, last = f"torchmetrics.{name}".rpartition(".")
+    torchmetrics()
+    make = getattr(__import__(library, fromlist=[last]), last)
+    plain, given = make(**options), batches(kind)
+    for batch in given:
+        plain.update(*batch)
+    expected = _named({"it": plain.compute()})
+    metric = make(**options)
+    for ranks in (1, 2, 3):
+        assert merged(metric, given, ranks) == expected
+    assert merged(metric, given[:2], compared=True)
+    assert not metric.update_called, "the user's object is left alone"
+
+
+def test_states_without_a_reduction_are_stacked_as_torchmetrics_does_with_ranks() -> None:
+    metric, given = torchmetrics().regression.PearsonCorrCoef(), batches(numbers)
+    inputs, targets = map(torch.cat, zip(*given, strict=True))
+    expected = torch.corrcoef(torch.stack([inputs, targets]))[0, 1].item()
+    assert merged(metric, given) == {"test_it": pytest.approx(expected, rel=1e-5)}
+    assert merged(metric, given, 2) == merged(metric, given, 3) == merged(metric, given)
+
+
+def test_metrics_that_are_made_of_others() -> None:
+    library, given = torchmetrics(), batches(classes)
+    accuracy, precision = library.classification.MulticlassAccuracy(3), library.classification.MulticlassPrecision(3)
+    collection = library.MetricCollection([accuracy, precision], prefix="my_")
+    assert [*OwnMetrics.of(collection).of_torchmetrics] == ["my_MulticlassAccuracy", "my_MulticlassPrecision"]
+    assert [*OwnMetrics.of(accuracy).of_torchmetrics] == ["MulticlassAccuracy"]
+    both, alone = merged(accuracy * 2 + precision, given, 2), merged(precision, given)["test_it"]
+    assert both["test_it"] == pytest.approx(2 * merged(accuracy, given)["test_it"] + alone)
+    each = merged(library.wrappers.ClasswiseWrapper(library.classification.MulticlassAccuracy(3, average=None)), given)
+    assert [*each] == [f"test_it_multiclassaccuracy_{number}" for number in range(3)]
+
+
+def test_what_cannot_be_merged_is_refused_by_name() -> None:
+    library = torchmetrics()
+
+    class Own(library.Metric):  # type: ignore[misc, name-defined]
+        def __init__(self, default: Any = None, reduction: Any = None) -> None:
+            super().__init__()
+            self.total, self.kept = torch.zeros(()), {"inputs": [torch.zeros(())]}
+            if default is not None:
+                self.add_state("count", default, reduction)
+
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            self.count = getattr(self, "count", 0) + len(outputs)
+
+        def compute(self) -> Tensor:
+            return self.count
+
+    class Total(Own):
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            super().update(outputs, targets)
+            self.total = self.total + outputs.sum()
+
+    class Hidden(Own):
+        def update(self, outputs: Tensor, targets: Tensor) -> None:
+            super().update(outputs, targets)
+            self.kept["inputs"].append(outputs.sum())
+
+        def compute(self) -> Tensor:
+            return sum(self.kept["inputs"]) / self.count
+
+    zero, error = torch.tensor(0.0), library.classification.MulticlassAccuracy(3)
+    for metric, found in [
+        (Own(), "Own.*has no state"),
+        (Own(torch.tensor(1.0), "sum"), "count is summed, and does not begin at 0"),
+        (Own(zero, lambda each: each.sum(0)), "count has a reduction of its own"),
+        (Own(zero), r"Own.*gives tensor\(\[7., 7.\]\), and 14.0"),
+        (Total(zero, "sum"), "outside of its states: total is"),
+        (Hidden(zero, "sum"), "Hidden.*where one object counts all batches"),
+        (library.wrappers.Running(error, 2), "Running.*the last few batches"),
+        (library.wrappers.MinMaxMetric(error), "MinMaxMetric.*all evaluations"),
+    ]:
+        kind = numbers if isinstance(metric, Own) else classes
+        with pytest.raises(UserError, match=f"it.*{found}"):
+            merged(metric, batches(kind)[:2], compared=True)
+
+
+def facts(record: dict[str, Any]) -> dict[str, Any]:
+    assert record["status"] == "completed"
+    return {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_"))}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("alone")
+    train(output, FILE)
+    return output
+
+
+def test_the_figures_are_the_same_on_every_layout(alone: Path, tmp_path: Path) -> None:
+    expected = facts(trained(alone)[1])
+    assert {"test_auroc", "test_f1", "test_drawn_mean", "ema_test_auroc", "test_largest"} <= expected.keys()
+    assert None not in expected.values()
+    assert len(expected["test_per_class"]) == 3
+    assert facts(train(tmp_path / "dp", FILE, "--layout", "dp", "--nproc-per-node", "2")) == expected
+    for ranks in (2, 3):
+        assert facts(train(tmp_path / f"ddp-{ranks}", FILE, ranks=ranks)) == expected
+    cut = facts(train(tmp_path / "cut", FILE, "--shard", "parameters", "--set", "ema_decay=null", ranks=2))
+    assert cut == {name: value for name, value in expected.items() if name.startswith("test_")}
+    rank0 = train(tmp_path / "rank0", FILE, "--set", "evaluation.where=rank0", ranks=2)
+    assert facts(rank0) == expected
+
+
+def test_a_killed_run_goes_on_to_the_same_figures_and_verifies(alone: Path, tmp_path: Path) -> None:
+    words = [FILE, "--checkpoint-every", "3", "--resume", "auto", "--synchronous-save"]
+    killed = ddp("train", *words, "--fault", "kill@6", "--device", "cpu", "--output", tmp_path)
+    assert killed.code == -9, killed.errors
+    assert facts(train(tmp_path, *words, ranks=2)) == facts(trained(alone)[1])
+    verified = ddp("verify", trained(tmp_path)[0].path, "--layout", "dp", "--nproc-per-node", "3", "--device", "cpu")
+    assert verified.code == 0, verified.errors
+    assert "identical" in verified.output
