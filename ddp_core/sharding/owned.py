@@ -22,7 +22,7 @@ class Owned:
         self.like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
         """The whole parameter's dtype, shape and strides, without its memory."""
         self.is_trained = whole.requires_grad
-        self.inside = slice(0, stop - start)
+        self.inside = slice(None)
         """Where the owned elements lie in `tensor`."""
 
     def of_whole(self, whole: Tensor | CutTensor) -> Tensor:

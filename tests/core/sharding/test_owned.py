@@ -39,6 +39,13 @@ def test_owned_elements_are_counted_as_they_lie_in_memory_whatever_they_are_read
     assert own.cut_blocks(4) == []
 
 
+def test_what_is_owned_knows_the_form_of_the_whole_and_none_of_its_memory() -> None:
+    whole = nn.Parameter(torch.ones(2, 3, dtype=torch.float64).t())
+    like = Owned("weight", whole, 0, 6, nn.Parameter(torch.ones(6))).like
+    assert (like.dtype, like.shape, like.stride()) == (torch.float64, (3, 2), (1, 3))
+    assert like.is_meta
+
+
 def test_no_other_part_of_a_checkpoint_is_read() -> None:
     parts = in_pieces(IMAGE.detach(), 8, 16)
     foreign = {start: values if start == 8 else values.to("meta") for start, values in parts.pieces.items()}

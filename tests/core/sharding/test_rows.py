@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,22 +24,19 @@ from tests.distributed.sharded_cases import described
 from tests.support.processes import run_processes
 from tests.support.thread_world import on_thread_world
 
-
-@functools.cache
-def nets() -> list[nn.Module]:
-    """Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
-    return [cases.net(0), cases.net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
+with torch.random.fork_rng():
+    NETS = [cases.net(0), cases.net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
+"""Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
 
 
 @pytest.fixture(autouse=True)
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    nets()
     # It looks at the random numbers of all threads.
     monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
 
 
 def owns(group: Any, number: int = 0, micro_batches: int = MICRO_BATCHES, **how: Any) -> OwnsRows:
-    made = copy.deepcopy(nets()[number])
+    made = copy.deepcopy(NETS[number])
     return OwnsRows(made, adam(made), micro_batches, process_group=group, **{"fewest_elements": 1, **how})
 
 
@@ -60,8 +56,8 @@ def test_gathers_and_sums_have_groups_of_their_own() -> None:
 
 
 def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
-    reference = nets()[0].state_dict()
-    names = [name for name, _ in nets()[0].named_parameters(remove_duplicate=False)]
+    reference = NETS[0].state_dict()
+    names = [name for name, _ in NETS[0].named_parameters(remove_duplicate=False)]
 
     def check(group: Any) -> None:
         owned = owns(group)
@@ -82,9 +78,9 @@ def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
         assert set(owned.trained) == trained
         assert set(owned.made_by_backward()) == trained - {"last.weight"}
         assert {each.name for each in owned.owned} == set(names) - {"last.weight"}
-        owned.load_weights(nets()[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
+        owned.load_weights(NETS[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
         assert owned.module.told == "at last"
-        expected = dict(nets()[1].state_dict()) | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)}
+        expected = dict(NETS[1].state_dict()) | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)}
         assert described(owned.whole_weights()) == described(None if group.rank() else expected)
         owned.reduction.close()
 
@@ -148,7 +144,7 @@ def test_a_forward_that_writes_to_what_is_freed_is_refused_where_bits_are_promis
 def test_a_sharding_of_parameters_cuts_rows() -> None:
     def check(group: Any) -> None:
         for exact in ({}, {"exact": False}):
-            module = copy.deepcopy(nets()[0])
+            module = copy.deepcopy(NETS[0])
             optimizer = adam(module)
             owned = Sharding("parameters").cut(module, optimizer, 4, group, **exact)
             assert type(owned) is OwnsRows
@@ -173,7 +169,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
             assert " is another on rank 1 than on rank 0" in other
 
         def in_pieces() -> None:
-            made = copy.deepcopy(nets()[0])
+            made = copy.deepcopy(NETS[0])
             OwnsPieces(made, adam(made), MICRO_BATCHES, process_group=group)
 
         said = message(in_pieces if rank else lambda: owns(group))
@@ -192,7 +188,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     ],
 )
 def test_a_state_of_another_model_is_refused_by_name(change: dict[str, Any], words: str) -> None:
-    state = {name: value for name, value in (nets()[0].state_dict() | change).items() if value is not None}
+    state = {name: value for name, value in (NETS[0].state_dict() | change).items() if value is not None}
 
     def load(group: Any) -> None:
         owned = owns(group)

@@ -190,3 +190,9 @@ class Gathering(Rule):
 
 def test_a_rule_that_gathers_before_it_updates_is_accepted() -> None:
     require_elementwise(Gathering(small((5, 7), (3,), (0, 4))))
+
+
+def test_an_object_in_a_state_is_refused_as_such() -> None:
+    rule = Keeping(small(), lambda rule, weight, _: rule.state[weight].update(past=[1, slice(1)]))
+    with pytest.raises(UserError, match=r"Keeping keeps past\.1 of a weight as a slice, of which no rank can keep"):
+        require_elementwise(rule)

@@ -125,3 +125,23 @@ def test_each_name_is_there_when_it_is_asked_for() -> None:
         assert getattr(sharding, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'OwnsNothing'"):
         _ = sharding.OwnsNothing
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "gradients"])
+def test_other_weights_on_a_rank_are_refused_before_the_first_step(
+    mode: ShardMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
+    made = nn.Linear(3, 2)
+
+    def begin(group: Any) -> None:
+        layer = copy.deepcopy(made)
+        owned = Sharding(mode).cut(layer, torch.optim.SGD(layer.parameters()), 4, group)
+        with torch.no_grad():
+            layer.bias.add_(group.rank())  # as a checkpoint that one rank has not loaded
+        with pytest.raises(ValueError, match="bias is another on rank 1 than on rank 0"):
+            owned.reduction.begin(4)
+        owned.reduction.close()
+
+    on_threads(2, begin)

@@ -217,6 +217,8 @@ def test_a_state_that_lies_in_parts_is_read_where_it_is_owned() -> None:
     every = [leaves(state) for state in saved]
 
     def in_parts(leaf: Any, name: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.shape == (5,):  # whole here, and cut by those who saved it
+            return CutTensor(leaf.dtype, (5,), (1,), {0: leaf[:2], 2: leaf[2:]})
         if not isinstance(leaf, CutTensor):
             return leaf
         pieces = {start: values for each in every for start, values in each[name].pieces.items()}
