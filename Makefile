@@ -37,14 +37,14 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  cpu-cluster takes NODES=2 NPROC=2 EXPERIMENT=digits BACKEND=auto|docker|local OPTIONS=\"--set epochs=2\""
 
-setup: ## Make .venv from constraints.txt, with torch for CUDA or the CPU (says which, and why): TORCH=cpu|cuda
+setup: ## Make .venv from constraints.txt, with torch for CUDA or the CPU (says which, and why): TORCH=cpu|cuda INSTALLER=uv
 	@for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
 	  then exec $$python tools/environment.py; fi; done; \
@@ -79,7 +79,7 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,schemas,recording]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,sweeps,schemas,recording,pyright,uv]'
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -135,10 +135,13 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 	$(NO_GPU) $(BIN)/python -m pytest -m "not gpu and not gpu2"
 	$(MAKE) --no-print-directory test-gpu
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -c 'import basedpyright' 2>/dev/null || \
+	  $(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[pyright]'
+	$(BIN)/python -m tools.typed_examples
 
 compare: setup ## One table of all runs in outputs/
 	@$(BIN)/ddp compare
@@ -157,6 +160,10 @@ report: setup ## All runs, claims and drills on one page: outputs/report/index.h
 
 portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
 	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)
+
+uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
+	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
 
 sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
 	@$(BIN)/python tools/sbom.py

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddp_core.cli.training import train
     from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
     from ddp_core.data.splits import InMemory, Splits
-    from ddp_core.observe.callback import Callback
+    from ddp_core.observe.callback import Callback, Moment
     from ddp_core.observe.early_stopping import EarlyStopping
     from ddp_core.record.reading import Run
     from ddp_core.record.trained import load_model
@@ -37,6 +37,7 @@ __all__ = [
     "Experiment",
     "InMemory",
     "MicroBatches",
+    "Moment",
     "Optimizer",
     "Run",
     "Schedule",
@@ -57,6 +58,7 @@ _PLACES = {
     "Experiment": "ddp_core.config.experiment",
     "InMemory": "ddp_core.data.splits",
     "MicroBatches": "ddp_core.sampler",
+    "Moment": "ddp_core.observe.callback",
     "Optimizer": "ddp_core.config.experiment",
     "Run": "ddp_core.record.reading",
     "Schedule": "ddp_core.config.experiment",

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 
 FRONT = [
-    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "EarlyStopping"),
+    *("Experiment", "Component", "Optimizer", "Schedule", "Splits", "InMemory", "Callback", "EarlyStopping", "Moment"),
     *("train", "Run", "load_model"),
     *("ElasticSampler", "MicroBatches", "ExactReduction", "Checkpointer", "load"),
 ]
@@ -30,7 +30,6 @@ FRONT = [
 EXPERIMENT_WORDS = {
     "ddp_core.config.experiment": ["Evaluation", "DdpOptions"],
     "ddp_core.data.splits": ["ByteImages", "content_digest"],
-    "ddp_core.observe.callback": ["Moment"],
 }
 """What an experiment's file may need beside the short list."""
 
@@ -227,7 +226,7 @@ def _methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
 def _constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
     """The `__init__` of the class, where it writes one."""
     found = [method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"]
-    return found[0] if found else None
+    return found[-1] if found else None  # above it stand its overloads
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -246,7 +245,7 @@ def _field(node: ast.AnnAssign) -> str:
     if isinstance(value, ast.Call) and ast.unparse(value.func) in ("Field", "field"):
         named = {word.arg: ast.unparse(word.value) for word in value.keywords if word.arg is not None}
         made = {"dict": "{}", "list": "[]"}.get(named.get("default_factory", ""), "")
-        default = ast.unparse(value.args[0]) if value.args else made
+        default = named.get("default", made)
         limits = " and ".join(f"{sign} {named[word]}" for word, sign in _CONSTRAINTS.items() if word in named)
     return f"`{ast.unparse(node.target)}: {kind}{f' = {default}' if default else ''}`{f' ({limits})' if limits else ''}"
 

@@ -1,8 +1,9 @@
 """Make `.venv` and `.env`: what `make setup` does. Standard library only: it runs before anything is installed.
 
 `.venv` gets everything that constraints.txt pins and pyproject.toml asks for. It is made anew when either list changes,
-or when TORCH asks for another build of torch than it has (torch_build.py), and left alone otherwise. `.env` tells
-Docker Compose which user the containers run as, so that a later, bare `docker compose up` knows it.
+or when TORCH asks for another build of torch than it has (torch_build.py), and left alone otherwise. With INSTALLER=uv
+all but torch comes from uv.lock, in seconds. What was installed is imported before "done" is said. `.env` tells Docker
+Compose which user the containers run as, so that a later, bare `docker compose up` knows it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,7 +23,8 @@ from torch_build import Build, asked_build, choose_build, installed_version, is_
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 STAMP = ENVIRONMENT / ".installed"
-EXTRAS = "cluster,test,lint"
+EXTRAS = ("cluster", "test", "lint")
+HOOK = ROOT / "tools" / "torchvision_hook.py"
 
 
 def fingerprint() -> str:
@@ -31,7 +34,7 @@ def fingerprint() -> str:
     lists = {name: project["project"].get(name) for name in names}
     packages = [project["build-system"], project["tool"]["hatch"]]
     pins = (ROOT / "constraints.txt").read_text()
-    record = [pins, lists, packages, sys.version_info[:2], str(ROOT)]
+    record = [pins, HOOK.read_text(), lists, packages, sys.version_info[:2], str(ROOT)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -41,10 +44,22 @@ def pins() -> dict[str, str]:
     return {name: version for name, equals, version in (line.partition("==") for line in lines) if equals}
 
 
-def make_environment(build: Build | None) -> None:
+def asked_uv() -> str | None:
+    """The program uv where INSTALLER=uv asks for it. Raises ValueError where it is missing, and for other words."""
+    installer = os.environ.get("INSTALLER") or "pip"
+    if installer not in ("pip", "uv"):
+        raise ValueError(f"INSTALLER={installer}: use INSTALLER=uv, or leave it out and pip installs")
+    program = shutil.which("uv") if installer == "uv" else None
+    if installer == "uv" and program is None:
+        raise ValueError("INSTALLER=uv: there is no uv on PATH; install it (`pipx install uv`), or leave INSTALLER out")
+    return program
+
+
+def make_environment(build: Build | None, uv: str | None = None) -> None:
     """Install into a fresh `.venv`; the stamp comes last, so that an interrupted installation is begun again."""
-    wanted = fingerprint()
-    as_asked = build is None or is_build(installed_version(ENVIRONMENT), build)
+    wanted, installed = fingerprint(), installed_version(ENVIRONMENT)
+    # `uv sync` takes torch away, which uv.lock does not name.
+    as_asked = installed is not None if build is None else is_build(installed, build)
     if STAMP.is_file() and STAMP.read_text() == wanted and as_asked:
         return
     version = sys.version.split()[0]
@@ -55,10 +70,44 @@ def make_environment(build: Build | None) -> None:
     subprocess.run([*install, "pip", "hatchling"], cwd=ROOT, check=True)
     choice = choose_build(python, pins(), build, nvidia_driver())
     print(f"setup: {choice.reason}", flush=True)
+    if uv is not None:
+        sync = [uv, "sync", "--quiet", "--frozen", "--inexact", "--no-build-isolation"]
+        extras = [word for extra in EXTRAS for word in ("--extra", extra)]
+        settings = os.environ | {"UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)}
+        subprocess.run([*sync, *extras, "--python", python], cwd=ROOT, env=settings, check=True)
     # Without build isolation the pinned hatchling builds the project, not whatever is newest today.
-    subprocess.run([*install, "--no-build-isolation", "-e", f".[{EXTRAS}]", *choice.words], cwd=ROOT, check=True)
+    project = ["--no-build-isolation", "-e", f".[{','.join(EXTRAS)}]"]
+    subprocess.run([*install, *project, *choice.words], cwd=ROOT, check=True)
+    require_imports(python)
     STAMP.write_text(wanted)
     print(f"setup: done, with torch {installed_version(ENVIRONMENT)}", flush=True)
+
+
+def require_imports(python: str) -> None:
+    """Import what was installed, and mend a torchvision of another build than torch. Raises ImportError."""
+    failed = failed_imports(python)
+    if "torchvision" in failed and "torchvision::nms" in failed["torchvision"]:
+        (packages,) = ENVIRONMENT.glob("lib/python3*/site-packages")
+        shutil.copy(HOOK, packages)
+        (packages / f"{HOOK.stem}.pth").write_text(f"import {HOOK.stem}\n")
+        failed = failed_imports(python)
+        if "torchvision" not in failed:
+            print(
+                "setup: this torchvision was built for another torch; `import torchvision` works, but its compiled "
+                "operators (torchvision.ops.nms, roi_align …) do not",
+                flush=True,
+            )
+    if failed:
+        raise ImportError("; ".join(f"import {module}: {error}" for module, error in failed.items()))
+
+
+def failed_imports(python: str) -> dict[str, str]:
+    """What of the installed packages cannot be imported, with the error of each."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    words = [python, "-W", "ignore", "tools/installed_imports.py", project]
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    failed: dict[str, str] = json.loads(done.stdout)
+    return failed
 
 
 def engine_is_rootless() -> bool:
@@ -89,20 +138,23 @@ def make_dotenv() -> None:
 
 
 def main() -> int:
-    """Make both; 1 with pip's own message where the installation fails, 2 for a TORCH that is no build."""
+    """Make both; 1 where installing fails (with pip's message) or importing does, 2 for a wrong TORCH or INSTALLER."""
     try:
-        build = asked_build()
+        build, uv = asked_build(), asked_uv()
     except ValueError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 2
     make_dotenv()
     try:
-        make_environment(build)
+        make_environment(build, uv)
     except subprocess.CalledProcessError as failure:
         print(
-            f"setup: {' '.join(failure.cmd[1:4])} ended with {failure.returncode}; see its message above",
+            f"setup: {' '.join(failure.cmd[:4])} ended with {failure.returncode}; see its message above",
             file=sys.stderr,
         )
+        return 1
+    except ImportError as failure:
+        print(f"setup: installed, but not usable: {failure}", file=sys.stderr)
         return 1
     return 0
 

@@ -135,9 +135,20 @@ def ddp(context: click.Context) -> int:
     is_flag=True,
     help="Say what would run, or why nothing can; start nothing, write nothing.",
 )
+@click.option(
+    "--seeds",
+    metavar="0-4",
+    help="Train once with each of these seeds, such as 0-4 or 0,3,7; what is completed already is not trained again.",
+)
+@click.option(
+    "--at-once",
+    metavar="N",
+    type=click.IntRange(1),
+    help="With --seeds: so many trainings at a time. [default: as many as there are GPUs for; on the CPU 1]",
+)
 @_local_rank
 @click.pass_context
-def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
+def train_(context: click.Context, /, is_dry_run: bool, seeds: str | None, at_once: int | None, **_: object) -> int:
     """Train EXPERIMENT on a layout.
 
     EXPERIMENT is a name from `ddp list`, or the path of an experiment file of your own. It says what is trained. The
@@ -150,9 +161,32 @@ def train_(context: click.Context, /, is_dry_run: bool, **_: object) -> int:
 
     stop_with_caller()
     asked, config = asked_in(context), config_of(context)
+    if seeds is not None:
+        from ddp_core.cli.seeds import train_seeds
+
+        return train_seeds(asked, seeds, at_once, is_dry_run, config.blamed())
     # The options of a --config file are written out: the run's record must not depend on that file.
     words = context.obj if config.options is None else ["train", *asked.to_words()]
     return carry_out(asked, words, context.meta.get(IS_OWN_PROCESS, False), is_dry_run, config.blamed())
+
+
+@ddp.command("rehearse", options=field_options)
+@_config(title="What is trained, and from where on")
+@click.pass_context
+def rehearse_(context: click.Context, /, **_: object) -> int:
+    """Try a long run in about a minute, before it is submitted.
+
+    It takes the words of `ddp train`: put `rehearse` in the place of `train`. Everything is built twice; two steps are
+    trained on every layout that fits this machine; a run is killed and resumed; the weights are loaded again. Then it
+    tells what time, memory and disk the whole run will take, and all warnings that two steps can know. Nothing is
+    written to --output. The exit code is 0 where the long run may be submitted.
+    """
+    _quiet()
+    from ddp_core.cli.preflight import rehearse
+
+    config = config_of(context)
+    with config.blamed():
+        return rehearse(asked_in(context), "ddp " + " ".join(context.obj))
 
 
 @ddp.command("list")

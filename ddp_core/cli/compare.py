@@ -9,11 +9,13 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import fingerprint_differences
+from ddp_core.cli.seeds_table import facts_over_seeds, table_over_seeds
 from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs, pass_over
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
+from ddp_core.record.over_seeds import family_of, over_seeds
 from ddp_core.record.own_figures import MOST, PREFIX, in_words, own_figures
 
 RunAndRecord = tuple[RunDirectory, Mapping[str, Any]]
@@ -34,11 +36,17 @@ def compare_runs(places: Sequence[Path], as_json: bool = False) -> int:
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, places))}; train one with `ddp train digits`")
     digests = dict.fromkeys(record["experiment_sha256"] for _, record in runs)
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for _, record in runs:
+        families.setdefault(family_of(record), []).append(record)
     groups = [[run for run in runs if run[1]["experiment_sha256"] == digest] for digest in digests]
     if as_json:
-        print(json.dumps([facts(group) for group in groups], indent=1))
+        seeds = {name: facts_over_seeds(over_seeds(records)) for name, records in families.items()}
+        print(json.dumps([facts(group) | {"over_seeds": seeds[family_of(group[0][1])]} for group in groups], indent=1))
     else:
-        print("\n".join(table(group) for group in groups))
+        seeds_of = [(over_seeds(records), records[0]["experiment"]["name"]) for records in families.values()]
+        last = [text for found, name in seeds_of if (text := table_over_seeds(found, name)) is not None]
+        print("\n".join([*(table(group) for group in groups), *last]))
     return ExitCode.DONE
 
 
@@ -67,15 +75,19 @@ def table(runs: Sequence[RunAndRecord]) -> str:
     in_part = any(how_compared(record) in ("sample", "random") for _, record in runs)
     own = own_figures(record.get("result") or {} for _, record in runs)[:MOST]
     cells = [_row(_facts_of(directory, record, _reference(runs)), own, sharded, in_part) for directory, record in runs]
-    lines = [list(cells[0]), *(list(row.values()) for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    header, *rows = (
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-    rule = "  ".join("-" * width for width in widths)
     broken = [f"! {directory.path.name}: {what}" for directory, record in runs if (what := what_broke_it(record))]
     early = [f"{directory.path.name}: {words}" for directory, record in runs if (words := _early(record))]
-    return "\n".join([name, header, rule, *rows, *broken, *early, verdict([record for _, record in runs]), ""])
+    return "\n".join([name, *aligned(cells), *broken, *early, verdict([record for _, record in runs]), ""])
+
+
+def aligned(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """The lines of a table: the names of the columns, a rule, and the rows, all of which have the same columns."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    header, *below = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+    return [header, "  ".join("-" * width for width in widths), *below]
 
 
 def verdict(records: Iterable[Mapping[str, Any]]) -> str:

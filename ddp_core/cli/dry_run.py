@@ -36,7 +36,7 @@ def dry_run(request: Request) -> int:
             "steps": _steps(request.loaded.experiment, len(parts.splits.train)),
             "data": _data(request, parts),
             "model": _model(request.loaded.experiment, parts),
-            "memory": _memory(request, parts),
+            "memory": memory_of(request, parts),
             "optimizer": _rule(request.loaded.experiment.optimizer),
             "schedule": _rule(request.loaded.experiment.schedule),
             "starts": _start(request, len(parts.splits.train)),
@@ -82,7 +82,8 @@ def _model(experiment: Experiment, parts: BuiltExperiment) -> str:
     return f"{experiment.model.name}: {numbers:,} parameters; {parts_of}"
 
 
-def _memory(request: Request, parts: BuiltExperiment) -> str:
+def memory_of(request: Request, parts: BuiltExperiment) -> str:
+    """The estimated memory of a rank or replica, in words."""
     experiment, layout = request.loaded.experiment, request.layout
     samples, sharding = samples_at_once(experiment), Sharding.of(layout)
     replica = replica_of(request.loaded, parts.model, parts.loss, parts.splits, samples)

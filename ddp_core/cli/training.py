@@ -47,7 +47,7 @@ def train(
     with the last line that it printed and its exit code as `exit_code`: 75 where it was saved and stopped on request,
     after `max_seconds` for example.
     """
-    words = ["train", *_asked(name_or_path, layout, settings, options).to_words()]
+    words = ["train", *asked_for(name_or_path, layout, settings, options).to_words()]
     with TemporaryDirectory(prefix="ddp-") as folder:
         run_file = Path(folder) / "run"
         code, last = _follow(words, caller_variables(run_file))
@@ -59,13 +59,13 @@ def train(
     return Run(directory)
 
 
-def _asked(
+def asked_for(
     name_or_path: str | os.PathLike[str],
     layout: LayoutKind | None,
     settings: Mapping[str, Any] | Iterable[str],
     options: Mapping[str, Any],
 ) -> Asked:
-    """What the arguments of `train` ask for. Raises UserError."""
+    """What such arguments of `train` ask for. Raises UserError."""
     if not isinstance(name_or_path, str | os.PathLike):
         raise UserError(
             f"train takes the name or the file of an experiment, not {type(name_or_path).__name__}: each rank is a new "
@@ -184,10 +184,28 @@ def train_silently(asked: Asked) -> None:
         raise _failed(words, code, lines[-1] if lines else "")
 
 
-def run_ddp(words: list[str]) -> tuple[int, str]:
-    """The exit code of a `ddp` command, and what it wrote to standard error."""
-    done = subprocess.run([sys.executable, "-m", "ddp_core", *words], capture_output=True, text=True, check=False)
+def run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
+    """The exit code of a `ddp` command, and what it wrote to standard error.
+
+    Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
+    """
+    command = [sys.executable, "-m", "ddp_core", *words]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
     return done.returncode, done.stderr
+
+
+def start_ddp(words: list[str], variables: Mapping[str, str], is_quiet: bool) -> subprocess.Popen[bytes]:
+    """Start a `ddp` command with further environment variables; if `is_quiet`, only its errors are seen.
+
+    It has a group of its own, so that a Ctrl-C in the terminal reaches it through this process alone.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddp_core", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if is_quiet else None,
+        env={**os.environ, **variables},
+        process_group=0,
+    )
 
 
 def _failed(words: list[str], code: int, last: str) -> UserError:

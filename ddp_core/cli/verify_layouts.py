@@ -47,7 +47,9 @@ def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: D
         raise _nothing_to_compare(experiment, reason)
     parts = build_parts(loaded, Path(data_dir))
     steps = experiment.total_steps(experiment.steps_per_epoch(len(parts.splits.train)))
-    modes = _modes_for(experiment, parts.optimizer)
+    modes, refused = shard_modes_for(experiment, parts.optimizer)
+    if refused is not None:
+        print(f"left out, {refused}", flush=True)
     layouts, left_out = layouts_for(experiment.micro_batches or 1, steps, device, modes)
     if left_out:
         count = f"{experiment.micro_batches} micro-batch{'' if experiment.micro_batches == 1 else 'es'}"
@@ -61,20 +63,19 @@ def compare_layouts(name: str, settings: Sequence[str], data_dir: str, device: D
         raise _nothing_to_compare(experiment, str(error).rpartition("ddp: error: ")[2]) from None
 
 
-def _modes_for(experiment: Experiment, optimizer: Optimizer) -> Sequence[ShardMode]:
-    """The shard modes that the experiment can have; prints which are left out, and why."""
+def shard_modes_for(experiment: Experiment, optimizer: Optimizer) -> tuple[Sequence[ShardMode], str | None]:
+    """The shard modes that the experiment can have; and which it cannot, and why."""
     reason = Sharding("optimizer").refused_by(experiment)
     try:
         if reason is None:
             require_elementwise(optimizer)
             needed = Sharding("parameters").whole_parameters_needed_by(experiment)
             if needed is not None:
-                print(f"left out, --shard parameters: {needed}", flush=True)
-            return [mode for mode in SHARD_MODES if mode != "parameters" or needed is None]
+                return [mode for mode in SHARD_MODES if mode != "parameters"], f"--shard parameters: {needed}"
+            return SHARD_MODES, None
     except UserError as error:
         reason = str(error)
-    print(f"left out, every --shard: {reason}", flush=True)
-    return ()
+    return (), f"every --shard: {reason}"
 
 
 def _nothing_to_compare(experiment: Experiment, reason: str) -> UserError:

@@ -34,17 +34,17 @@ class Optimizer(Frozen):
     """
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = Field(0.1, gt=0)
-    reference_batch: int | None = Field(None, gt=0)
+    lr: float = Field(default=0.1, gt=0)
+    reference_batch: int | None = Field(default=None, gt=0)
     """The global batch that `lr` is meant for (linear scaling rule).
 
     The rate used is lr * global_batch_size / reference_batch.
     """
-    momentum: float = Field(0.0, ge=0)
+    momentum: float = Field(default=0.0, ge=0)
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     implementation: Literal["fused", "foreach", "loop"] = "fused"
 
     def base_rate(self, global_batch_size: int) -> float:
@@ -62,11 +62,11 @@ class Schedule(Frozen):
     name: Literal["constant", "step", "cosine"] = "constant"
     """constant: the base rate. step: the base rate times `gamma` after every `step_epochs` epochs. cosine: half a wave
     from the base rate to `final_factor` times it, at the last step."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the rate rises to the base rate in a straight line."""
-    step_epochs: int = Field(30, gt=0)
-    gamma: float = Field(0.1, gt=0)
-    final_factor: float = Field(0.0, ge=0)
+    step_epochs: int = Field(default=30, gt=0)
+    gamma: float = Field(default=0.1, gt=0)
+    final_factor: float = Field(default=0.0, ge=0)
 
     @property
     def changes_rate(self) -> bool:
@@ -90,21 +90,21 @@ class Schedule(Frozen):
 class Evaluation(Frozen):
     """When and where the held-out samples are evaluated; fixed batches, so the result does not depend on the layout."""
 
-    every_epochs: int = Field(1, gt=0)
-    samples_per_batch: int = Field(256, gt=0)
+    every_epochs: int = Field(default=1, gt=0)
+    samples_per_batch: int = Field(default=256, gt=0)
     where: Literal["all_ranks", "rank0"] = "all_ranks"
 
 
 class DdpOptions(Frozen):
     """DistributedDataParallel's own settings and communication hooks; they say how gradients travel."""
 
-    bucket_cap_mb: float = Field(25.0, gt=0)
+    bucket_cap_mb: float = Field(default=25.0, gt=0)
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
     communication_hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    powersgd_rank: int = Field(1, gt=0)
+    powersgd_rank: int = Field(default=1, gt=0)
 
 
 _ADDED_LATER = ("ema_decay", "memory_format", "numerics")
@@ -146,7 +146,7 @@ class Experiment(Frozen):
 
     name: Annotated[str, AfterValidator(_check_name)]
     """Also the name of the folder of its runs."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """The seed of all random numbers: initial weights, the order of the samples, dropout, augmentation."""
     model: Component = Component(name="model")
     data: Component = Component(name="data")
@@ -155,9 +155,9 @@ class Experiment(Frozen):
     optimizer: Annotated[Optimizer | Component, _own_or(Optimizer)] = Optimizer()
     schedule: Annotated[Schedule | Component, _own_or(Schedule)] = Schedule()
     global_batch_size: int = Field(gt=0)
-    micro_batch: int | None = Field(None, gt=0)
-    epochs: int = Field(1, gt=0)
-    max_steps: int | None = Field(None, gt=0)
+    micro_batch: int | None = Field(default=None, gt=0)
+    epochs: int = Field(default=1, gt=0)
+    max_steps: int | None = Field(default=None, gt=0)
     """The run ends after so many steps, even within an epoch."""
     last_batch: Literal["drop", "keep"] = "drop"
     """What is done with the samples at the end of an epoch that fill no whole global batch: left out, or trained as a
@@ -167,9 +167,9 @@ class Experiment(Frozen):
     convolutions round their factors to 10 bits of mantissa. Elsewhere it is fp32."""
     memory_format: MemoryFormat = "contiguous"
     """channels_last: weights and inputs of images lie in memory with their channels innermost."""
-    clip_norm: float | None = Field(None, gt=0)
+    clip_norm: float | None = Field(default=None, gt=0)
     """Gradients with a larger Euclidean norm, over all parameters, are scaled down to it."""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Also keep an exponential moving average of the weights: after each step, ema_decay * average + (1 - ema_decay) *
     weights."""
     reduction: ReductionKind = "exact"

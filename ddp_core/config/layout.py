@@ -26,8 +26,8 @@ class Layout(Frozen):
 
     kind: LayoutKind = "single"
     device: DeviceType = "cpu"
-    nnodes: int = Field(1, gt=0)
-    nproc_per_node: int = Field(1, gt=0)
+    nnodes: int = Field(default=1, gt=0)
+    nproc_per_node: int = Field(default=1, gt=0)
     shard: ShardMode = "none"
 
     @property

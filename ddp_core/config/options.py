@@ -55,46 +55,49 @@ class ExperimentOptions(Frozen):
 
     experiment: str = Field(description="A name from `ddp list`, or the path of an experiment file of your own.")
     settings: Annotated[tuple[str, ...], CommandLine("--set", "NAME=VALUE")] = Field(
-        (),
+        default=(),
         description="Change a value of the experiment, for example optimizer.lr=0.05, epochs=3 or model.dropout=0.1. "
         "May be repeated.",
     )
     resume: Annotated[str, CommandLine(metavar="never|auto|RUN")] = Field(
-        "never",
+        default="never",
         description="Continue a run that did not come to its end: the newest one of this experiment (auto), or the "
         "one in the directory RUN. The layout may be another one than before. A finished run is continued where more "
         "epochs or max_steps are set.",
     )
     accept_changed_code: bool = Field(
-        False, description="Continue a run although the code of the experiment or its modules was edited since."
+        default=False, description="Continue a run although the code of the experiment or its modules was edited since."
     )
     init_from: Annotated[
-        str | None, CommandLine(metavar="RUN|FILE"), ByDefault("random weights, drawn from the seed")
+        str | None, CommandLine(metavar="RUN|FILE|DIR"), ByDefault("random weights, drawn from the seed")
     ] = Field(
-        None,
+        default=None,
         description="Start from the weights of a run (final, else of the newest checkpoint), of a .safetensors or "
         "torch.save file, or of a folder of torch.distributed.checkpoint.",
     )
     fork: Annotated[str | None, CommandLine(metavar="RUN"), ByDefault("none")] = Field(
-        None,
+        default=None,
         description="Begin a new run with the whole state of a checkpoint of RUN (weights, optimizer, position), and "
         "with the settings of this command. --resume auto continues it.",
     )
     at: Annotated[Steps | None, ByDefault("that of the newest checkpoint")] = Field(
-        None, description="The step of the checkpoint that --fork begins with."
+        default=None, description="The step of the checkpoint that --fork begins with."
     )
     reduction: Annotated[ReductionKind | None, ByDefault("what the experiment says")] = Field(
-        None,
+        default=None,
         description="How gradients are added up. exact: in one fixed order, so that every layout ends with the same "
         "bits. plain: as torch does it, the fastest.",
     )
     numerics: Annotated[Numerics | None, ByDefault("what the experiment says")] = Field(
-        None,
+        default=None,
         description="How a CPU computes it. native: as fast as it can, with bits that belong to its kind. portable: "
         "with the same bits on every x86-64 CPU with AVX2, in one thread.",
     )
     record: Annotated[str | None, CommandLine(metavar="RUN.JSON", hidden=True)] = Field(
-        None, description="Train the experiment that this file records; its own file gives the functions only."
+        default=None, description="Train the experiment that this file records; its own file gives the functions only."
+    )
+    only_steps: Annotated[Steps | None, CommandLine(hidden=True)] = Field(
+        default=None, description="Only try the run: end after so many steps, as if they were all (`ddp rehearse`)."
     )
 
 
@@ -102,12 +105,12 @@ class KernelOptions(Frozen):
     """How a GPU computes it."""
 
     deterministic: Literal["auto", "always", "never"] = Field(
-        "auto",
+        default="auto",
         description="Use only kernels that repeat their bits. auto: not for the plain reduction on CUDA, where that is "
         "slower. The exact reduction needs it.",
     )
     cuda_graph: bool = Field(
-        False,
+        default=False,
         description="Record the work of a micro-batch once and replay it, with the same bits: faster where the model "
         "is so small that the GPU waits for the host. Needs more memory, and for ddp the exact reduction.",
     )
@@ -117,39 +120,39 @@ class LayoutOptions(Frozen):
     """Where it runs."""
 
     layout: LayoutKind = Field(
-        "single",
+        default="single",
         description="single: one process on one device. dp: one process, with a replica of the model on each of its "
         "devices (nn.DataParallel). ddp: a process for each device (DistributedDataParallel).",
     )
     device: Literal["auto", DeviceType] = Field(
-        "auto",
+        default="auto",
         description="auto: CUDA where there is a GPU for each process or replica, else the CPU. cuda: where there are "
         "too few GPUs, they are shared.",
     )
     nproc_per_node: Annotated[
         Count | None, ByDefault("1 for single, else one for each GPU of this node, or 2 on the CPU")
-    ] = Field(None, description="Processes (ddp) or replicas (dp) on each node.")
+    ] = Field(default=None, description="Processes (ddp) or replicas (dp) on each node.")
     nnodes: Annotated[
         NodeRange, BeforeValidator(_low_and_high), AfterValidator(_in_order), CommandLine(metavar="N|MIN:MAX")
     ] = Field(
-        NodeRange(),
+        default=NodeRange(),
         description="Nodes (machines) that train together, each started with the same command. With MIN:MAX, nodes "
         "may leave and join while the others train.",
     )
     shard: ShardMode = Field(
-        "none",
+        default="none",
         description="What each rank of ddp keeps only its own part of; the exact reduction has the same bits. "
         "optimizer: the optimizer's state. gradients: also gradients, which then travel after each micro-batch. "
         "parameters: also parameters (with the plain reduction, too).",
     )
     rdzv_endpoint: Annotated[
         str | None, CommandLine(metavar="HOST:PORT"), ByDefault("none; one node needs no such place")
-    ] = Field(None, description="Where several nodes meet: the address at which `ddp rendezvous` was started.")
+    ] = Field(default=None, description="Where several nodes meet: the address at which `ddp rendezvous` was started.")
     rdzv_id: Annotated[str | None, CommandLine(metavar="ID"), ByDefault("a random one, for one node")] = Field(
-        None, description="A word that names this launch: the same on all of its nodes, and never used before."
+        default=None, description="A word that names this launch: the same on all of its nodes, and never used before."
     )
     launcher: Launcher = Field(
-        "torchrun",
+        default="torchrun",
         description="How the processes of ddp are started: by torchrun's agent, which replaces those that are lost, or "
         "by torch.multiprocessing.spawn.",
     )
@@ -159,11 +162,11 @@ class CommunicationOptions(Frozen):
     """How processes talk, and what is done when some are lost."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="auto: nccl between GPUs, gloo on the CPU and where processes share a GPU."
+        default="auto", description="auto: nccl between GPUs, gloo on the CPU and where processes share a GPU."
     )
-    timeout: Seconds = Field(60.0, description="A process that is silent for longer counts as lost.")
+    timeout: Seconds = Field(default=60.0, description="A process that is silent for longer counts as lost.")
     max_restarts: Annotated[int, CommandLine(metavar="N")] = Field(
-        3, ge=0, description="How many times the processes are started again after some were lost."
+        default=3, ge=0, description="How many times the processes are started again after some were lost."
     )
 
 
@@ -171,13 +174,13 @@ class FileOptions(Frozen):
     """Where data are read and results are written."""
 
     output: Annotated[str, CommandLine(metavar="DIR", variable="DDP_OUTPUT")] = Field(
-        "outputs", description="The folder of all runs; each run makes a directory of its own in it."
+        default="outputs", description="The folder of all runs; each run makes a directory of its own in it."
     )
     data_dir: Annotated[str, CommandLine(metavar="DIR", variable="DDP_DATA")] = Field(
-        "data", description="The folder that data sets are fetched into and read from."
+        default="data", description="The folder that data sets are fetched into and read from."
     )
     workers: Annotated[int, CommandLine(metavar="N")] = Field(
-        0, ge=0, description="Processes that prepare data, for each rank. With 0 the rank does it itself."
+        default=0, ge=0, description="Processes that prepare data, for each rank. With 0 the rank does it itself."
     )
 
 
@@ -185,16 +188,16 @@ class SavingOptions(Frozen):
     """When checkpoints are saved, and which are kept."""
 
     checkpoint_every: Annotated[Steps | None, ByDefault("at the end of each epoch")] = Field(
-        None, description="Save a checkpoint every so many steps."
+        default=None, description="Save a checkpoint every so many steps."
     )
     keep_last: Count = Field(
-        2, description="How many of the newest checkpoints are kept. The best one is always kept, too."
+        default=2, description="How many of the newest checkpoints are kept. The best one is always kept, too."
     )
     keep_every: Annotated[Steps | None, ByDefault("none of them")] = Field(
-        None, description="Also keep the checkpoint of every so many steps, for good."
+        default=None, description="Also keep the checkpoint of every so many steps, for good."
     )
     asynchronous_save: Annotated[bool, CommandLine("--synchronous-save")] = Field(
-        True, description="Wait until a checkpoint is written before training goes on."
+        default=True, description="Wait until a checkpoint is written before training goes on."
     )
 
 
@@ -202,17 +205,17 @@ class StoppingOptions(Frozen):
     """When it stops before its end."""
 
     max_seconds: Annotated[Seconds | None, ByDefault("no limit")] = Field(
-        None, description="Save and stop after this time; --resume continues."
+        default=None, description="Save and stop after this time; --resume continues."
     )
     stop_signal: Annotated[
         str | None, CommandLine(metavar="NAME"), ByDefault("none but TERM, INT (Ctrl-C) and HUP (a closed terminal)")
     ] = Field(
-        None,
+        default=None,
         description="A signal that also asks to save and stop, for example USR1, which a scheduler can send before it "
         "ends a job.",
     )
     on_nan: Literal["stop", "skip"] = Field(
-        "stop", description="What to do when a loss is NaN or infinite: end the run, or skip the step."
+        default="stop", description="What to do when a loss is NaN or infinite: end the run, or skip the step."
     )
 
 
@@ -220,22 +223,23 @@ class WatchingOptions(Frozen):
     """What is written down on the way."""
 
     log_every: Steps = Field(
-        10,
+        default=10,
         description="Steps between two records of loss and speed in metrics.jsonl. On CUDA, losses are mostly read, "
         "and found to be NaN, in these steps only.",
     )
     digest_every: Annotated[Steps | None, ByDefault("one at the end of each epoch")] = Field(
-        None, description="Steps between two digests of the weights."
+        default=None, description="Steps between two digests of the weights."
     )
     ledger: bool = Field(
-        False, description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out."
+        default=False,
+        description="Note which samples each rank trains, for `ddp ledger RUN` to check that none was left out.",
     )
     log_to: tuple[LoggerName, ...] = Field(
-        (),
+        default=(),
         description="Keep settings, records, evaluations and the result with this tool, too. May be repeated.",
     )
     profile: Annotated[str | None, CommandLine(metavar="FIRST:LAST"), ByDefault("no trace")] = Field(
-        None,
+        default=None,
         description="Trace what happens in these steps on every rank, for example 20:25; ui.perfetto.dev shows it.",
     )
 
@@ -244,13 +248,13 @@ class GuardOptions(Frozen):
     """How it checks that the result does not depend on the layout."""
 
     guard: Literal["off", "normal", "strict"] = Field(
-        "normal",
+        default="normal",
         description="A run with the exact reduction checks its own promise. normal: now and then, for at most 1 % of "
         "its time, it computes a micro-batch again elsewhere, and once it tries a resume. strict: in every step, and "
         "what it would only warn of ends the run.",
     )
     on_difference: Literal["stop", "warn"] = Field(
-        "stop",
+        default="stop",
         description="What to do where such a check finds other bits: end the run before its next save, or warn once "
         "and mark its record.",
     )
@@ -260,7 +264,7 @@ class FaultOptions(Frozen):
     """Faults on purpose, for tests and drills."""
 
     faults: Annotated[tuple[str, ...], CommandLine("--fault", "KIND@STEP[:RANK]")] = Field(
-        (),
+        default=(),
         description="Let something go wrong, for example kill@60:1 (rank 1 is killed after step 60) or nan@30 (rank 0 "
         "computes with NaN in step 30). May be repeated.",
     )

@@ -82,7 +82,7 @@ class Paths(Sequence[Path]):
         return Path(os.fsdecode(self.names[index]))
 
 
-class ImageFiles(Staged):
+class ImageFiles(Staged[tuple[Tensor, int]]):
     """Image files with labels; a sample is the middle of an image that is decoded as `stored` x `stored` pixels.
 
     `size`: the pixels of this middle part, each way.

@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from ddp_core.base.errors import UserError
 from ddp_core.data.augment import Augmentation
@@ -34,6 +35,10 @@ _BY_INDEX = {
     }.items()
 }
 """By library: how its streams are asked by index."""
+
+
+Sample = TypeVar("Sample", covariant=True)
+"""What `__getitem__` returns."""
 
 
 class Dataset(Protocol):
@@ -103,7 +108,7 @@ def _require_indexed(dataset: Any, what: str) -> None:
         raise UserError(f"{what} is a {kind.__name__}; {_EXPECTED}")
 
 
-class Staged(ABC):
+class Staged(TorchDataset[Sample], ABC):
     """A data set that fetches a micro-batch as it is stored, and finishes it on the device that trains.
 
     Images stored as bytes then travel to a GPU as bytes, a quarter of their float32, and the host only copies rows.
@@ -122,14 +127,14 @@ class Staged(ABC):
         return inputs
 
 
-class InMemory(Staged):
+class InMemory(Staged[tuple[Tensor, Tensor]]):
     """Samples as two tensors, inputs [N, …] and targets [N, …], of any dtypes; sample `id` is row `id % N`.
 
     `size`: how many samples there are, N where it is None; with more, rows are used again. Raises ValueError where
     there are not as many targets as inputs.
 
-    `__getitems__` copies all samples of a micro-batch in one call. torch's own DataLoader collates lists of samples;
-    there, pass `collate_fn=lambda batch: batch`.
+    `__getitems__` copies all samples of a micro-batch in one call, for MicroBatches, too. torch's own DataLoader
+    collates lists of samples; there, pass `collate_fn=lambda batch: batch`.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int | None = None) -> None:

@@ -74,6 +74,11 @@ class Request:
         """SHA-256 of the text of the experiment's file."""
         return hashlib.sha256(self.loaded.source.encode()).hexdigest()
 
+    @property
+    def only_steps(self) -> int | None:
+        """The steps after which a run ends that is only tried; None for any other run."""
+        return None if self.asked is None else self.asked.only_steps
+
     def to_json(self) -> str:
         """The whole request as a JSON text, which a worker begins with; functions go along as the file's text."""
         loaded = self.loaded

@@ -40,8 +40,8 @@ class Moment:
     averaged_model: nn.Module | None
     """The model with averaged weights, where the experiment has an `ema_decay`."""
     rank: int
-    directory: Path | None
-    """The run directory; None in a trainer that has none."""
+    directory: Path
+    """The run directory."""
     is_evaluated: bool = False
     """Whether `evaluation` is of just this epoch, in `on_epoch`; the experiment says after which epochs one is due."""
     _stop: Callable[[str], None] = field(default=_told_to_nobody, repr=False, compare=False)

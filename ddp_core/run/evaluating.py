@@ -127,7 +127,7 @@ def _told(
     before = recorded_digest(run.path, record)
     no_digest = beginning.data.sha256 is None or before.sha256 is None
     settings = () if request.asked is None else request.asked.settings
-    is_same = None if no_digest else changed_at(before, beginning.data) is None and not settings
+    is_same = None if no_digest else changed_at(before, beginning.data) is None
     here = fingerprint(beginning.collectives.device, RULES if request.options.numerics == "portable" else None)
     told: dict[str, Any] = json.loads(
         json_text(
@@ -147,7 +147,8 @@ def _told(
             }
         )
     )
-    told["identical"] = told["figures"] == told["recorded"] if told["recorded"] and is_same else None
+    is_comparable = told["recorded"] and is_same and not settings
+    told["identical"] = told["figures"] == told["recorded"] if is_comparable else None
     return told
 
 
@@ -172,7 +173,7 @@ def _print(told: dict[str, Any], as_json: bool) -> None:
         verdict = "identical: the run recorded the same figures at this step, bit for bit"
     elif told["identical"] is False:
         verdict = f"different: {_difference(told)}"
-    elif told["same_data"] is False:
+    elif told["settings"] or told["same_data"] is False:
         verdict = "other data or settings than the run's, so there is nothing to compare"
     else:
         verdict = "the run recorded no figures at this step, so there is nothing to compare"

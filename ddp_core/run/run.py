@@ -133,6 +133,7 @@ def run(request: Request, world: World) -> None:
                     own_metrics=own_metrics,
                     callbacks=parts.callbacks,
                     directory=directory.path,
+                    only_steps=request.only_steps,
                     collectives=collectives,
                     device=collectives.device,
                     console=console,

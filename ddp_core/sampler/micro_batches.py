@@ -8,18 +8,20 @@ to each rank are not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ddp_core.base.seeds import mix
 
 from .elastic import ElasticSampler
 
 Batch = TypeVar("Batch")
+"""What a micro-batch is loaded as: what `collate_fn` returns, or else tensors."""
 
 
 class StepReduction(Protocol):
@@ -35,7 +37,7 @@ class StepReduction(Protocol):
 
 
 @dataclass
-class Step:
+class Step(Generic[Batch]):
     """One update's micro-batches: iterating begins the step and yields `(index, batch)` for those of this rank.
 
     When all have been run, the sampler counts the step as trained: save its state after the optimizer's step.
@@ -48,11 +50,11 @@ class Step:
     epoch: int
     first: int
     """The position of the first sample in the epoch's global order."""
-    _source: MicroBatches = field(repr=False)
-    _fetched: Iterator[Any] = field(repr=False)
+    _source: MicroBatches[Batch] = field(repr=False)
+    _fetched: Iterator[Batch] = field(repr=False)
     _passes: int = field(default=0, repr=False)
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
         sampler, reduction = self._source.sampler, self._source.reduction
         if (sampler.epoch, sampler.samples_trained) != (self.epoch, self.first):
             raise RuntimeError(
@@ -83,7 +85,7 @@ class Step:
             torch.manual_seed(mix(self._source.sampler.seed, self.epoch, self.first, index, 3, *again) >> 1)
 
 
-class MicroBatches:
+class MicroBatches(Generic[Batch]):
     """Yields the steps of an epoch, from the sampler's position on; each yields this rank's micro-batches, loaded.
 
         batches = MicroBatches(dataset, sampler, exact, micro_batch=32)
@@ -102,12 +104,49 @@ class MicroBatches:
 
     Before each micro-batch torch's generators are seeded from (the sampler's seed, epoch, position, index), so that
     dropout does not depend on the layout; not with `keyed_random=False`. Random augmentation in the data set is not
-    covered: key that by the sample's index. `loader` are keywords of torch's DataLoader, such as `num_workers` and
-    `collate_fn`.
+    covered: key that by the sample's index. `collate_fn`, and `loader`, such as `num_workers`, are keywords of torch's
+    DataLoader; what a data set's `__getitems__` returns as a tuple is a batch already, and needs no `collate_fn`.
 
     Raises ValueError where data set and sampler are of different lengths, RuntimeError for a step out of turn and for a
     second pass over one epoch.
     """
+
+    @overload
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        sampler: ElasticSampler,
+        reduction: StepReduction,
+        micro_batch: int,
+        *,
+        keyed_random: bool = True,
+        collate_fn: Callable[[Any], Batch],
+        **loader: Any,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: MicroBatches[Sequence[Tensor]],
+        dataset: Dataset[tuple[Tensor, ...]],
+        sampler: ElasticSampler,
+        reduction: StepReduction,
+        micro_batch: int,
+        *,
+        keyed_random: bool = True,
+        **loader: Any,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: MicroBatches[Any],
+        dataset: Dataset[Any],
+        sampler: ElasticSampler,
+        reduction: StepReduction,
+        micro_batch: int,
+        *,
+        keyed_random: bool = True,
+        **loader: Any,
+    ) -> None: ...
 
     def __init__(
         self,
@@ -117,6 +156,7 @@ class MicroBatches:
         micro_batch: int,
         *,
         keyed_random: bool = True,
+        collate_fn: Callable[[Any], Any] | None = None,
         **loader: Any,
     ) -> None:
         if micro_batch < 1:
@@ -127,7 +167,7 @@ class MicroBatches:
         self.keyed_random = keyed_random
         # Without a generator of its own, a DataLoader draws from the global one whenever it is iterated.
         loader.setdefault("generator", torch.Generator())
-        self._loader = DataLoader(dataset, batch_sampler=_Ids(self), **loader)
+        self._loader = DataLoader(dataset, batch_sampler=_Ids(self), collate_fn=collate_fn or _collated, **loader)
         self._passed: int | None = None
 
     def __len__(self) -> int:
@@ -140,13 +180,13 @@ class MicroBatches:
         """The number of steps from the sampler's position to the end of its epoch."""
         return len(self._firsts())
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Step[Batch]]:
         firsts, epoch = self._firsts(), self.sampler.epoch
         if not firsts and self._passed == epoch:
             raise RuntimeError(f"epoch {epoch} has been trained: call sampler.set_epoch({epoch + 1}) for the next one")
         return self._steps(epoch, firsts, iter(self._loader))
 
-    def _steps(self, epoch: int, firsts: range, fetched: Iterator[Any]) -> Iterator[Step]:
+    def _steps(self, epoch: int, firsts: range, fetched: Iterator[Batch]) -> Iterator[Step[Batch]]:
         for first in firsts:
             samples = self._samples(first)
             yield Step(samples, -(-samples // self.micro_batch), epoch, first, self, fetched)
@@ -173,13 +213,18 @@ class MicroBatches:
                 yield self.sampler.order.ids(epoch, begin, min(begin + self.micro_batch, stop)).tolist()
 
 
+def _collated(fetched: Any) -> Any:
+    """The batch of what a data set gave: samples come as a list, so that a tuple is a batch from `__getitems__`."""
+    return fetched if isinstance(fetched, tuple) else default_collate(fetched)
+
+
 class _Ids:
     """A batch sampler for torch's DataLoader: the ids of this rank's micro-batches, from where the sampler stands now.
 
     The loader asks for the ids of later steps in advance, so they are counted from the position where the pass began.
     """
 
-    def __init__(self, batches: MicroBatches) -> None:
+    def __init__(self, batches: MicroBatches[Any]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -78,7 +78,10 @@ class CallbackCalls(StepObserver):
         return first[min(first)]
 
     def _call(self, method: Method, epoch: int, loss: float | None, is_evaluated: bool = False) -> None:
-        state = self._state
+        if not self._callbacks:
+            return
+        state, directory = self._state, self._job.directory
+        assert directory is not None, "callbacks are called in a run directory"
         moment = Moment(
             step=state.step,
             epoch=epoch,
@@ -88,7 +91,7 @@ class CallbackCalls(StepObserver):
             model=state.model,
             averaged_model=None if state.average is None else state.average.module,
             rank=self._job.collectives.world.rank,
-            directory=self._job.directory,
+            directory=directory,
             is_evaluated=is_evaluated,
         )
         with user_code("your callback"):

@@ -52,7 +52,9 @@ class Job:
     own_metrics: OwnMetrics | None = None
     callbacks: Sequence[Callback] = ()
     directory: Path | None = None
-    """The run directory, for callbacks."""
+    """The run directory, for callbacks; None where none is called."""
+    only_steps: int | None = None
+    """The run is only tried: it ends after so many steps, and evaluates a few batches. Schedules know the whole run."""
     checkpointer: Checkpointer | None = None
     """Rank 0 alone has a checkpointer, unless the layout saves in parts."""
     broken: Callable[[int, str], None] | None = None

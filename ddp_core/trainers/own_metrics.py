@@ -35,11 +35,13 @@ class OwnMetrics:
     """Whether metrics of torchmetrics are compared with what they give without a merge."""
 
     @classmethod
-    def of(cls, own: Any) -> OwnMetrics:
+    def of(cls, own: Any) -> OwnMetrics | None:
         """What the name `metrics` stands for in a file: a function, a dict of metrics by name, or torchmetrics' own.
 
-        Raises UserError for anything else.
+        None where it stands for nothing. Raises UserError for anything else.
         """
+        if own is None:
+            return None
         library = sys.modules.get("torchmetrics")  # without it nothing can be of it
         named: Mapping[str, Any] = own if isinstance(own, Mapping) else {"": own}
         if library is not None and isinstance(own, library.MetricCollection):

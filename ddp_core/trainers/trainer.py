@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from ddp_core.reduction.plain import PlainReduction
     from ddp_core.sharding.plain_rounds import PlainRounds
 
+TRIED_BATCHES = 2
+"""How many batches an evaluation has where the run is only tried."""
+
 
 class Trainer(ABC):
     """One experiment on one layout; a subclass computes the gradients of a step.
@@ -86,6 +89,8 @@ class Trainer(ABC):
         self.batches = Batches(job.experiment, self.cut, len(job.splits.train), loader, shares)
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = job.experiment.total_steps(self.steps_per_epoch)
+        if job.only_steps is not None:
+            self.total_steps = min(self.total_steps, job.only_steps)
         self.seed_micro_batch = MicroBatchSeed(job.experiment.seed, job.device)
         self.losses = StepLosses(job.collectives, self.cut.micro_batches)
         kind = GraphedPasses if job.options.cuda_graph else Passes
@@ -368,9 +373,10 @@ class Trainer(ABC):
     def evaluate(self) -> dict[str, Any]:
         """The figures over the held-out samples, `ema_` before those of averaged weights; the same on every layout."""
         self.checks.before_evaluation()
-        figures = self._figures_of(self.model)
+        batches = None if self.job.only_steps is None else TRIED_BATCHES
+        figures = self._figures_of(self.model, batches)
         if self.state.average is not None:
-            averaged = self._figures_of(self.state.average.module)
+            averaged = self._figures_of(self.state.average.module, batches)
             figures |= {f"ema_{name}": value for name, value in averaged.items()}
         return figures
 

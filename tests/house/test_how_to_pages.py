@@ -11,10 +11,13 @@ from tests.support.commands import ROOT
 
 PAGES = [
     "change-a-run-on-the-way",
+    "rehearse-a-long-run",
     "report-your-own-figures",
+    "seeds-and-sweeps",
     "shard-the-optimizer",
     "stop-early",
     "train-from-python",
+    "use-what-was-trained",
     "watch-a-run",
 ]
 
@@ -24,3 +27,9 @@ PAGES = [
 @pytest.mark.parametrize("name", PAGES)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((ROOT / "docs" / "how-to" / f"{name}.md").read_text(), installed, tmp_path)
+
+
+@pytest.mark.extras("hydra")
+@pytest.mark.timeout(900)
+def test_hydra_hands_over_its_settings(installed: Path, tmp_path: Path) -> None:
+    follow((ROOT / "docs" / "how-to" / "use-hydra.md").read_text(), installed, tmp_path)

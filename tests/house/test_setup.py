@@ -40,6 +40,28 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
         wheel.writestr("project-1.dist-info/RECORD", "")
     return name
 """
+# A torch beside which torchvision's compiled operators load, or do not, and a torchvision that asks for them.
+TORCH = """
+class ops:
+    def load_library(path):
+        if not {has_operators}:
+            raise OSError("undefined symbol")
+
+class library:
+    declared = ["nms"] * {has_operators}
+
+    class Library:
+        def __init__(self, name, kind):
+            assert (name, kind) == ("torchvision", "DEF")
+
+        def define(self, schema):
+            library.declared.append(schema.partition("(")[0])
+"""
+TORCHVISION = """
+import torch
+if torch.library.declared not in (["nms"], ["nms", "qnms"]):
+    raise RuntimeError("operator torchvision::nms does not exist")
+"""
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -64,9 +86,11 @@ class Index:
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     """The CPU wheels' index under /cpu, which has torch alone, and an ordinary one under /pypi; pip knows no other."""
     served = Index({"cpu": tmp_path / "cpu", "pypi": tmp_path / "pypi"})
-    make_wheel(served.indexes["cpu"], "torch", "2.13.0+cpu")
-    for name, version in PINS.items():
-        make_wheel(served.indexes["pypi"], name, version)
+    make_wheel(served.indexes["cpu"], "torch", "2.13.0+cpu", **{"torch/__init__.py": TORCH.format(has_operators=False)})
+    cuda = {"torch/__init__.py": TORCH.format(has_operators=True)}
+    make_wheel(served.indexes["pypi"], "torch", PINS["torch"], **cuda)
+    whole = {"torchvision/__init__.py": TORCHVISION, "torchvision/_C.so": "operators"}
+    make_wheel(served.indexes["pypi"], "torchvision", PINS["torchvision"], **whole)
     make_wheel(served.indexes["pypi"], "hatchling", "1.0", **{"backend.py": BACKEND})
 
     class Answers(BaseHTTPRequestHandler):
@@ -227,13 +251,43 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     assert made.returncode == 0, made.stderr
     assert made.stdout.splitlines()[1:] == [
         f"setup: TORCH=cpu, so torch for the CPU from {index.url}/cpu",
+        "setup: this torchvision was built for another torch; `import torchvision` works, but its compiled operators "
+        "(torchvision.ops.nms, roi_align …) do not",
         "setup: done, with torch 2.13.0+cpu",
     ]
+    imported = [project / ".venv" / "bin" / "python", "-c", "import torchvision"]
+    subprocess.run(imported, env=os.environ | hidden, timeout=HANG, check=True)
     for kept in ({}, {"TORCH": "cpu"}):
         assert setup(**kept).stdout == ""
     remade = setup(TORCH="cuda")
     assert remade.returncode == 0, remade.stderr
     assert remade.stdout.splitlines()[1:] == ["setup: TORCH=cuda, so torch for CUDA", "setup: done, with torch 2.13.0"]
+    assert not [*project.glob(".venv/lib/python3*/site-packages/torchvision_hook*")]
+    make_wheel(index.indexes["pypi"], "torchvision", PINS["torchvision"], **{"torchvision/__init__.py": "import gone"})
+    broken = setup(TORCH="cpu")
+    assert broken.returncode == 1
+    assert broken.stderr == (
+        "setup: installed, but not usable: import torchvision: ModuleNotFoundError: No module named 'gone'\n"
+    )
+    assert "done" not in broken.stdout
     wrong = setup(TORCH="rocm")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "setup: TORCH=rocm: use TORCH=cpu or TORCH=cuda, or leave it out and the machine decides\n"
+    nobody = setup(INSTALLER="conda")
+    assert nobody.returncode == 2
+    assert "use INSTALLER=uv" in nobody.stderr
+
+
+@pytest.mark.parametrize("has_operators", [False, True])
+def test_operators_are_declared_only_where_the_compiled_ones_do_not_load(has_operators: bool, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH.format(has_operators=has_operators))
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(TORCHVISION)
+    (tmp_path / "torchvision" / "_C.so").write_text("operators")
+    code = (
+        "import sys, torchvision_hook; assert 'torch' not in sys.modules; import torchvision; import torchvision.again"
+    )
+    (tmp_path / "torchvision" / "again.py").write_text("")
+    places = os.pathsep.join(map(str, (tmp_path, ROOT / "tools")))
+    subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": places}, timeout=HANG, check=True)

@@ -1,16 +1,17 @@
 """`ddp`, whose own processes are forks that have torch already, not new interpreters.
 
-These are the trainings of `verify` and `verify-layouts`, and the process that rehearses a resume.
+These are the trainings of `verify`, `verify-layouts` and `rehearse`, and the process that rehearses a resume.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,60 @@ from ddp_core.run import rehearsing, resumed_step
 def main(words: Sequence[str]) -> int:
     """Run the command, in a process that `tests.support.commands.ddp` has started."""
     training.run_ddp = _run_ddp
+    training.start_ddp = _StartedFork  # type: ignore[assignment, misc]
     rehearsing.start_interpreter = _start_fork  # type: ignore[assignment]
     return cli.main(words)
 
 
-def _run_ddp(words: list[str]) -> tuple[int, str]:
+def _run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as scratch:
         errors = Path(scratch) / "errors"
         errors.touch()
         child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, errors))
         child.start()
-        child.join()
-        assert child.exitcode is not None
+        child.join(limit)
+        if child.exitcode is None:
+            child.kill()
+            raise subprocess.TimeoutExpired("ddp", limit or 0.0)
         return child.exitcode, errors.read_text()
 
 
 def _enter(words: list[str], errors: Path) -> None:
     os.dup2(os.open(errors, os.O_WRONLY), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(cli.main(words))
+
+
+class _StartedFork:
+    """A fork in the place of a `ddp` of its own, with the methods of subprocess.Popen that are used."""
+
+    def __init__(self, words: list[str], variables: Mapping[str, str], is_quiet: bool) -> None:
+        self._child = multiprocessing.get_context("fork").Process(
+            target=_become, args=(words, dict(variables), is_quiet)
+        )
+        self._child.start()
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._child.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, as long as it runs."""
+        if self._child.is_alive() and self._child.pid is not None:
+            os.kill(self._child.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+
+def _become(words: list[str], variables: dict[str, str], is_quiet: bool) -> None:
+    os.setpgid(0, 0)
+    os.environ |= variables
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    if is_quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(cli.main(words))
 
 

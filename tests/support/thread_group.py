@@ -45,7 +45,12 @@ class Wires:
         self.works: list[Work] = []
         self.sent: list[tuple[int, int, int]] = []
         """Sender, receiver and bytes of all messages so far."""
-        self.objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._objects: dict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def objects(self, sender: int, receiver: int) -> queue.Queue[Any]:
+        """The objects on their way from one rank to another."""
+        with self.lock:  # else two threads may make two queues
+            return self._objects[sender, receiver]
 
     def ask(self, side: str, sender: int, receiver: int, tag: int, tensor: Tensor) -> Work:
         """Start to `send` or `receive`."""
@@ -119,9 +124,9 @@ class Channel:
 
 def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:
     for peer in range(group.size()):
-        group.wires.objects[group.rank(), peer].put(own)
+        group.wires.objects(group.rank(), peer).put(own)
     for peer in range(group.size()):
-        found[peer] = group.wires.objects[peer, group.rank()].get(timeout=SECONDS)
+        found[peer] = group.wires.objects(peer, group.rank()).get(timeout=SECONDS)
 
 
 def _all_to_all(out: Tensor, own: Tensor, receives: Sequence[int], sends: Sequence[int], group: ThreadGroup) -> None:

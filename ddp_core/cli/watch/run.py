@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 from ddp_core.base.documents import BadDocument, parse_document
 from ddp_core.cli.watch.appended import AppendedLines
 from ddp_core.cli.watch.curve import Curve
-from ddp_core.distributed.processes import state_of
-from ddp_core.observe.heartbeat import Beat, boot_id, read_heartbeats, slowest
+from ddp_core.cli.watch.ranks import Ranks
 from ddp_core.observe.ledger import ranks_in_a_step
 from ddp_core.observe.metrics import MetricsRecord
 from ddp_core.record.directory import RunDirectory
+from ddp_core.record.early import how_it_ended
 from ddp_core.record.lock import is_held
 from ddp_core.record.run_json import RecordedRun
 
@@ -29,24 +27,6 @@ _READ_WHOLE_BYTES = 2**20
 _LOG_BYTES = 2**18
 _WARNINGS = 3
 _PACE_POINTS, _PACE_SECONDS = 300, 1.0
-
-
-@dataclass(frozen=True)
-class RankSeen:
-    """One rank, by its last heartbeat."""
-
-    rank: int
-    node_rank: int
-    host: str
-    step: int
-    age: float
-    """Seconds since the heartbeat."""
-    own_seconds: float | None
-    """What the rank itself takes for a step before it waits for others."""
-    waits_seconds: float | None
-    """How much longer the slowest rank takes: so long this rank waits in each step."""
-    process: Literal["", "stopped", "gone"]
-    """What this machine knows of the rank's process, if it is not that it runs."""
 
 
 class WatchedRun:
@@ -69,15 +49,12 @@ class WatchedRun:
         self.checkpoint: tuple[int, float] | None = None
         """The step of the last checkpoint, and the time of its record."""
         self.warnings: deque[str] = deque(maxlen=_WARNINGS)
-        self.ranks: list[RankSeen] = []
+        self.ranks = Ranks(directory.path)
         self.is_held = False
         """Whether a process works in the directory."""
         self._metrics = AppendedLines(directory.metrics)
         self._log = AppendedLines(directory.log, _LOG_BYTES)
         self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_POINTS)
-        self._beats: list[Beat] = []
-        self._beats_seen: dict[int, tuple[float, float]] = {}
-        """For each rank of another machine, the time in its newest heartbeat, and when that came (monotonic clock)."""
         self._record_file: tuple[int, int] | None = None
         self._now = time.time()
         self._last_sign = 0.0
@@ -111,7 +88,7 @@ class WatchedRun:
             self.is_held = is_held(self.directory.path, patience=0.0)
         except OSError:  # somebody else's run, whose lock may not be opened
             self.is_held = False
-        self._read_heartbeats()
+        self.ranks.look(self._now)
         # Last: a run writes how it has ended before it gives its lock back.
         self._read_record()
 
@@ -122,13 +99,13 @@ class WatchedRun:
         if status != "running":
             return status
         silent = self.silent_seconds
-        is_dead = not self.is_held and any(rank.process == "gone" for rank in self.ranks)
+        is_dead = not self.is_held and bool(self.ranks.numbers("gone"))
         can_return = self.record["layout"]["kind"] == "ddp"
         if (is_dead and not can_return) or (not self.is_held and silent > self._patience):
             return "interrupted"
         if is_dead or silent > max(SILENT_SECONDS, 3 * (self.seconds_per_step or 0.0)):
             return "silent"
-        return "running" if self.step or self.ranks else "starting"
+        return "running" if self.step or self.ranks.seen else "starting"
 
     @property
     def is_over(self) -> bool:
@@ -146,7 +123,7 @@ class WatchedRun:
     @property
     def silent_seconds(self) -> float:
         """How long ago the last sign of life was, in seconds."""
-        ages = [self._now - self._last_sign, *(rank.age for rank in self.ranks)]
+        ages = [self._now - self._last_sign, *(rank.age for rank in self.ranks.seen)]
         return max(0.0, min(ages))
 
     def standing(self) -> str:
@@ -158,14 +135,16 @@ class WatchedRun:
             return f"interrupted at step {self.step}: its processes are gone; ddp train … --resume continues it"
         if state == "completed":
             digest = (self.record["weights_sha256"] or "")[:12]
-            return f"completed after {self.record['result'].get('steps')} steps, weights {digest}"
+            how = how_it_ended(self.record.get("ended_early"))
+            steps = f"completed after {self.record['result'].get('steps')} steps"
+            return f"{steps}, {how}, weights {digest}" if how is not None else f"{steps}, weights {digest}"
         return f"{state}: {message}" if state in ("stopped", "failed") and message else state
 
     def _cause_of_silence(self) -> str:
         """What is known of the ranks that keep the others waiting, to follow the words that there is no step."""
         for process in ("stopped", "gone"):
-            if found := [rank.rank for rank in self.ranks if rank.process == process]:
-                return f": rank {', '.join(map(str, found))} is {process}"
+            if found := self.ranks.numbers(process):
+                return f": rank {found} is {process}"
         if not self.is_held:
             return ": no process works here; its launcher may start it again"
         inside = ranks_in_a_step(self.directory.path, len(self.record["attempts"]) - 1)
@@ -173,12 +152,6 @@ class WatchedRun:
         if outside and len(outside) < len(inside):
             return f": rank {', '.join(map(str, outside))} has not begun the step that the others are in"
         return ""
-
-    @property
-    def slowest(self) -> str | None:
-        """A line about the rank that the others wait for, where there is one."""
-        speeds = [(beat["rank"], beat["node_rank"], _speed(beat)) for beat in self._beats]
-        return slowest([speed for speed in speeds if speed[2]])
 
     @property
     def total_steps(self) -> int | None:
@@ -277,57 +250,13 @@ class WatchedRun:
         if written is not None and (not self._pace or written - self._pace[-1][0] >= _PACE_SECONDS):
             self._pace.append((written, step))
 
-    def _read_heartbeats(self) -> None:
-        self._beats = read_heartbeats(self.directory.path)
-        boot, host = boot_id(), socket.gethostname()
-        own = {beat["rank"]: _speed(beat).get("mean_seconds") for beat in self._beats}
-        longest = max((seconds for seconds in own.values() if seconds is not None), default=None)
-        self.ranks = []
-        for beat in self._beats:
-            seconds = own[beat["rank"]]
-            is_here = beat.get("boot") == boot
-            process = state_of(beat["pid"]) if is_here and beat["host"] == host else "running"
-            self.ranks.append(
-                RankSeen(
-                    beat["rank"],
-                    beat["node_rank"],
-                    beat["host"],
-                    beat["step"],
-                    self._age(beat, is_here),
-                    seconds,
-                    longest - seconds if longest is not None and seconds is not None else None,
-                    "" if process == "running" else "stopped" if process == "stopped" else "gone",
-                )
-            )
-
     def _follow_heartbeats(self) -> None:
         """Take the step from the heartbeats, which come once a second; records of long steps come more rarely."""
-        if self.record["status"] == "running" and self.ranks:
-            first = self.ranks[0]
+        if self.record["status"] == "running" and self.ranks.seen:
+            first = self.ranks.seen[0]
             if first.step > self.step:
                 self.step = first.step
                 self._note_pace(self._now - first.age, first.step)
-
-    def _age(self, beat: Beat, is_here: bool) -> float:
-        """How many seconds old a heartbeat is.
-
-        The clock of another machine is only asked where this is the first heartbeat seen of a rank.
-        """
-        now = time.monotonic()
-        if is_here and (written := beat.get("monotonic")) is not None:
-            return max(0.0, now - written)
-        known = self._beats_seen.get(beat["rank"])
-        if known is None or known[0] != beat["time"]:
-            since = now - (max(0.0, self._now - beat["time"]) if known is None else 0.0)
-            self._beats_seen[beat["rank"]] = known = (beat["time"], since)
-        return now - known[1]
-
-
-def _speed(beat: Beat) -> dict[str, float]:
-    """The seconds per step that a heartbeat tells, empty where it does not tell them."""
-    names = ("median_seconds", "mean_seconds", "p95_seconds")
-    found = {name: value for name, value in beat.items() if name in names and isinstance(value, int | float)}
-    return {name: float(value) for name, value in found.items()} if len(found) == len(names) else {}
 
 
 def moment(text: str) -> float:

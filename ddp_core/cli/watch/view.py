@@ -16,7 +16,8 @@ from rich.text import Text
 from ddp_core.cli.watch.curve import bars
 from ddp_core.cli.watch.finding import Watched
 from ddp_core.cli.watch.lines import NOT_FIGURES, left, position, share, speed
-from ddp_core.cli.watch.run import RankSeen, State, WatchedRun
+from ddp_core.cli.watch.ranks import RankSeen
+from ddp_core.cli.watch.run import State, WatchedRun
 from ddp_core.observe.metrics import duration_text, readable
 
 _STYLES: dict[State, str] = {
@@ -78,7 +79,7 @@ def _in_full(run: WatchedRun, width: int, is_ascii: bool) -> Lines:
     lines.insert(1, _line(str(run.directory.path), "dim", from_end=width))
     lines += [_line(text) for text in _flow(_latest(run), width)]
     lines += _ranks(run, width)
-    if (slowest := run.slowest) is not None and not run.is_over:
+    if (slowest := run.ranks.slowest) is not None and not run.is_over:
         lines += [_line(text, "yellow") for text in wrap(slowest, width)]
     for warning in run.warnings:
         lines += [_line(text, "yellow") for text in wrap(warning, width)]
@@ -160,9 +161,9 @@ def _latest(run: WatchedRun) -> list[str]:
 
 def _ranks(run: WatchedRun, width: int) -> Lines:
     """A line for each rank that is still at work; of very many those that need most time, in the order of ranks."""
-    if run.is_over or not run.ranks:
+    if run.is_over or not run.ranks.seen:
         return []
-    shown = sorted(sorted(run.ranks, key=_need, reverse=True)[:_MOST_RANKS], key=lambda rank: rank.rank)
+    shown = sorted(sorted(run.ranks.seen, key=_need, reverse=True)[:_MOST_RANKS], key=lambda rank: rank.rank)
     lines: Lines = [_line(_cells(("rank", "step", "own ms", "waits ms", "ago", "node"), width), "dim")]
     for rank in shown:
         own = f"{1e3 * rank.own_seconds:.1f}" if rank.own_seconds is not None else "-"
@@ -170,8 +171,8 @@ def _ranks(run: WatchedRun, width: int) -> Lines:
         ago = rank.process or duration_text(rank.age)
         cells = (str(rank.rank), str(rank.step), own, waits, ago, f"{rank.node_rank} {rank.host}")
         lines.append(_line(_cells(cells, width), "bold red" if rank.process else ""))
-    if len(run.ranks) > len(shown):
-        lines.append(_line(f"and {len(run.ranks) - len(shown)} ranks more, which need less time", "dim"))
+    if len(run.ranks.seen) > len(shown):
+        lines.append(_line(f"and {len(run.ranks.seen) - len(shown)} ranks more, which need less time", "dim"))
     return lines
 
 

@@ -14,6 +14,7 @@ from ddp_lab.report.charts.plot import Plot
 from ddp_lab.report.reading.families import Family, Group
 from ddp_lab.report.reading.runs import Run
 from ddp_lab.report.sections.answers import answer
+from ddp_lab.report.sections.over_seeds import seeds_table
 from ddp_lab.report.values import TIMES, Cell, Column, Spread, Table, figure, measured, measured_range
 
 
@@ -30,6 +31,8 @@ class FamilySection:
     learning_note: str
     busy_note: str
     """Which runs were timed while other programs kept the machine busy."""
+    over_seeds: Table | None
+    """Its figures over the seeds; None without two of them."""
     next_command: str
     """The command that adds another layout, for an experiment that was run in one way only; else empty."""
 
@@ -51,6 +54,7 @@ def family_section(family: Family, style: Mapping[str, int]) -> FamilySection:
         learning_plots(family, style),
         learning_note(family),
         busy_note(family),
+        seeds_table(family),
         "" if family.compared else _other_layout(family.runs[-1]),
     )
 

@@ -67,7 +67,9 @@ def test_ranks_evaluate_a_checkpoint_as_one_process_does(run: Run) -> None:
 def test_other_data_and_settings_of_evaluation_only(run: Run) -> None:
     found = told(run.path, "--set", "evaluation.samples_per_batch=100")
     assert found["figures"]["test_accuracy"] == run.figures["test_accuracy"]
-    assert (found["same_data"], found["identical"]) == (False, None)
+    assert (found["same_data"], found["identical"]) == (True, None)
+    found = told(run.path, "--set", "data.test_share=0.1")
+    assert (found["same_data"], found["identical"], found["settings"]) == (False, None, ["data.test_share=0.1"])
     refused = ddp("eval", run.path, "--set", "optimizer.lr=1")
     assert refused.code == 2
     assert "ddp eval changes data and evaluation alone" in refused.errors

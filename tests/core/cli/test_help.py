@@ -13,17 +13,20 @@ import pytest
 from ddp_core.cli import main
 from ddp_core.cli.click_kinds import _summary
 from ddp_core.config.options import groups
-from ddp_core.config.records import option_name
+from ddp_core.config.records import command_line, option_name
 from tests.core.cli.asking import understood
 from tests.support.commands import command
 
 COMMANDS = (
     "train",
+    "rehearse",
     "list",
     "compare",
     "watch",
     "verify",
+    "eval",
     "bundle",
+    "export",
     "verify-layouts",
     "ledger",
     "health",
@@ -96,7 +99,7 @@ def test_the_help_of_train_has_groups_defaults_and_examples(capsys: pytest.Captu
         option_name(name, field)
         for _, fields in groups()
         for name, field in fields.items()
-        if name not in ("experiment", "record")
+        if name != "experiment" and not command_line(field).hidden
     }
     assert rows.keys() - {"Usage:", "--help", "--config", "--dry-run"} == shown
     assert {"--config", "--dry-run"} <= rows.keys()

@@ -24,6 +24,7 @@ VALUES = {
     "reduction": "plain",
     "numerics": "portable",
     "record": "run.json",
+    "only_steps": 2,
     "layout": "ddp",
     "device": "cpu",
     "nproc_per_node": 4,
@@ -99,7 +100,7 @@ def test_the_reference_names_every_option_of_train() -> None:
     """The page may also name options of other commands."""
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     options = {option_name(name, field) for _, fields in groups() for name, field in fields.items()}
-    assert options - {"--experiment", "--record"} - set(re.findall(r"--[a-z-]+", page)) == set()
+    assert options - {"--experiment", "--record", "--only-steps"} - set(re.findall(r"--[a-z-]+", page)) == set()
 
 
 @pytest.mark.parametrize(("words", "nodes"), [(["--nnodes", "3"], (3, 3)), (["--nnodes", "2:4"], (2, 4)), ([], (1, 1))])

@@ -90,7 +90,7 @@ def optimizer_step() -> None:
 
 
 def own_metrics() -> None:
-    NamedSums(lambda outputs, targets: outputs[7], 1).add(0, torch.zeros(2), torch.zeros(2))
+    NamedSums({"": lambda outputs, targets: outputs[7]}, 1).add(0, torch.zeros(2), torch.zeros(2))
 
 
 def own_observer() -> None:
@@ -137,7 +137,7 @@ def test_a_line_of_the_experiments_own_file_is_named(tmp_path: Path) -> None:
         "experiment = Experiment(name='mine', global_batch_size=4)\n"
     )
     metrics = load_experiment(str(path)).namespace["metrics"]
-    error = raised_by(lambda: NamedSums(metrics, 1).add(0, 3, 4))
+    error = raised_by(lambda: NamedSums({"": metrics}, 1).add(0, 3, 4))
     assert blame.unforeseen(error) == (ExitCode.BAD_INPUT, f"{path}:5: KeyError: 3")
 
 

@@ -2,17 +2,201 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddp_core.base.errors import UserError
+from ddp_core.checkpoint import CutTensor
+from ddp_core.reduction import ExactReduction
+from ddp_core.reduction.refusal import DependsOnLayout
+from ddp_core.sharding import OwnsPieces, Sharding
+from ddp_core.sharding.rows import OwnsRows
 from tests.distributed import rows_cases as cases
+from tests.distributed.rows_cases import MICRO_BATCHES, WIDTH, Net, adam, inputs
+from tests.distributed.sharded_cases import described
 from tests.support.processes import run_processes
+from tests.support.thread_world import on_thread_world
+
+
+@functools.cache
+def nets() -> list[nn.Module]:
+    """Two of other weights, and one of several dtypes: made once, since threads share the random numbers."""
+    return [cases.net(0), cases.net(1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))]
+
+
+@pytest.fixture(autouse=True)
+def on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    nets()
+    # It looks at the random numbers of all threads.
+    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
+
+
+def owns(group: Any, number: int = 0, micro_batches: int = MICRO_BATCHES, **how: Any) -> OwnsRows:
+    made = copy.deepcopy(nets()[number])
+    return OwnsRows(made, adam(made), micro_batches, process_group=group, **{"fewest_elements": 1, **how})
+
+
+def message(action: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    """With which the action fails."""
+    with pytest.raises(kind) as raised:
+        action()
+    return str(raised.value)
 
 
 def test_a_training_in_rows_is_that_of_one_process_and_mixes_with_nothing() -> None:
     run_processes(cases.trains_as_one_process, 2)
 
 
-def test_parts_have_names_kinds_and_memory_of_their_own() -> None:
-    run_processes(cases.is_seen_by_its_parts, 2)
+def test_gathers_and_sums_have_groups_of_their_own() -> None:
+    run_processes(cases.has_groups_of_its_own, 2)
+
+
+def test_what_goes_out_has_the_names_and_kinds_of_one_process() -> None:
+    reference = nets()[0].state_dict()
+    names = [name for name, _ in nets()[0].named_parameters(remove_duplicate=False)]
+
+    def check(group: Any) -> None:
+        owned = owns(group)
+        weights = owned.described_weights()
+        assert list(weights) == list(reference)
+        for name, value in reference.items():
+            theirs = weights[name]
+            if isinstance(value, Tensor):
+                assert (theirs.dtype, theirs.shape) == (value.dtype, value.shape), name
+                assert theirs.untyped_storage().nbytes() <= theirs.element_size(), "no memory for what is described"
+            else:
+                assert theirs == value
+        own = owned.own_weights()
+        assert own["first.weight"] is own["last.weight"]
+        assert {name for name, value in own.items() if isinstance(value, CutTensor)} == set(names)
+        assert described(owned.whole_weights()) == described(None if group.rank() else dict(reference))
+        trained = set(names) - {"frozen"}
+        assert set(owned.trained) == trained
+        assert set(owned.made_by_backward()) == trained - {"last.weight"}
+        assert {each.name for each in owned.owned} == set(names) - {"last.weight"}
+        owned.load_weights(nets()[1].state_dict() | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)})
+        assert owned.module.told == "at last"
+        expected = dict(nets()[1].state_dict()) | {"_extra_state": "at last", "norm.running_mean": torch.ones(WIDTH)}
+        assert described(owned.whole_weights()) == described(None if group.rank() else expected)
+        owned.reduction.close()
+
+    on_thread_world(2, check)
+
+
+def test_blocks_are_freed_after_a_forward_and_what_is_outside_of_them_is_not() -> None:
+    def check(group: Any) -> None:
+        owned = owns(group)
+        module: Any = owned.module
+        with torch.no_grad():
+            module(inputs(0, 0))
+        assert not isinstance(module.row, DTensor)
+        assert all(isinstance(layer.weight, DTensor) for layer in module.layers)
+        owned.reduction.close()
+
+    on_thread_world(2, check)
+
+
+def test_a_pass_that_sends_nothing_leaves_no_gradient() -> None:
+    def check(group: Any) -> None:
+        owned = owns(group)
+        module: Any = owned.module
+        module.norm.eval()
+        with owned.unsent_pass():
+            module(inputs(0, 0)).sum().backward()
+        assert owned.whole_gradients() == (None if group.rank() else {})
+        owned.reduction.close()
+
+    on_thread_world(2, check)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_forward_that_writes_to_what_is_freed_is_refused_where_bits_are_promised(exact: bool) -> None:
+    def check(group: Any) -> None:
+        owned = owns(group, exact=exact)
+        module, reduction = owned.module, owned.reduction
+        assert isinstance(module, Net)
+        assert isinstance(reduction, ExactReduction) is exact
+        module.layers[1].writes = True  # type: ignore[assignment]
+
+        def alone() -> None:
+            with owned.forward_alone(), torch.no_grad():
+                module(inputs(0, 0))
+
+        def trained() -> None:
+            reduction.begin(4)
+            with reduction.micro_batch(reduction.share[0]):
+                module(inputs(0, 0)).sum().backward()
+
+        if exact:
+            assert "forward changes the parameter layers.1.weight" in message(alone, DependsOnLayout)
+            assert "forward changes the parameter layers.1.weight" in message(trained, DependsOnLayout)
+        else:
+            alone()
+        reduction.close()
+
+    on_thread_world(2, check)
+
+
+def test_a_sharding_of_parameters_cuts_rows() -> None:
+    def check(group: Any) -> None:
+        for exact in ({}, {"exact": False}):
+            module = copy.deepcopy(nets()[0])
+            optimizer = adam(module)
+            owned = Sharding("parameters").cut(module, optimizer, 4, group, **exact)
+            assert type(owned) is OwnsRows
+            assert owned.module is module
+            assert optimizer.param_groups[0]["params"] == [each.tensor for each in owned.owned]
+            assert isinstance(owned.reduction, ExactReduction) is (not exact)
+            if not exact:
+                assert list(owned.reduction.share) == list(range(group.rank(), 4, 2))
+            owned.reduction.close()
+
+    on_thread_world(2, check)
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
-    run_processes(cases.refuses, 2)
+    def check(group: Any) -> None:
+        rank = group.rank()
+        pattern = r"the parameters of this model cannot be sharded: .*dtype.*; or use shard mode gradients"
+        assert re.fullmatch(pattern, message(lambda: owns(group, 2, fewest_elements=99), UserError))
+        assert "micro_batches is 5 on rank 0, but 6 on rank 1" in message(lambda: owns(group, 0, MICRO_BATCHES + rank))
+        for exact in (True, False):
+            other = message(lambda exact=exact: owns(group, rank, exact=exact))  # type: ignore[misc]
+            assert " is another on rank 1 than on rank 0" in other
+
+        def in_pieces() -> None:
+            made = copy.deepcopy(nets()[0])
+            OwnsPieces(made, adam(made), MICRO_BATCHES, process_group=group)
+
+        said = message(in_pieces if rank else lambda: owns(group))
+        assert "shares is strided, in rows on rank 0, but contiguous, in " in said
+        assert "2 ranks" in message(lambda: owns(group, 0, 1))
+
+    on_thread_world(2, check)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm.bias": None}, "norm.bias is in the state alone, or in the model alone"),
+        ({"a": torch.ones(1)}, "a is in the state alone, or in the model alone"),
+        ({"row": torch.ones(2, WIDTH)}, "row has the shape [1, 6], not [2, 6]"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+    state = {name: value for name, value in (nets()[0].state_dict() | change).items() if value is not None}
+
+    def load(group: Any) -> None:
+        owned = owns(group)
+        assert words in message(lambda: owned.load_weights(state))
+        owned.reduction.close()
+
+    on_thread_world(2, load)

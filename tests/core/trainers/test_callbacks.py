@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_callbacks_are_told_of_every_step_epoch_and_the_end() -> None:
     assert [moment.learning_rate for moment in told[:2]] == [0.1, pytest.approx(0.1 * 0.9619, rel=1e-3)]
     assert told[0].model is trainer.model
     assert isinstance(told[0].averaged_model, nn.Module)
-    assert (told[0].rank, told[0].is_first, told[0].directory) == (0, True, None)
+    assert (told[0].rank, told[0].is_first, told[0].directory) == (0, True, Path("run"))
 
 
 def test_a_run_that_is_stopped_has_no_end() -> None:

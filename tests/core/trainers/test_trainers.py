@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.model.optimizers import build_optimizer
-from ddp_core.observe.callback import Callback
+from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
@@ -73,6 +74,7 @@ def trainer_of(
     callbacks: Sequence[Callback] = (),
     device: torch.device = CPU,
     collectives: Collectives | None = None,
+    only_steps: int | None = None,
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -91,6 +93,8 @@ def trainer_of(
         stop=stop or StopRequest(),
         observers=[FaultScript(faults), *observers],
         callbacks=callbacks,
+        directory=Path("run"),
+        only_steps=only_steps,
     )
     trainer = build_trainer(job)
     try:
@@ -315,3 +319,21 @@ def test_the_scaler_backs_off_when_a_gradient_overflows(layout: Layout) -> None:
         trainer.train()
         assert trainer.state.scaler.get_scale() < before
         assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+
+
+def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> None:
+    record = experiment(epochs=3, schedule={"name": "cosine"}, evaluation={"samples_per_batch": 1})
+    tried = finished(record, test=samples(5, 1), only_steps=2)
+    whole: list[str] = []
+
+    class AtStepTwo(Callback):
+        def on_step(self, moment: Moment) -> None:
+            if moment.step == 2:
+                whole.append(weights_digest(moment.model.state_dict()))
+
+    finished(record, callbacks=[AtStepTwo()])
+    assert [weights_digest(tried.model.state_dict())] == whole
+    first = samples(5, 1).__getitems__([0, 1])
+    assert tried.state.evaluation["test_loss"] == pytest.approx(
+        functional.cross_entropy(tried.model(first[0]), first[1]).item()
+    )

@@ -90,12 +90,10 @@ class Lines(Callback):
     """Writes a line at each epoch's end, and at the end."""
 
     def on_epoch(self, moment: Moment) -> None:
-        assert moment.directory is not None
         with (moment.directory / "lines.txt").open("a") as file:
             file.write(f"{moment.epoch} {moment.step} {moment.loss} {moment.evaluation['test_top2']}\n")
 
     def on_end(self, moment: Moment) -> None:
-        assert moment.directory is not None
         with (moment.directory / "lines.txt").open("a") as file:
             file.write(f"end {moment.step} {len(list((moment.directory / 'checkpoints').glob('*.pt')))}\n")
 
@@ -112,7 +110,6 @@ class OnEveryRank(Callback):
         self.steps += 1
 
     def on_end(self, moment: Moment) -> None:
-        assert moment.directory is not None
         (moment.directory / f"steps-{moment.rank}.txt").write_text(str(self.steps))
 
 

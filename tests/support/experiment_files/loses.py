@@ -85,7 +85,6 @@ class Counts(Callback):
             moment.model.count = moment.step  # type: ignore[assignment]
 
     def on_end(self, moment: Moment) -> None:
-        assert moment.directory is not None
         (moment.directory / "seen.txt").write_text(str(self.seen))
 
 

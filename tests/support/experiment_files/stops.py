@@ -55,6 +55,8 @@ class Raises(Callback):
 
 
 def callbacks() -> list[Callback]:
+    if chosen["kind"] == "never":
+        return []
     kinds = {"step": AtStep, "every rank": OnEveryRank, "rank 1": OnRankOne, "raises": Raises}
     kind = chosen["kind"]
     return [EarlyStopping("test_loss", patience=2) if kind == "patience" else kinds[kind]()]

@@ -123,7 +123,6 @@ class Best(Callback):
 
     def on_epoch(self, moment: Moment) -> None:
         self.best = max(self.best, moment.evaluation["test_top5"])
-        assert moment.directory is not None
         replace_file(moment.directory / "best.txt", f"{self.best}\n")
 
 

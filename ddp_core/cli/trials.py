@@ -1,0 +1,190 @@
+"""Several trainings as one command: what is completed is not trained again, the others one after another or at once.
+
+Each training is a `ddp train` of its own, with a run directory of its own. When this process is asked to stop, or dies,
+they save and stop, and the same command goes on where they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import is_file
+from ddp_core.cli import training
+from ddp_core.cli.devices import gpus_here
+from ddp_core.cli.prepare import load_with_settings
+from ddp_core.config.options import Asked
+from ddp_core.distributed.launchers import Node
+from ddp_core.distributed.reports import caller_variables
+from ddp_core.distributed.world import World, node_here
+from ddp_core.record.directory import RunDirectory, find_runs
+from ddp_core.record.lock import require_unlocked
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training of several."""
+
+    name: str
+    """What tells it from the others: `seed 3`, or the settings that are its own."""
+    asked: Asked
+    experiment: str
+    """The experiment's name."""
+    digest: str
+    """The digest of the experiment with all settings."""
+
+    @classmethod
+    def of(cls, name: str, asked: Asked, settings: Sequence[str]) -> Trial:
+        """The training that is `asked` for, with further settings. Raises UserError where they cannot be set."""
+        asked = asked.model_copy(update={"settings": (*asked.settings, *settings)})
+        experiment = load_with_settings(asked.experiment, asked.settings).experiment
+        return cls(name, asked, experiment.name, experiment.digest())
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it shall be trained whatever there is: `--resume never` was given."""
+        return "resume" in self.asked.model_fields_set and self.asked.resume == "never"
+
+    @property
+    def runs(self) -> list[tuple[RunDirectory, Mapping[str, Any]]]:
+        """The runs of just this training, with the code of today, the oldest first."""
+        found = find_runs(Path(self.asked.output))
+        same = [(directory, record) for directory, record in found if record["experiment_sha256"] == self.digest]
+        return [(directory, record) for directory, record in same if self._is_this(record)]
+
+    def completed(self) -> tuple[RunDirectory, Mapping[str, Any]] | None:
+        """The first completed run of just this training; None where there is none."""
+        return next((pair for pair in self.runs if pair[1]["status"] == "completed"), None)
+
+    def words(self) -> list[str]:
+        """The words of `ddp` that train it, or continue the run that was begun last.
+
+        Raises UserError where another process trains it now.
+        """
+        begun = [] if self.is_new else [pair for pair in self.runs if pair[1]["status"] != "completed"]
+        changes: dict[str, Any] = {"resume": "never"}
+        if begun:
+            require_unlocked(begun[-1][0].path)
+            changes = {"resume": str(begun[-1][0].path), "fork": None, "at": None}
+        return ["train", *self.asked.model_copy(update=changes).to_words()]
+
+    def _is_this(self, record: Mapping[str, Any]) -> bool:
+        """Whether a completed run of the same experiment is what is asked for, on whatever layout where it is exact."""
+        asked, layout = self.asked, record["layout"]
+        began = [(record.get(name) or {}).get("given") for name in ("init_from", "forked_from")]
+        reduction = record["options"]["reduction"]
+        return (
+            began == [asked.init_from, asked.fork]
+            and asked.reduction in (None, reduction)
+            and (reduction == "exact" or (layout["kind"], layout.get("shard", "none")) == (asked.layout, asked.shard))
+            and not _has_other_code(record)
+        )
+
+
+def _has_other_code(record: Mapping[str, Any]) -> bool:
+    """Whether a file of the run's code is another one today."""
+    beside = Path(record["experiment_file"]).parent
+    kept = record.get("source", {"files": {}})["files"]
+    today = {place: beside / place for place in kept if is_file(beside / place)}
+    return any(hashlib.sha256(file.read_bytes()).hexdigest() != kept[place] for place, file in today.items())
+
+
+def require_one_machine(option: str) -> None:
+    """Raises UserError where a launcher has started this process: each of its processes would train everything."""
+    node: Node | None = node_here()
+    if World.is_set() or node is not None:
+        raise UserError(
+            f"{option} starts trainings on this machine, but this process is one of a launcher's: let the launcher "
+            "start each training by itself, as an array of jobs for example"
+        )
+
+
+def train_all(trials: Sequence[Trial], at_once: int | None = None) -> int:
+    """Train those that are not completed; returns 0, or the exit code of the first that failed.
+
+    `at_once`: how many at a time; where it is None, as many as this machine has GPUs for, and one on the CPU. Raises
+    UserError where they cannot be told apart.
+    """
+    waiting, ended = [], dict[str, int]()
+    for trial in trials:
+        found = None if trial.is_new else trial.completed()
+        if found is None:
+            waiting.append(trial)
+        else:
+            print(f"{trial.name}: completed, {found[0].path}", flush=True)
+    if not waiting:
+        return ExitCode.DONE
+    shares = _shares(waiting[0].asked, at_once)
+    with TemporaryDirectory(prefix="ddp-trials-") as scratch, _Children() as children:
+        free = list(range(len(shares)))
+        while (waiting and not children.is_asked_to_stop) or children.running:
+            while waiting and free and not children.is_asked_to_stop:
+                trial, share = waiting.pop(0), free.pop(0)
+                print(f"{trial.name}: training …", flush=True)
+                variables = {**caller_variables(Path(scratch) / str(len(waiting))), **shares[share]}
+                process = training.start_ddp(trial.words(), variables, is_quiet=len(shares) > 1)
+                children.running[trial.name] = (process, share)
+            for name, code, share in children.ended():
+                free.append(share)
+                ended[name] = code
+                print(f"{name}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
+                if code == ExitCode.BAD_INPUT and len(ended) == 1:
+                    waiting.clear()  # a mistake in the first is most likely one in all of them
+            time.sleep(_POLL_SECONDS)
+        if children.is_asked_to_stop:
+            return ExitCode.STOPPED
+    return next((code if code > 0 else int(ExitCode.INTERNAL) for code in ended.values() if code != 0), ExitCode.DONE)
+
+
+def _shares(asked: Asked, at_once: int | None) -> list[dict[str, str]]:
+    """The variables of each training that may run at a time: which GPUs it sees."""
+    visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    gpus = [] if asked.device == "cpu" else (visible or [str(number) for number in range(gpus_here())])
+    each = asked.nproc_per_node or (1 if asked.layout == "single" else len(gpus)) or 1
+    if len(gpus) < each:
+        return [{} for _ in range(at_once or 1)]
+    count = min(at_once or len(gpus), len(gpus) // each)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[place * each : (place + 1) * each])} for place in range(count)]
+
+
+class _Children:
+    """The trainings that run now; what asks this process to stop is passed on to them, within the block."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[subprocess.Popen[bytes], int]] = {}
+        self.is_asked_to_stop = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Children:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _share in self.running.values():
+            process.terminate()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self.is_asked_to_stop = True
+        for process, _share in self.running.values():
+            process.send_signal(signal.SIGTERM)
+
+    def ended(self) -> Iterator[tuple[str, int, int]]:
+        """Name, exit code and share of the trainings that have ended since."""
+        for name, (process, share) in list(self.running.items()):
+            if (code := process.poll()) is not None:
+                del self.running[name]
+                yield name, code, share

@@ -1,0 +1,81 @@
+"""The figures of runs that differ in their seed alone: mean, standard deviation, and an interval of the mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+_NAMES = ("train_loss", "test_", "ema_test_")
+_COVERAGE = 0.95
+
+
+class Figure(NamedTuple):
+    """One figure of the results, over the seeds."""
+
+    name: str
+    runs: int
+    mean: float
+    deviation: float
+    """The standard deviation of a single run (with n - 1)."""
+    low: float
+    high: float
+    """The interval that holds the mean of all seeds with a probability of 95 %, by Student's t."""
+
+    @property
+    def words(self) -> str:
+        """`0.9912 ± 0.0012 (5)`: mean, standard deviation with two digits, and the number of seeds."""
+        return f"{self._written(self.mean)} ± {self._written(self.deviation)} ({self.runs})"
+
+    @property
+    def interval(self) -> str:
+        """`0.9897 to 0.9927`."""
+        return f"{self._written(self.low)} to {self._written(self.high)}"
+
+    def _written(self, value: float) -> str:
+        """The value with as many digits as the standard deviation makes worth reading."""
+        if self.deviation == 0 or not math.isfinite(self.deviation):
+            return f"{value:.4g}"
+        return f"{value:.{max(0, 1 - math.floor(math.log10(self.deviation)))}f}"
+
+
+class OverSeeds(NamedTuple):
+    """What the runs of one experiment with several seeds have ended with."""
+
+    seeds: list[int]
+    figures: list[Figure]
+
+
+def family_of(record: Mapping[str, Any]) -> str:
+    """The same text for the records of runs that differ in their seed, or not at all."""
+    return json.dumps({name: value for name, value in record["experiment"].items() if name != "seed"}, sort_keys=True)
+
+
+def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
+    """The figures of the completed runs, of each seed the first one; None for fewer than two seeds.
+
+    `records`: of one family. A figure that a run does not have, or not as a finite number, is left out of the others.
+    """
+    by_seed: dict[int, Mapping[str, Any]] = {}
+    for record in records:
+        if record["status"] == "completed" and record["experiment"].get("seed") is not None:
+            by_seed.setdefault(record["experiment"]["seed"], record["result"])
+    if len(by_seed) < 2:
+        return None
+    names = dict.fromkeys(name for result in by_seed.values() for name in result if name.startswith(_NAMES))
+    figures = []
+    for name in names:
+        values = [result.get(name) for result in by_seed.values()]
+        if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            figures.append(_figure(name, [float(value) for value in values if value is not None]))
+    return OverSeeds(sorted(by_seed), figures)
+
+
+def _figure(name: str, values: list[float]) -> Figure:
+    from scipy.special import stdtrit
+
+    count, mean, deviation = len(values), statistics.fmean(values), statistics.stdev(values)
+    half = float(stdtrit(count - 1, (1 + _COVERAGE) / 2)) * deviation / math.sqrt(count)
+    return Figure(name, count, mean, deviation, mean - half, mean + half)
