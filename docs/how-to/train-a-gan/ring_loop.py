@@ -29,7 +29,8 @@ def slope_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     share = torch.rand(len(real), 1)
     between = (share * real + (1 - share) * fake).requires_grad_()
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    return (slope.norm(dim=1) - 1).square().sum()
+    penalty: Tensor = (torch.linalg.vector_norm(slope, dim=1) - 1).square().sum()
+    return penalty
 
 
 def train(rank: int) -> None:
