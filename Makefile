@@ -90,7 +90,8 @@ test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's s
 	rm -rf .venv-streams && $(BIN)/python -m venv .venv-streams
 	awk -F'==' '!seen[$$1]++' constraints-streams.txt constraints.txt >.venv-streams/constraints.txt
 	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt pip hatchling
-	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[test,streams]'
+	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[test]' \
+	  mosaicml-streaming litdata
 	touch $@
 
 test-foreign: setup ## Other people's models and optimizers on every layout, hours; ONLY="timm torchvision.res" WORKERS=2 AGAIN=1

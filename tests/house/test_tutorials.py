@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.record.directory import find_runs
 from tests.house.conftest import settings
 from tests.support.pages import Block, Reader, blocks, masked, missing
 
 FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
 PAGES = ["train-your-own-model", "from-one-gpu-to-many-nodes", "hand-over-a-result", "my-training-hangs"]
-INSTALLING = ("mkdir first-model", "python3 -m venv", "source .venv", "pip install")
+INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install")
 """Commands that make the environment; the fixture `installed` has made one."""
 
 
@@ -33,6 +34,24 @@ def follow(page: str, installed: Path, folder: Path) -> None:
 )
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in_numpy(
+    installed: Path, tmp_path: Path
+) -> None:
+    follow((FOLDER / "first-day.md").read_text(), installed, tmp_path)
+    digests: dict[str, list[str]] = {}
+    for _, record in find_runs(tmp_path / "here" / "outputs"):
+        digests.setdefault(record["experiment"]["name"], []).append(record["weights_sha256"])
+    assert {name: (len(found), len(set(found))) for name, found in digests.items()} == {
+        "pictures": (2, 1),
+        "gpt": (2, 1),
+        "gru": (3, 1),
+    }
+    torch_says, _, numpy_says = sorted((tmp_path / "here-said").iterdir(), key=lambda log: int(log.name))[-3:]
+    assert torch_says.read_text() == numpy_says.read_text()
 
 
 @pytest.mark.slow
