@@ -38,6 +38,8 @@ SCRIPTS = {"-": "before.py", "+": "after.py"}
 ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
     "make test": "tests/lab/cluster/test_cluster.py",
+    "ddp rehearse digits": "tests/core/cli/test_preflight.py",
+    "ddp train digits --fork outputs/digits/RUN --set optimizer.lr=0.01 --set epochs=4": "tests/distributed/test_forks.py",
     "make chaos": "tests/lab/chaos/test_chaos.py",
     "make claims": "tests/lab/claims/test_claims_suite.py",
     "make report": "tests/lab/report/test_command.py",
@@ -131,7 +133,7 @@ def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> N
             if words[0] == "rendezvous":
                 stack.enter_context(running(*words))
                 continue
-            if words[0] in ("verify", "ledger"):
+            if words[0] in ("verify", "ledger", "eval", "export"):
                 words[1] = str(_newest(tmp_path, with_ledger=words[0] == "ledger"))
             if words[0] == "train":
                 words = [re.sub(r"^kill@(\d)0", r"kill@\1", word).replace("=20", "=3") for word in words] + QUICK
@@ -143,6 +145,8 @@ def test_every_line_from_top_to_bottom(commands: list[str], tmp_path: Path) -> N
             else:
                 ended = command(*words, env=settings)
             assert ended.code == 0, f"{line}\n{ended.errors}"
+    (loading,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    ask(_execute, loading.replace("outputs/digits/RUN", str(_newest(tmp_path, with_ledger=False))), tmp_path)
 
 
 def _newest(output: Path, with_ledger: bool) -> Path:
