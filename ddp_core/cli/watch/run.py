@@ -132,7 +132,7 @@ class WatchedRun:
         if state == "silent":
             return f"no step for {self.silent_seconds:.0f} s{self._cause_of_silence()}"
         if state == "interrupted":
-            return f"interrupted at step {self.step}: its processes are gone; ddp train … --resume continues it"
+            return f"interrupted at step {self.step}: its processes are gone; `ddp train` with --resume continues it"
         if state == "completed":
             digest = (self.record["weights_sha256"] or "")[:12]
             how = how_it_ended(self.record.get("ended_early"))

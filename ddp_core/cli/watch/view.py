@@ -99,7 +99,7 @@ def _in_short(run: WatchedRun, width: int, is_ascii: bool) -> Lines:
 def _in_one_line(run: WatchedRun, width: int, is_ascii: bool) -> Lines:
     title = _title(run)
     return [
-        Text.assemble(title, _WORDS_BETWEEN, _WORDS_BETWEEN.join(_progress(run)), no_wrap=True, overflow="ellipsis")
+        Text.assemble(title, _WORDS_BETWEEN, _WORDS_BETWEEN.join(_progress(run)), no_wrap=True, overflow="crop")
     ]
 
 
@@ -114,7 +114,7 @@ def _title(run: WatchedRun) -> Text:
         f"{_WORDS_BETWEEN}{duration_text(run.seconds_trained)}",
         f"{_WORDS_BETWEEN}attempt {attempts}" if attempts > 1 else "",
         no_wrap=True,
-        overflow="ellipsis",
+        overflow="crop",
     )
 
 
@@ -143,7 +143,7 @@ def _loss(run: WatchedRun, width: int, is_ascii: bool) -> Text | None:
     before, after = f"loss {run.losses.first:.4g} ", f" {run.loss:.4g}"
     room = min(_MOST_BARS, width - len(before) - len(after))
     drawn = bars(run.losses.means(room), is_ascii)
-    return Text.assemble(before, (drawn, "cyan"), after, no_wrap=True, overflow="ellipsis")
+    return Text.assemble(before, (drawn, "cyan"), after, no_wrap=True, overflow="crop")
 
 
 def _latest(run: WatchedRun) -> list[str]:
@@ -201,5 +201,5 @@ def _flow(parts: Sequence[str], width: int) -> list[str]:
 def _line(text: str, style: str = "", from_end: int | None = None) -> Text:
     """One line, cut where it is too long; with `from_end`, the width, its beginning is cut."""
     if from_end is not None and len(text) > from_end:
-        text = f"…{text[len(text) - from_end + 1 :]}"
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+        text = f"...{text[len(text) - from_end + 3 :]}"
+    return Text(text, style=style, no_wrap=True, overflow="crop")

@@ -24,7 +24,7 @@ SHORT: dict[str, Any] = {"device": "cpu", "settings": {"max_steps": 2, "optimize
 
 def words(*arguments: Any, **options: Any) -> list[str]:
     layout, settings = options.pop("layout", None), options.pop("settings", ())
-    return training._asked(*arguments, layout, settings, options).to_words()
+    return training.asked_for(*arguments, layout, settings, options).to_words()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:

@@ -220,6 +220,8 @@ def _with_another(place: int, tensor: str) -> Callable[[Any], Any]:
     def change(part: Any) -> Any:
         if isinstance(part, str):
             return "another"
+        if isinstance(part, set):  # which methods its callbacks have
+            return part
         if isinstance(part, list):
             assert tensor in dict(part)
             return [(name, "another" if name == tensor else value) for name, value in part]
