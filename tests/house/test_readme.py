@@ -33,13 +33,14 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benc
 SLURM, SWARM = "tests/cluster/test_slurm.py", "tests/cluster/test_swarm.py"
 QUICK = ["--set", "max_steps=12", "--device", "cpu"]
 
+FORK = "ddp train digits --fork outputs/digits/RUN --set optimizer.lr=0.01 --set epochs=40"
 SCRIPTS = {"-": "before.py", "+": "after.py"}
 
 ELSEWHERE = {
     "make cpu-cluster": "tests/lab/cluster/test_cluster.py",
     "make test": "tests/lab/cluster/test_cluster.py",
     "ddp rehearse digits": "tests/core/cli/test_preflight.py",
-    "ddp train digits --fork outputs/digits/RUN --set optimizer.lr=0.01 --set epochs=4": "tests/distributed/test_forks.py",
+    FORK: "tests/distributed/test_forks.py",
     "make chaos": "tests/lab/chaos/test_chaos.py",
     "make claims": "tests/lab/claims/test_claims_suite.py",
     "make report": "tests/lab/report/test_command.py",

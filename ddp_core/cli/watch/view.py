@@ -98,9 +98,7 @@ def _in_short(run: WatchedRun, width: int, is_ascii: bool) -> Lines:
 
 def _in_one_line(run: WatchedRun, width: int, is_ascii: bool) -> Lines:
     title = _title(run)
-    return [
-        Text.assemble(title, _WORDS_BETWEEN, _WORDS_BETWEEN.join(_progress(run)), no_wrap=True, overflow="crop")
-    ]
+    return [Text.assemble(title, _WORDS_BETWEEN, _WORDS_BETWEEN.join(_progress(run)), no_wrap=True, overflow="crop")]
 
 
 def _title(run: WatchedRun) -> Text:
