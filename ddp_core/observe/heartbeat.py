@@ -79,8 +79,8 @@ class Heartbeat(StepObserver):
             "node_rank": world.node_rank,
             "host": host,
             "address": address,
-            "pid": os.getpid(),
             "boot": boot_id(),
+            "pid": os.getpid(),
         }
         self._sequence = 0
         self._own_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
+from enum import Enum, EnumMeta
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -84,9 +85,17 @@ class _Reader(dcp.FileSystemReader):
         return found
 
 
+def _member(enumeration: Any, name: str) -> Enum:
+    if not (isinstance(enumeration, EnumMeta) and name in enumeration.__members__):
+        raise pickle.UnpicklingError(f"its {_METADATA} asks {enumeration} for {name}")
+    return cast(Enum, enumeration[name])
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         of_torch = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         if of_torch or name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # so Python 3.11.0 to 3.11.3 write a member of an enumeration
+            return _member
         raise pickle.UnpicklingError(f"its {_METADATA} names {module}.{name}, which is no part of a checkpoint")

@@ -57,7 +57,7 @@ def test_the_first_day_ends_with_one_digest_for_each_job_and_the_same_answers_in
 @pytest.mark.slow
 def test_the_file_of_the_first_tutorial_trains_as_it_stands(installed: Path, tmp_path: Path) -> None:
     page = (FOLDER / "train-your-own-model.md").read_text()
-    (file,) = [block for block in blocks(page) if block.kind == "python"]
+    file = next(block for block in blocks(page) if block.kind == "python")
     short = page[page.index("docstring's first line") : page.index("## 4.")]
     follow(f"`spirals.py`\n\n```python\n{file.content}```\n{short}", installed, tmp_path)
 

@@ -75,14 +75,15 @@ def test_a_run_that_works_may_be_submitted_and_is_told_of(tmp_path: Path) -> Non
 
 
 def test_what_only_an_evaluation_meets_is_found(tmp_path: Path) -> None:
-    ended = rehearsed(written(tmp_path, "a label without a class", label=7))
+    ended = rehearsed(written(tmp_path, "a label without a class", label=7), "--output", tmp_path / "outputs")
     assert ended.code == 2, ended.output + ended.errors
     assert tried(ended)["single-cpu"][0] == "failed (2)"
     assert ended.output.splitlines()[-1].startswith("NOT ready: single-cpu: ")
 
 
 def test_data_that_are_other_ones_each_time_are_refused(tmp_path: Path) -> None:
-    ended = rehearsed(written(tmp_path, "a draw", drawn="inputs.normal_(generator=DRAWN)"))
+    file = written(tmp_path, "a draw", drawn="inputs.normal_(generator=DRAWN)")
+    ended = rehearsed(file, "--output", tmp_path / "outputs")
     assert ended.code == 2
     assert "when they are built a second time" in ended.errors
     assert tried(ended) == {}

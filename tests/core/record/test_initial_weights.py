@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import UserError
@@ -143,6 +144,13 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path, form: str) -> 
     assert same(trained, fresh)
 
 
+class _AsksForMore:
+    """A pickle that asks a permitted class for something else than a member of an enumeration."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (Metadata, "__init__")
+
+
 class _Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("it-was-run"),))
@@ -157,6 +165,10 @@ def test_a_folder_whose_metadata_names_code_is_refused(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"holds no weights .*, which is no part of a checkpoint"):
         find_weights(str(tmp_path))
     assert not Path("it-was-run").exists()
+    content.planner_data = _AsksForMore()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(UserError, match=r"holds no weights .* asks .*Metadata.* for __init__"):
+        find_weights(str(tmp_path))
     content.planner_data = {}
     for each in content.storage_data.values():
         each.relative_path = "../elsewhere.distcp"
