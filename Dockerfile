@@ -1,11 +1,16 @@
-# One image for every layout: torch's wheels bring their own CUDA libraries, so the `base` flavour (driver hooks only)
-# is enough, and the same image runs the CPU cluster over gloo. The digest pins what the tag names today.
-ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:2ab6381d970b211fb93853796dc6707eb8a72575a375c422b17cf4d8b2641701
+# One file, two images. `samebits` has torch for CUDA: its wheels bring their own CUDA libraries, so the `base` flavour
+# (driver hooks only) is enough. `samebits-cpu` (--build-arg TORCH=cpu) has torch for the CPU on a plain Ubuntu, the one
+# that the other base is made from. The digests pin what the tags name today.
+ARG TORCH=cuda
+# Any Debian or Ubuntu can take their place: BASE_IMAGE=…
+ARG BASE_IMAGE=base-$TORCH
+FROM nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:2ab6381d970b211fb93853796dc6707eb8a72575a375c422b17cf4d8b2641701 AS base-cuda
+FROM ubuntu:24.04@sha256:4fbb8e6a8395de5a7550b33509421a2bafbc0aab6c06ba2cef9ebffbc7092d90 AS base-cpu
 
 
 # The interpreter alone, shared by every later stage. tini becomes process 1 where the engine's own init cannot
 # (compose.user.yaml); ca-certificates is for `ddp data fetch`.
-FROM ${BASE_IMAGE} AS python
+FROM $BASE_IMAGE AS python
 RUN rm -f /etc/apt/apt.conf.d/docker-clean
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
@@ -27,9 +32,8 @@ RUN python3 -c "import tomllib; \
     open('/test.txt', 'w').write('\n'.join(extras['cluster'] + extras['test']))"
 
 
-# Everything that changes rarely and weighs much. pip lives beside the environment, not in it, and is never copied into
-# the image.
-FROM python AS deps
+# pip lives beside the environment, not in it: later stages borrow it, and it is never copied into the image.
+FROM python AS pip
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3-venv
@@ -39,20 +43,46 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv /opt/pip \
     && /opt/pip/bin/pip install --disable-pip-version-check -c /constraints.txt pip \
     && python3 -m venv --without-pip /opt/venv
-COPY --from=requirements /runtime.txt /
+
+
+# What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to. What changes
+# rarely and weighs much comes first.
+FROM python AS runtime
+COPY --from=pip /opt/venv /opt/venv
+ARG TORCH
+# Where the CPU build is: the package index has the CUDA build alone.
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 # For which CUDA torch is built: cu128 or cu126 for a host whose driver is older than 580. Without a value it is that of
 # the package index, 13.0.
 ARG TORCH_CUDA=
+# torch and what it needs, a layer of its own. The wheel's test programs and the packages' tests go: nothing loads them,
+# and they are 250 MB. torch/include stays, for images that are built on this one and have a compiler.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install \
-    ${TORCH_CUDA:+--extra-index-url https://download.pytorch.org/whl/$TORCH_CUDA} -c /constraints.txt -r /runtime.txt hatchling
-
-
-# What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.
-FROM python AS runtime
+    --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=constraints.txt,target=/constraints.txt \
+    install() { /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt "$@"; }; \
+    set -e; \
+    case $TORCH in \
+      cpu) install --no-deps --extra-index-url "$TORCH_CPU_INDEX" \
+           "torch==$(sed -n 's/^torch==//p' /constraints.txt)+cpu" torchvision ;; \
+      cuda) ;; \
+      *) echo "TORCH=$TORCH: use TORCH=cpu or TORCH=cuda" >&2; exit 2 ;; \
+    esac; \
+    install ${TORCH_CUDA:+--extra-index-url https://download.pytorch.org/whl/$TORCH_CUDA} torch torchvision; \
+    cd /opt/venv/lib/python3*/site-packages; \
+    rm -rf torch/test; \
+    find torch/bin -mindepth 1 ! -name torch_shm_manager -delete; \
+    find . -type d -name tests -prune -exec rm -rf {} +
+# All other packages.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=constraints.txt,target=/constraints.txt \
+    --mount=type=bind,from=requirements,source=/runtime.txt,target=/runtime.txt \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt hatchling \
+    && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} +
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ddp
-COPY --from=deps /opt/venv /opt/venv
 COPY --chmod=0755 tools/run-as-owner.sh /usr/local/bin/run-as-owner
+COPY --chmod=0755 tools/what-to-do.sh /usr/local/bin/what-to-do
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY ddp_core ddp_core
@@ -61,7 +91,7 @@ COPY experiments experiments
 COPY docs/reference/portable-digests.json docs/reference/portable-digests.json
 # Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now, because nothing
 # can be written later.
-RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
+RUN --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation --editable . \
     && rm -rf build *.egg-info \
     && python -m compileall -q ddp_core ddp_lab experiments
@@ -84,21 +114,28 @@ RUN name="No NVIDIA GPU here. The same on the CPU: docker compose -f compose.yam
 # `make` hands them in. A bare `docker compose build` cannot, and the image then says that its commit is unknown: .git
 # stays out of the build, because in a worktree or an unpacked archive it names no commit, and it never says whether
 # files were changed since.
-ARG VERSION=unknown
+ARG VERSION=0.1.0
 ARG GIT_COMMIT=unknown
 ARG GIT_DIRTY=unknown
 ENV DDP_IMAGE_VERSION=$VERSION \
+    DDP_IMAGE_TORCH=$TORCH \
     DDP_GIT_COMMIT=$GIT_COMMIT \
     DDP_GIT_DIRTY=$GIT_DIRTY
+# Not among them: `created`, which would make two builds of one commit differ, and `source`, `url` and `documentation`,
+# which need a public address.
 LABEL org.opencontainers.image.title="samebits" \
       org.opencontainers.image.description="Data-parallel training in PyTorch: the same weights on every layout" \
+      org.opencontainers.image.authors="The samebits developers" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version=$VERSION \
       org.opencontainers.image.revision=$GIT_COMMIT
 USER ddp
+# Healthy while the newest step of this container's ranks is less than a minute old, and where nothing trains. An engine
+# alone only shows it; Swarm would end the container (launch/swarm/stack.yaml).
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["ddp", "health"]
 # Some CUDA images have an entrypoint that prints a banner first.
 ENTRYPOINT []
-CMD ["ddp", "--help"]
+CMD ["what-to-do"]
 
 
 # The runtime image plus what torch.compile and Triton call to build kernels: a C and C++ compiler and Python's headers.
@@ -117,12 +154,13 @@ FROM runtime AS test
 USER root
 COPY --from=requirements /test.txt /
 RUN --mount=type=cache,target=/root/.cache/pip \
-    --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
-    --mount=type=bind,from=deps,source=/constraints.txt,target=/constraints.txt \
+    --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=constraints.txt,target=/constraints.txt \
     /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /test.txt
 COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 USER ddp
+HEALTHCHECK NONE
 CMD ["pytest", "@tests/fast.args", "-p", "no:cacheprovider"]
 
 
@@ -131,8 +169,9 @@ FROM runtime AS sbom
 USER root
 COPY --from=requirements /sbom.txt /
 RUN --mount=type=cache,target=/root/.cache/pip \
-    --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
-    --mount=type=bind,from=deps,source=/constraints.txt,target=/constraints.txt \
+    --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
+    --mount=type=bind,source=constraints.txt,target=/constraints.txt \
     python3 -m venv --without-pip /opt/sbom \
     && /opt/pip/bin/pip --python /opt/sbom/bin/python install -c /constraints.txt -r /sbom.txt
 USER ddp
+HEALTHCHECK NONE

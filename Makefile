@@ -34,10 +34,14 @@ NO_GPU := CUDA_VISIBLE_DEVICES=
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
 export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); then test -z "$$changes" && echo false || echo true; else echo unknown; fi)
-export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
+export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+# Beside :latest an image is tagged with the version, and with version and commit only if it has just what was committed.
+version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell git rev-parse --short HEAD))
+tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +61,16 @@ up: setup ## Run one service of compose.yaml: make up SERVICE=ddp-4gpu (says wha
 	@$(BIN)/python -m ddp_lab.cluster check $(SERVICE)
 	@EXPERIMENT=$(EXPERIMENT) DDP_OPTIONS='$(OPTIONS)' docker compose up --build --exit-code-from $(SERVICE) $(SERVICE)
 
-image: setup ## Build the image that every service runs
+image: setup ## Build the image with torch for CUDA (GPU services, clusters), samebits
+	docker compose build ddp-4gpu
+	@$(call tag_image,samebits)
+
+image-cpu: setup ## Build the image with torch for the CPU (all other services), samebits-cpu
 	docker compose build ddp-cpu
+	@$(call tag_image,samebits-cpu)
+
+image-sizes: setup ## What makes up an image, by layer and by package: IMAGE=samebits-cpu:latest
+	@$(BIN)/python -m tools.image_sizes $(or $(IMAGE),samebits-cpu:latest)
 
 image-test: setup
 	docker compose build test
@@ -112,7 +124,7 @@ record-tests: setup ## Record for which-tests what the fast tests execute, in te
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[recording]'
 	$(BIN)/python -m tools.record_tests
 
-test-docker: setup image image-test ## Build the image and run every layout and the cluster in containers
+test-docker: setup image image-cpu image-test ## Build the images and run every layout and the cluster in containers
 	$(BIN)/python -m pytest -m "docker and not slow" --durations=10 tests/docker
 
 test-cluster: setup ## A real SLURM, a real Docker Swarm, power cuts on real file systems (root; installs Debian's packages)
@@ -132,7 +144,7 @@ bench-gpu: setup ## Images per second on a GPU, against the article's own loop; 
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/gpu-loader.json
 
 test-all: setup ## Every test that this machine can run; says what it skips and why
-	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-test; fi
+	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-cpu image-test; fi
 	$(NO_GPU) $(BIN)/python -m pytest -m "not gpu and not gpu2"
 	$(MAKE) --no-print-directory test-gpu
 
@@ -166,8 +178,10 @@ uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and t
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
 	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
 
-sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
-	@$(BIN)/python tools/sbom.py
+sbom: ## What is in the image samebits, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
+sbom-cpu: ## The same of samebits-cpu: outputs/sbom-cpu.json
+sbom sbom-cpu: setup
+	@$(BIN)/python tools/sbom.py $@
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi

@@ -1,4 +1,4 @@
-"""What `make sbom` does: the image's Python packages by CycloneDX's own tool, and its Debian packages, in one file."""
+"""What `make sbom` and `make sbom-cpu` do: an image's Python packages by CycloneDX's own tool, and its Debian packages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "outputs" / "sbom.json"
 
 
-def main() -> int:
-    """Build the image's listing stage, run it, and write the file; exit code 4 where no engine answers."""
-    build = subprocess.run(["docker", "compose", "build", "--quiet", "sbom"], cwd=ROOT, check=False)
+def main(service: str) -> int:
+    """Build the service's image, run it, and write outputs/SERVICE.json; exit code 4 where no engine answers."""
+    target = ROOT / "outputs" / f"{service}.json"
+    build = subprocess.run(["docker", "compose", "build", "--quiet", service], cwd=ROOT, check=False)
     if build.returncode:
         print("sbom: the image could not be built; is a Docker Engine running?", file=sys.stderr)
         return 4
-    record = json.loads(inside())
-    debian = [component(line) for line in inside("dpkg-query", "-W", "-f", "${Package} ${Version}\\n").splitlines()]
+    record = json.loads(inside(service))
+    listing = ("dpkg-query", "-W", "-f", "${Package} ${Version}\\n")
+    debian = [component(line) for line in inside(service, *listing).splitlines()]
     record["components"] = [*record.get("components", []), *debian]
-    TARGET.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{TARGET.relative_to(ROOT)}: {len(record['components'])} components, {len(debian)} of them Debian packages")
+    target.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{target.relative_to(ROOT)}: {len(record['components'])} components, {len(debian)} of them Debian packages")
     return 0
 
 
@@ -33,11 +34,11 @@ def component(line: str) -> dict[str, Any]:
     return {"type": "library", "name": name, "version": version, "purl": url, "bom-ref": url}
 
 
-def inside(*command: str) -> str:
-    """What a command prints in the container; without one, the stage's own command."""
-    words = ["docker", "compose", "run", "--rm", "-T", "sbom", *command]
+def inside(service: str, *command: str) -> str:
+    """What a command prints in the service's container; without one, the service's own command."""
+    words = ["docker", "compose", "run", "--rm", "-T", service, *command]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

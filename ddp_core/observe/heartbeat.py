@@ -244,14 +244,16 @@ def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
 def check_health(output: Path, within: float) -> str:
     """A line about the newest heartbeat of this host's ranks below `output`.
 
-    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a heartbeat is starting up
-    and counts as healthy; heartbeats from before its machine has started are none.
+    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a rank counts as healthy: it
+    is starting up, or has something else to do. Heartbeats from before its machine has started, and of processes that
+    have ended, are none.
     """
     here = (socket.gethostname(), boot_id())
     found = [beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent)]
     beats = [beat for beat in found if (beat["host"], beat.get("boot")) == here and "monotonic" in beat]
+    beats = [beat for beat in beats if state_of(beat["pid"]) != "gone"]
     if not beats:
-        return "no rank of this host has begun yet"
+        return "no rank of this host trains now"
     last = max(beats, key=lambda beat: beat["monotonic"])
     age = time.monotonic() - last["monotonic"]
     if age > within:

@@ -52,7 +52,7 @@ class ContainerBackend:
     name = "containers"
 
     def __init__(self, files: Sequence[str] = ("compose.yaml",)) -> None:
-        self.image = f"samebits:{os.environ.get('IMAGE_TAG', 'latest')}"
+        self.image = f"samebits-cpu:{os.environ.get('IMAGE_TAG', 'latest')}"
         self.variables: dict[str, str] = {}
         """Further variables for compose files."""
         self._files = [word for name in files for word in ("--file", str(ROOT / name))]

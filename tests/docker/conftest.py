@@ -40,8 +40,16 @@ def engine() -> Iterator[docker.DockerClient]:
 
 @pytest.fixture(scope="session")
 def image(engine: docker.DockerClient) -> str:
-    """The runtime image, built from the working tree."""
+    """The image with torch for the CPU, built from the working tree."""
     ContainerBackend().build()
+    return f"samebits-cpu:{os.environ.get('IMAGE_TAG', 'latest')}"
+
+
+@pytest.fixture(scope="session")
+def image_for_gpus(engine: docker.DockerClient) -> str:
+    """The image of the GPU services, built from the working tree."""
+    built = subprocess.run(["docker", "compose", "build", "--quiet", "ddp-4gpu"], cwd=ROOT, check=False)
+    assert built.returncode == 0
     return f"samebits:{os.environ.get('IMAGE_TAG', 'latest')}"
 
 

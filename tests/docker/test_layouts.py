@@ -49,7 +49,9 @@ def test_mistake_is_one_line_and_exit_2(project: Project) -> None:
 
 @pytest.mark.skipif(not NO_GPU, reason="this machine has an NVIDIA driver")
 @pytest.mark.parametrize("identity", ["detected", "known"])
-def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(project: Project, identity: str) -> None:
+def test_gpu_service_without_gpus_says_what_is_missing_and_the_way_out(
+    project: Project, image_for_gpus: str, identity: str
+) -> None:
     """In what Compose itself prints, because it does not show what the other services print."""
     done = project.up("ddp-4gpu", DDP_IDENTITY=identity)
     assert done.returncode != 0

@@ -60,7 +60,7 @@ class Clone:
 
 
 @pytest.fixture(scope="module")
-def clone(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+def clone(image: str, image_for_gpus: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     """A fresh clone with the images that Compose builds in it; afterwards `image` is again what it was."""
     # Compose names the project, and so the containers, after the directory.
     root = tmp_path_factory.mktemp("clone") / f"ddp-test-{secrets.token_hex(4)}"
@@ -72,7 +72,7 @@ def clone(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clon
             shutil.copy2(ROOT / name, root / name)
     made = Clone(root)
     # The page's commands build an image only where there is none, and other tests have made these.
-    built = made.run("docker compose build ddp-cpu test", timeout=290)
+    built = made.run("docker compose build ddp-cpu ddp-4gpu test", timeout=290)
     assert built.returncode == 0, built.stderr[-3000:]
     yield made
     made.run("docker compose --profile '*' down --timeout 1 --remove-orphans")

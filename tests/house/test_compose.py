@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ LAYOUTS = {
     "dp-cpu": ("dp", "cpu", "${NPROC_PER_NODE:-2}"),
     "ddp-cpu": ("ddp", "cpu", "${NPROC_PER_NODE:-2}"),
 }
-DIFFERING = {"environment", "profiles", "deploy", "depends_on", "ulimits"}
+DIFFERING = {"environment", "profiles", "deploy", "depends_on", "ulimits", "image", "build"}
+
+
+IMAGE = {"cpu": "samebits-cpu:${IMAGE_TAG:-latest}", "cuda": "samebits:${IMAGE_TAG:-latest}"}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -31,6 +35,7 @@ def read(name: str) -> dict[str, Any]:
     return content
 
 
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 SERVICES: dict[str, dict[str, Any]] = read("compose.yaml")["services"]
 IDENTITIES: dict[str, dict[str, Any]] = read("compose.user.yaml")["services"]
 each_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
@@ -47,6 +52,15 @@ def test_each_layout_is_three_values() -> None:
 def test_layouts_share_everything_else() -> None:
     common = [{key: value for key, value in SERVICES[name].items() if key not in DIFFERING} for name in LAYOUTS]
     assert all(part == common[0] for part in common)
+
+
+def test_only_what_trains_on_gpus_has_torch_for_cuda() -> None:
+    guard_and_layouts = {"nvidia-gpu", *(name for name, (_, device, _) in LAYOUTS.items() if device == "cuda")}
+    runtime = {name: service for name, service in SERVICES.items() if service["image"].startswith("samebits")}
+    assert {name for name, service in runtime.items() if service["image"] == IMAGE["cuda"]} == guard_and_layouts
+    torch = {name: service["build"]["args"]["TORCH"] for name, service in runtime.items()}
+    assert {name for name in torch if torch[name] == "cuda"} == guard_and_layouts | {"sbom"}
+    assert set(torch.values()) == {"cpu", "cuda"}
 
 
 @each_service
@@ -97,12 +111,13 @@ def test_only_tools_reach_the_outside() -> None:
     assert "ports" not in SERVICES["rendezvous"]
 
 
-def test_training_services_have_room_time_and_health() -> None:
+def test_training_services_have_room_time_and_the_health_check_of_the_image() -> None:
     for name in [*LAYOUTS, "node"]:
         assert SERVICES[name]["shm_size"] == "1gb"
         assert SERVICES[name]["tmpfs"] == "/tmp:exec"
         assert SERVICES[name]["stop_grace_period"] == "60s"
-        assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+        assert "healthcheck" not in SERVICES[name]
+    assert '\nHEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["ddp", "health"]\n' in DOCKERFILE
 
 
 def test_plain_up_runs_one_layout_that_needs_no_gpu() -> None:
@@ -115,7 +130,8 @@ def test_override_changes_the_device_of_every_gpu_service_and_nothing_else() -> 
     gpu_services = {name for name, (_, device, _) in LAYOUTS.items() if device == "cuda"}
     assert set(override) == gpu_services
     expected = {"environment": {"DEVICE": "cpu"}, "deploy": None, "ulimits": None, "depends_on": None}
-    assert all(service == expected for service in override.values())
+    image = {"image": IMAGE["cpu"], "build": {"args": {"TORCH": "cpu"}}}
+    assert all(service == expected | image for service in override.values())
     assert len(re.findall(r"!reset null", text)) == 3 * len(gpu_services)
 
 
@@ -128,9 +144,8 @@ def test_what_a_machine_without_a_gpu_says_is_the_name_of_the_same_command_in_th
     assert len(sentence) <= 255, "no file has a longer name"
     assert (guard["entrypoint"], guard["init"]) == ([], False)
 
-    text = (ROOT / "Dockerfile").read_text()
-    assert f'name="{sentence}"' in text
-    links = dict(re.findall(r'ln -s (\S+) "(/opt/nvidia-gpu/\w+)/\$name"', text))
+    assert f'name="{sentence}"' in DOCKERFILE
+    links = dict(re.findall(r'ln -s (\S+) "(/opt/nvidia-gpu/\w+)/\$name"', DOCKERFILE))
     assert guard["environment"]["PATH"].split(":") == list(links.values())
     assert {os.path.normpath(target) for target in links} == {"/bin/true"}
     assert [target.partition("/..")[0] for target in links] == [
@@ -142,17 +157,36 @@ def test_what_a_machine_without_a_gpu_says_is_the_name_of_the_same_command_in_th
 def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
     needs = {part: SERVICES["ddp-4gpu"][part] for part in ("deploy", "ulimits")}
     environment = {"DEVICE": "cuda", "DDP_NODES_SHARE_GPUS": 1}
-    assert read("compose.gpu.yaml")["services"] == {"node": {"environment": environment} | needs}
+    image = {"image": IMAGE["cuda"], "build": {"args": {"TORCH": "cuda", "TORCH_CUDA": None}}}
+    assert read("compose.gpu.yaml")["services"] == {
+        "rendezvous": image,
+        "node": image | {"environment": environment} | needs,
+    }
 
 
 def test_dockerfile_copies_dependencies_before_source_and_ends_unprivileged() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    runtime = text[text.index(" AS runtime") : text.index(" AS compiler")]
-    assert runtime.index("COPY --from=deps") < runtime.index("COPY ddp_core")
-    assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1] == "ddp"
+    runtime = DOCKERFILE[DOCKERFILE.index(" AS runtime") : DOCKERFILE.index(" AS compiler")]
+    assert runtime.index(" torch torchvision") < runtime.index("-r /runtime.txt") < runtime.index("COPY ddp_core")
+    assert re.findall(r"^USER (\S+)", DOCKERFILE, re.MULTILINE)[-1] == "ddp"
     assert re.findall(r"^USER (\S+)", runtime, re.MULTILINE) == ["ddp"]
-    assert "nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:" in text
-    assert "# syntax" not in text
+    assert "# syntax" not in DOCKERFILE
+
+
+def test_both_images_stand_on_the_same_ubuntu_named_by_digest() -> None:
+    bases = re.findall(r"^FROM (\S+):(\S+)@sha256:[0-9a-f]{64} AS base-(\w+)$", DOCKERFILE, re.MULTILINE)
+    assert bases == [("nvidia/cuda", "13.0.2-base-ubuntu24.04", "cuda"), ("ubuntu", "24.04", "cpu")]
+
+
+def test_an_image_that_was_built_without_make_has_the_version_of_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nARG VERSION={version}\n" in DOCKERFILE
+
+
+def test_what_the_image_prints_names_services_that_are_there() -> None:
+    text = (ROOT / "tools" / "what-to-do.sh").read_text()
+    services = re.findall(r"^    docker compose up (\S+)$", text, re.MULTILINE)
+    assert services
+    assert set(services) <= set(SERVICES)
 
 
 def test_the_page_on_gpus_names_services_files_targets_and_variables_that_are_there() -> None:
@@ -165,7 +199,7 @@ def test_the_page_on_gpus_names_services_files_targets_and_variables_that_are_th
         assert {file for file in re.findall(r"-f (\S+)", command) if not (ROOT / file).exists()} == set()
         assert command.split()[-1] in SERVICES
     targets = set(re.findall(r"IMAGE_TARGET=(\S+)", page))
-    assert targets == {"compiler"} <= set(re.findall(r" AS (\w+)", (ROOT / "Dockerfile").read_text()))
+    assert targets == {"compiler"} <= set(re.findall(r" AS (\w+)", DOCKERFILE))
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="there is no docker command")

@@ -27,6 +27,7 @@ def test_service_is_confined(service: dict[str, Any]) -> None:
     assert service["init"] is True
     assert service["user"] == "${DDP_UID:-10001}:${DDP_GID:-10001}"
     assert service["networks"] == ["private"]
+    assert service["healthcheck"] == {"disable": True}
     assert {"type": "tmpfs", "target": "/tmp"} in service["volumes"]
     assert not {"cap_add", "ports", *IGNORED} & set(service)
     assert "docker.sock" not in str(service["volumes"])

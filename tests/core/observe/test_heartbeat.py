@@ -77,12 +77,12 @@ def test_a_rank_that_hangs_is_unhealthy_whatever_the_wall_clock_says(run: Path, 
     assert check_health(run.parent.parent, 60) == "rank 1 at step 7, 3 s ago"
 
 
-@pytest.mark.parametrize("other", [{"boot": "before"}, {"host": "elsewhere"}])
-def test_a_heartbeat_of_another_machine_or_from_before_the_start_of_this_one_is_none_of_this(
+@pytest.mark.parametrize("other", [{"boot": "before"}, {"host": "elsewhere"}, {"pid": 2**31 - 1}])
+def test_a_heartbeat_of_another_machine_or_from_before_the_start_of_this_one_or_of_an_ended_process_is_none_of_this(
     run: Path, other: dict[str, Any]
 ) -> None:
     beat(run, 0, age=100, **other)
-    assert check_health(run.parent.parent, 60) == "no rank of this host has begun yet"
+    assert check_health(run.parent.parent, 60) == "no rank of this host trains now"
 
 
 @pytest.mark.parametrize("shift", [-TWO_DAYS, TWO_DAYS])
