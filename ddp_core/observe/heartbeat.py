@@ -244,9 +244,9 @@ def slowest(speeds: list[tuple[int, int, dict[str, float]]]) -> str | None:
 def check_health(output: Path, within: float) -> str:
     """A line about the newest heartbeat of this host's ranks below `output`.
 
-    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a rank counts as healthy: it
-    is starting up, or has something else to do. Heartbeats from before its machine has started, and of processes that
-    have ended, are none.
+    Raises UserError (6) where that heartbeat is older than `within` seconds. A host without a rank counts as healthy:
+    it is starting up, or has something else to do. Heartbeats from before its machine has started, and of processes
+    that have ended, are none.
     """
     here = (socket.gethostname(), boot_id())
     found = [beat for run in output.glob("*/*/heartbeats") for beat in read_heartbeats(run.parent)]
