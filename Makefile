@@ -166,7 +166,7 @@ uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and t
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
 	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
 
-dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL=https://HOST/OWNER/NAME
+dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL= CONTACT_EMAIL=
 	rm -rf dist
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[packaging]'
 	$(BIN)/python -m hatchling build --directory dist

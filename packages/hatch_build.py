@@ -1,7 +1,8 @@
 """How both distributions are built, beyond what their pyproject.toml can say.
 
-Where the repository can be read is not known here: whoever publishes names it, REPOSITORY_URL=https://HOST/OWNER/NAME.
-The page on the package index then links to the files of that version; without it, links into the repository are text.
+Where the repository can be read, and whom to write to, is not known here: whoever publishes says so, by
+REPOSITORY_URL=https://HOST/OWNER/NAME and CONTACT_EMAIL. The page on the package index then links to the files of that
+version; without them, links into the repository are text.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LAB_FILES = {
 }
 """What the laboratory's wheel holds, and where."""
 
-_COPIED = ("version", "requires-python", "authors", "keywords", "classifiers")
+_COPIED = ("version", "requires-python", "keywords", "classifiers")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)]+)\)")
 
 
@@ -38,6 +39,8 @@ class Metadata(MetadataHookInterface):
         library = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
         place = os.environ.get("REPOSITORY_URL", "").rstrip("/")
         metadata["urls"] = _urls(place, library["version"]) if place else {}
+        email = os.environ.get("CONTACT_EMAIL")
+        metadata["authors"] = [{"name": "The samebits developers", **({"email": email} if email else {})}]
         if metadata["name"] == library["name"]:
             text = _page((REPOSITORY / "README.md").read_text(), f"{place}/blob/v{library['version']}" if place else "")
             metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -120,7 +120,7 @@ def parse_file(path: Path, whose: str = "--config") -> dict[str, Any]:
 
 def _read_yaml(text: str) -> Any:
     """The content of a YAML text. Raises ValueError where it is none."""
-    require("a YAML file (TOML and JSON do not)", "yaml")
+    require("a YAML file, unlike TOML,", "yaml")
     import yaml
 
     try:

@@ -145,7 +145,7 @@ def load(name_or_path: str) -> Drill:
             near = get_close_matches(name_or_path, names(), n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names())}"
             raise UserError(f"no drill {name_or_path} ({hint}), and a file of your own ends in .yaml")
-    require("a drill, which is a YAML file,", "yaml")
+    require("a drill, which is YAML,", "yaml")
     import yaml
 
     try:

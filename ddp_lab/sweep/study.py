@@ -21,7 +21,7 @@ class Study:
     """
 
     def __init__(self, plan: Plan) -> None:
-        require(f"{plan.path}: [search] (a [grid] does not)", "sweeps")
+        require(f"{plan.path}: [search], unlike a [grid],", "sweeps")
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend

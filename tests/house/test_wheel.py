@@ -130,7 +130,7 @@ def test_two_builds_are_the_same_to_the_byte_and_so_is_one_from_the_sdist(
 
 @pytest.mark.extras("twine", "pyroma")
 def test_an_index_takes_what_is_built_and_its_readers_miss_nothing(tmp_path: Path) -> None:
-    files = build(tmp_path, REPOSITORY_URL=PLACE)
+    files = build(tmp_path, REPOSITORY_URL=PLACE, CONTACT_EMAIL="somebody@example.org")
     run(tmp_path, sys.executable, "-m", "twine", "check", "--strict", *files.values())
     rated = run(tmp_path, sys.executable, "-m", "pyroma", "--file", files["source"]).stdout
     assert "Final rating: 10/10" in rated, rated
