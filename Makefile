@@ -41,7 +41,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,27 +82,27 @@ test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch
 	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/fast.args
 
 # All other packages as constraints.txt pins them, but for those that torch itself pins.
-.venv-oldest/.installed: pyproject.toml constraints.txt | setup
+.venv-oldest/.installed: pyproject.toml packages/lab/pyproject.toml constraints.txt | setup
 	rm -rf .venv-oldest && $(BIN)/python -m venv .venv-oldest
 	grep -vE '^(torch|torchvision|setuptools|triton|cuda-|nvidia-)' constraints.txt >.venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt pip hatchling
-	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt --no-build-isolation -e '.[cluster,test]' \
+	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt --no-build-isolation -e '.[report,cluster,tensorboard,test]' -e packages/lab \
 	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
 	touch $@
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,sweeps,schemas,recording,pyright,uv]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,pyright,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
 	$(NO_GPU) .venv-streams/bin/python -m pytest -m extras tests/house/test_use_streaming_libraries.py
 
 # Of the two files the first decides about a package.
-.venv-streams/.installed: pyproject.toml constraints.txt constraints-streams.txt | setup
+.venv-streams/.installed: pyproject.toml packages/lab/pyproject.toml constraints.txt constraints-streams.txt | setup
 	rm -rf .venv-streams && $(BIN)/python -m venv .venv-streams
 	awk -F'==' '!seen[$$1]++' constraints-streams.txt constraints.txt >.venv-streams/constraints.txt
 	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt pip hatchling
-	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[test]' \
+	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[lab,test]' -e packages/lab \
 	  mosaicml-streaming litdata
 	touch $@
 
@@ -177,6 +177,13 @@ portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFI
 uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
 	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
+
+dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL= CONTACT_EMAIL=
+	rm -rf dist
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[packaging]'
+	$(BIN)/python -m hatchling build --directory dist
+	cd packages/lab && $(abspath $(BIN))/python -m hatchling build --target wheel --directory ../../dist
+	$(BIN)/python -m twine check --strict dist/*
 
 sbom: ## What is in the image samebits, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
 sbom-cpu: ## The same of samebits-cpu: outputs/sbom-cpu.json
