@@ -1,4 +1,4 @@
-"""What `make sbom` and `make sbom-cpu` do: list an image's Python packages, by CycloneDX's tool, and its Debian packages."""
+"""What `make sbom` and `make sbom-cpu` do: list an image's Python packages, by CycloneDX, and its Debian packages."""
 
 from __future__ import annotations
 
