@@ -57,8 +57,8 @@ ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 # For which CUDA torch is built: cu128 or cu126 for a host whose driver is older than 580. Without a value it is that of
 # the package index, 13.0.
 ARG TORCH_CUDA=
-# torch and what it needs, a layer of its own. The wheel's test programs and the packages' tests go: nothing loads them,
-# and they are 250 MB. torch/include stays, for images that are built on this one and have a compiler.
+# torch and what it needs, a layer of its own. Test programs, tests and static libraries of a profiler go: nothing loads
+# them. torch/include stays, for images that are built on this one and have a compiler.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=constraints.txt,target=/constraints.txt \
@@ -72,7 +72,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     esac; \
     install ${TORCH_CUDA:+--extra-index-url https://download.pytorch.org/whl/$TORCH_CUDA} torch torchvision; \
     cd /opt/venv/lib/python3*/site-packages; \
-    rm -rf torch/test; \
+    rm -rf torch/test triton/backends/nvidia/lib/cupti/*.a; \
     find torch/bin -mindepth 1 ! -name torch_shm_manager -delete; \
     find . -type d -name tests -prune -exec rm -rf {} +
 # All other packages.
