@@ -180,3 +180,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && /opt/pip/bin/pip --python /opt/sbom/bin/python install -c /constraints.txt -r /sbom.txt
 USER ddp
 HEALTHCHECK NONE
+
+
+# What `docker build .` gives, as the last stage.
+FROM runtime
