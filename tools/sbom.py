@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,18 +20,19 @@ def main(service: str) -> int:
         print("sbom: the image could not be built; is a Docker Engine running?", file=sys.stderr)
         return 4
     record = json.loads(inside(service))
+    distribution = inside(service, "sh", "-c", ". /etc/os-release && echo $ID-$VERSION_ID").strip()
     listing = ("dpkg-query", "-W", "-f", "${Package} ${Version}\\n")
-    debian = [component(line) for line in inside(service, *listing).splitlines()]
+    debian = [component(line, distribution) for line in inside(service, *listing).splitlines()]
     record["components"] = [*record.get("components", []), *debian]
     target.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{target.relative_to(ROOT)}: {len(record['components'])} components, {len(debian)} of them Debian packages")
     return 0
 
 
-def component(line: str) -> dict[str, Any]:
-    """A Debian package as a CycloneDX component."""
+def component(line: str, distribution: str) -> dict[str, Any]:
+    """A Debian package as a CycloneDX component; `distribution` is such as ubuntu-24.04, whose flaws are other ones."""
     name, _, version = line.partition(" ")
-    url = f"pkg:deb/debian/{name}@{version}"
+    url = f"pkg:deb/{distribution.partition('-')[0]}/{name}@{quote(version)}?distro={distribution}"
     return {"type": "library", "name": name, "version": version, "purl": url, "bom-ref": url}
 
 
