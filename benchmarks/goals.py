@@ -2,7 +2,7 @@
 
     python -m benchmarks.goals
 
-The tables stand in benchmarks/README.md, the last one in docs/explanation/exact-reduction.md; a test holds pages and
+The tables stand in benchmarks/README.md, the last one in docs/reference/cost-of-exactness.md; a test holds pages and
 results together. Goals are those that the benchmarks print as `target`, `goal` or `budget`; the figures are medians,
 and a goal that is missed by a hair is missed.
 """

@@ -1,8 +1,8 @@
 """Data-parallel training whose result does not depend on the layout.
 
 The names in `__all__` are the short list that a user learns. Each is loaded when it is first asked for, so that `import
-ddp_core` takes no time and an experiment's file loads no trainer. Whatever else a package below has in its `__all__`
-may be used, too; the rest is private.
+ddp_core` takes no time and an experiment's file loads no trainer. docs/reference/api.md has these names and the others
+that may be used; the rest is private.
 
 Rooms from the ground up: `base`; `reduction`, `checkpoint`, `sampler`, `distributed`, `numerics`, `config`; `sharding`,
 `data`, `model`, `adapters`; `observe`; `trainers`, `experiment`; `record`; `run`, `launch`; `cli`. A room imports from

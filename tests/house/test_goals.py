@@ -22,7 +22,7 @@ def test_the_page_has_whole_runs_and_saves() -> None:
 
 
 def test_the_page_has_the_sums_that_need_no_order() -> None:
-    assert sums() in (ROOT / "docs" / "explanation" / "exact-reduction.md").read_text(), HOW
+    assert sums() in (ROOT / "docs" / "reference" / "cost-of-exactness.md").read_text(), HOW
 
 
 def test_a_goal_missed_by_a_hair_is_missed() -> None:

@@ -11,6 +11,7 @@ from tests.support.commands import ROOT
 
 PAGES = [
     "change-a-run-on-the-way",
+    "my-digests-differ",
     "rehearse-a-long-run",
     "report-your-own-figures",
     "seeds-and-sweeps",

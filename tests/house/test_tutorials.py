@@ -13,9 +13,15 @@ from tests.house.conftest import settings
 from tests.support.pages import Block, Reader, blocks, masked, missing
 
 FOLDER = Path(__file__).parents[2] / "docs" / "tutorials"
-PAGES = ["train-your-own-model", "from-one-gpu-to-many-nodes", "hand-over-a-result", "my-training-hangs"]
-INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install")
-"""Commands that make the environment; the fixture `installed` has made one."""
+PAGES = [
+    "from-one-process-to-a-cluster",
+    "train-your-own-model",
+    "from-one-gpu-to-many-nodes",
+    "hand-over-a-result",
+    "my-training-hangs",
+]
+INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
+"""Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""
 
 
 def follow(page: str, installed: Path, folder: Path) -> None:
@@ -29,9 +35,7 @@ def follow(page: str, installed: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", ["train-your-own-model", "from-one-gpu-to-many-nodes", "hand-over-a-result", "my-training-hangs"]
-)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_reader_sees_what_the_page_shows(name: str, installed: Path, tmp_path: Path) -> None:
     follow((FOLDER / f"{name}.md").read_text(), installed, tmp_path)
 

@@ -56,6 +56,11 @@ def masked(line: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"-{3,}", "-", line)).strip()
 
 
+def digests_in(text: str) -> list[str]:
+    """The digests in a text, whole or cut short."""
+    return re.findall(r"(?<![\w.])(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{12,64}\b", text)
+
+
 def missing(expected: Sequence[str], said: str) -> str | None:
     """The first expected line that was not said after the one before it; None if there is no such line."""
     rest = iter([masked(line) for line in said.splitlines()])
@@ -156,3 +161,8 @@ class Reader:
         assert code == int(expected[0] if expected else 0), f"`{command.lines}` ended with {code}:\n{command.said}"
         lacks = missing([line for line in shown.lines if not line.startswith("^C")], command.said)
         assert lacks is None, f"`{command.lines}` did not say {lacks!r}:\n{command.said}"
+        said = "".join(each.said for each in self._started)
+        if 0 < said.count(", reduction ") == said.count("numerics portable"):
+            # Such digests are the same on every machine that can have them, so the page shows what its readers see.
+            other = [digest for digest in digests_in(shown.content) if digest not in said]
+            assert not other, f"`{command.lines}` ended with other digests than {other}:\n{command.said}"
