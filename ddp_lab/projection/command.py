@@ -194,8 +194,8 @@ def _forecast_from(node_run: Published | None, spread: bool) -> str:
     if spread:
         return "no forecast: a published run's loss contains its stragglers, which --jitter and --steps-of add already"
     return (
-        "no forecast: no published run on one node has this GPU, batch and model at this speed, in nodes with these links "
-        "and this network; all are upper bounds"
+        "no forecast: no published run on one node has this GPU, batch and model at this speed, in nodes with these "
+        "links and this network; all are bounds"
     )
 
 

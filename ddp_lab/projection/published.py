@@ -1,10 +1,11 @@
 """Scaling that others measured, each figure with its source: what it was before the rule, and what is held out.
 
-The rule of the forecast (`forecast`) was settled beside `KNOWN`. `HELD_OUT` was found afterwards, and nothing was fitted
-to it. Its rule, written down before any of it was compared with the model: publications of synchronous data-parallel
-training on several nodes whose text names GPU, model, batch, nodes, network, and the speed of one GPU; all such rows of
-all their tables, the bad ones too. Left out are rows of which it is not said in how many bytes the gradients travel
-(BERT in mixed precision), and those with parameter servers. What is not said is assumed, and stands in `assumed`.
+The rule of the forecast (`forecast`) was settled beside `KNOWN`. `HELD_OUT` was found afterwards, and nothing was
+fitted to it. Its rule, written down before any of it was compared with the model: publications of synchronous
+data-parallel training on several nodes whose text names GPU, model, batch, nodes, network, and the speed of one GPU;
+all such rows of all their tables, the bad ones too. Left out are rows of which it is not said in how many bytes the
+gradients travel (BERT in mixed precision), and those with parameter servers. What is not said is assumed, and stands in
+`assumed`.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ KNOWN = (
 
 _PYTORCH = (
     "PyTorch, benchmarks/distributed/ddp/README.md, example output (PyTorch 1.4, 2020), "
-    "github.com/pytorch/pytorch/tree/main/benchmarks/distributed/ddp: DGX machines with 8 V100 and 4 InfiniBand adapters "
-    "of 100 Gbit/s, batch 32; p50, one GPU without DDP"
+    "github.com/pytorch/pytorch/tree/main/benchmarks/distributed/ddp: DGX machines with 8 V100 and 4 InfiniBand "
+    "adapters of 100 Gbit/s, batch 32; p50, one GPU without DDP"
 )
 _DLPERF_EXAMPLES = (
     "Oneflow-Inc/DLPerf (2020), PyTorch/resnet50v1.5/README.md, github.com/Oneflow-Inc/DLPerf: the nodes of its other "
@@ -109,13 +110,13 @@ _DLPERF_EXAMPLES = (
     "runs"
 )
 _DLPERF_BERT = (
-    "Oneflow-Inc/DLPerf (2020), NVIDIADeepLearningExamples/PyTorch/BERT/README.md, FP32, github.com/Oneflow-Inc/DLPerf: "
-    "the same nodes, BERT-Base of 128 tokens; apex sends all gradients in one piece (message_size of 250,000,000 in "
-    "NVIDIA's run_pretraining.py)"
+    "Oneflow-Inc/DLPerf (2020), NVIDIADeepLearningExamples/PyTorch/BERT/README.md, FP32, "
+    "github.com/Oneflow-Inc/DLPerf: its nodes, BERT-Base of 128 tokens; apex sends all gradients in one piece "
+    "(message_size of 250,000,000 in NVIDIA's run_pretraining.py, read in copies)"
 )
 _HOROVOD = (
-    "Horovod, docs/benchmarks.rst, github.com/horovod/horovod: 128 servers of 4 Pascal GPUs, RoCE of 25 Gbit/s, 90 % and "
-    "68 % efficiency on 512 GPUs; speed of one P100, batch 64, synthetic data: TensorFlow, "
+    "Horovod, docs/benchmarks.rst, github.com/horovod/horovod: 128 servers of 4 Pascal GPUs, RoCE of 25 Gbit/s, 90 % "
+    "and 68 % efficiency on 512 GPUs; speed of one P100, batch 64, synthetic data: TensorFlow, "
     "docs_src/performance/benchmarks.md (2017), github.com/tensorflow/tensorflow"
 )
 _LI = (
@@ -127,15 +128,17 @@ _BERT_BASE = 110_106_428
 """Of BERT-Base with both heads of the pre-training and 30,522 words."""
 _ONE_PIECE = 4.0 * 250_000_000
 
+
+def _per_gpu(what: str, gpu: Gpu, speeds: Mapping[int, float]) -> tuple[Published, ...]:
+    """PyTorch's own table, which prints the samples per second of each GPU."""
+    return _scaling(what, gpu, _DGX1, {ranks: ranks * speed for ranks, speed in speeds.items()}, _PYTORCH)
+
+
 HELD_OUT = (
-    *_scaling("DDP, ResNet-50", _on_v100("resnet50", 25_557_032, 32), _DGX1, {1: 329, 8: 307, 16: 306}, _PYTORCH),
-    *_scaling("DDP, ResNet-101", _on_v100("resnet101", 44_549_160, 32), _DGX1, {1: 197, 8: 179, 16: 178}, _PYTORCH),
-    *_scaling(
-        "DDP, ResNeXt-50", _on_v100("resnext50_32x4d", 25_028_904, 32), _DGX1, {1: 220, 8: 204, 16: 203}, _PYTORCH
-    ),
-    *_scaling(
-        "DDP, ResNeXt-101", _on_v100("resnext101_32x8d", 88_791_336, 32), _DGX1, {1: 77, 8: 71, 16: 71}, _PYTORCH
-    ),
+    *_per_gpu("DDP, ResNet-50", _on_v100("resnet50", 25_557_032, 32), {1: 329, 8: 307, 16: 306}),
+    *_per_gpu("DDP, ResNet-101", _on_v100("resnet101", 44_549_160, 32), {1: 197, 8: 179, 16: 178}),
+    *_per_gpu("DDP, ResNeXt-50", _on_v100("resnext50_32x4d", 25_028_904, 32), {1: 220, 8: 204, 16: 203}),
+    *_per_gpu("DDP, ResNeXt-101", _on_v100("resnext101_32x8d", 88_791_336, 32), {1: 77, 8: 71, 16: 71}),
     *_scaling(
         *("examples, DataLoader, 8", GPUS["v100-fp32"], _DLPERF_NODES),
         {1: 306.35, 8: 1070.37, 16: 2093.53, 32: 4119.84},

@@ -5,8 +5,9 @@ ready evenly over backward. DDP packs them into buckets (the first of 1 MB, the 
 as it is full, one after the other (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training", VLDB 2020, section 3.2.3). Where a size is asked of DDP (`bucket_cap_mb`), the first is of that size, too.
 When backward ends, the step waits for what is still on its way, and for the
-slowest rank. The model leaves out data loading, the share of a GPU that NCCL itself takes, and other traffic, so its
-efficiencies are upper bounds. `published` says how far above published runs they are.
+slowest rank. The model leaves out data loading, the share of a GPU that NCCL itself takes, and other traffic. So its
+efficiencies are upper bounds as far as NCCL's own estimates of its speed hold; where communication decides, they can be
+too slow. `forecast` says how far from published runs they are.
 """
 
 from __future__ import annotations
