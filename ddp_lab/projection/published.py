@@ -3,10 +3,9 @@
 The rule of the forecast (`forecast`) was settled beside `KNOWN`. `HELD_OUT` was found afterwards, and nothing was
 fitted to it. Its rule, written down before any of it was compared with the model: publications of synchronous
 data-parallel training on several nodes whose text names GPU, model, batch, nodes, network, and the speed of one GPU;
-all rows on several nodes, the bad ones too, with the run on one node beside them. Left out are rows of which it is not
-said in how many bytes the gradients travel (BERT in mixed precision), those with parameter servers, and PyTorch's second
-table (buckets of 1 MB), which has no speed of one GPU without DDP. What is not said is assumed, and stands in
-`assumed`.
+all rows on several nodes, the bad ones too, with the run on one node beside them. Left out are rows that do not say in
+how many bytes the gradients travel (BERT in mixed precision), those with parameter servers, and PyTorch's second table
+(buckets of 1 MB), which has no speed of one GPU without DDP. What is not said is assumed, and stands in `assumed`.
 """
 
 from __future__ import annotations

@@ -85,6 +85,14 @@ def test_the_how_to_shows_what_is_printed(tmp_path: Path, capsys: pytest.Capture
     assert shown == wanted
 
 
+def test_the_how_to_says_where_exact_is_modelled_faster(tmp_path: Path) -> None:
+    words = ["--gpu", "v100-fp32", "--network", "100gbit", "--ranks", "16", "--skip-measuring"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "projection" / "projection.json").read_text())["projection"]
+    exact, nccl = (f"{100 * row[way]['efficiency']:.1f} %" for way in ("exact", "nccl"))
+    assert f"(V100, 100 Gbit/s: {exact} beside {nccl})" in (ROOT / "docs/how-to/project-scaling.md").read_text()
+
+
 class TestMatching:
     def test_a_run_counts_in_nodes_like_its_own_alone(self) -> None:
         gpu = GPUS["v100-fp32"]
