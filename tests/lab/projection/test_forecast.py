@@ -85,6 +85,17 @@ def test_the_how_to_shows_what_is_printed(tmp_path: Path, capsys: pytest.Capture
     assert shown == wanted
 
 
+def test_the_tutorial_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/tutorials/from-one-gpu-to-many-nodes.md").read_text().splitlines()
+    command = next(line for line in page if line.startswith("ddp project "))
+    assert main([*command.split()[2:], "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = page[page.index("projected: a100-amp, 16 samples per GPU and step, 4000 MB of gradients,") :]
+    shown = shown[: shown.index("…")]
+    first = printed.index(shown[0])
+    assert printed[first : first + len(shown)] == shown
+
+
 def test_the_how_to_says_where_exact_is_modelled_faster(tmp_path: Path) -> None:
     words = ["--gpu", "v100-fp32", "--network", "100gbit", "--ranks", "16", "--skip-measuring"]
     assert main([*words, "--output", str(tmp_path)]) == 0
