@@ -20,8 +20,8 @@ def projection_lines(content: dict[str, Any], gpu: Gpu, cluster: Cluster) -> lis
         f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
         f"{cluster.per_node} GPUs per node on {cluster.inside.bandwidth / 1e9:.0f} GB/s, "
         f"{cluster.between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling)",
-        "`at most`: a bound by NCCL's estimates, of communication and `slowest` alone; `forecast`: less what a published run on "
-        "one node loses beside that bound",
+        "`at most`: a bound by NCCL's estimates, of communication and `slowest` alone; "
+        "`forecast`: less what a published run on one node loses beside that bound",
         f"{'GPUs':>6}{'slowest: ms':>12}{'NCCL picks':>13}{'ms':>8}{'exposed':>9}{'at most':>9}{'forecast':>10}"
         f"{'exact: ms':>11}{'exposed':>9}{'modelled':>10}{'ring alone':>12}{'tree alone':>12}  published",
     ]
