@@ -31,7 +31,7 @@ from ddp_lab.chaos.containers import BreakableContainers
 from ddp_lab.chaos.drill import parse
 from ddp_lab.chaos.watch import Progress, Words
 from ddp_lab.cluster.cluster import Spec
-from ddp_lab.projection.costs import Link, all_reduce_seconds
+from ddp_lab.projection.costs import Link, ring_seconds
 from ddp_lab.projection.step import step
 
 SIZES = (64, 1024, 1024, 10)
@@ -147,7 +147,7 @@ def modelled(way: Way, unshaped: float, rate: int, nproc: int) -> float:
     parts = way.samples / SAMPLES
 
     def all_reduce(size: float) -> float:
-        return all_reduce_seconds("ring", size, 2 * nproc, nproc, link, link)
+        return ring_seconds(size, 2 * nproc, nproc, link, link)
 
     return step(unshaped * parts, way.gradient_bytes, all_reduce, 2 * nproc).seconds / parts
 

@@ -10,24 +10,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
-from ddp_lab.projection.costs import Link, all_reduce_seconds
+from ddp_lab.projection.costs import Cluster, Link
 from ddp_lab.projection.fit import Fitted
+from ddp_lab.projection.forecast import beside, compare, forecast_errors, gap, whole_node
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
-from ddp_lab.projection.nccl import Choice, Shape, choose
+from ddp_lab.projection.nccl import Choice, Shape, choose, exact_seconds
 from ddp_lab.projection.nodes import carried_lines, carried_over, check_nodes, node_lines
-from ddp_lab.projection.published import Published, beside, compare, forecast_errors, gap, whole_node
-from ddp_lab.projection.spread import Lateness, measured, normal, steps_of
-from ddp_lab.projection.step import Step, step
+from ddp_lab.projection.published import Published
+from ddp_lab.projection.spread import measured, normal, steps_of
+from ddp_lab.projection.step import BUCKET, Step, buckets, step
 from ddp_lab.projection.table import origin_lines, projection_lines, published_lines
 
-FORMAT = "ddp-projection/2"
+FORMAT = "ddp-projection/3"
 RANKS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 MIB = 1024 * 1024
+MOST = 10**9
+MOST_BUCKETS = 100_000
 NODES = Path("benchmarks/results/nodes.json")
 _SHAPES: dict[str, tuple[Shape, ...]] = {"nccl": ("ring", "tree"), "ring": ("ring",), "tree": ("tree",)}
 
@@ -42,16 +45,22 @@ _EPILOG = """what it does:
   6. projects step time and efficiency for the GPU and links that you name: what NCCL picks, and the exact reduction
   7. sets the model beside published scaling
 examples:
-  ddp project --gpu a100-amp --link nvlink-a100 --network 1600gbit
+  ddp project --gpu v100-fp32 --network 100gbit --ranks 8,16,32 --skip-measuring
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
   ddp project --samples-per-second 50 --batch 16 --gradient-mb 4000 --link 300 --network 50
   ddp project --steps-of RUN --skip-measuring
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError, which is one line; argparse would print all options before it."""
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The options of `ddp project`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ddp project",
         description="Scaling out on paper: a latency-bandwidth model, checked here, for hardware that is not here.",
         epilog=_EPILOG,
@@ -61,12 +70,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples-per-second", type=_positive, metavar="S", help="your model's speed on one GPU")
     parser.add_argument("--batch", type=_count, metavar="N", help="samples per GPU and step")
     parser.add_argument("--gradient-mb", type=_positive, metavar="MB", help="bytes of all gradients, in 10^6")
-    parser.add_argument("--bucket-mb", type=_positive, default=25.0, metavar="MIB", help="DDP's buckets (default: 25)")
+    parser.add_argument("--bucket-mb", type=_positive, metavar="MIB", help="DDP's buckets (default: 1, then 25)")
     parser.add_argument(
-        "--link", default="nvlink-a100", metavar="NAME|GB/s", help=f"inside a node: {', '.join(LINKS)}, or GB/s"
+        "--link", metavar="NAME|GB/s", help=f"inside a node: {', '.join(LINKS)}, or GB/s (default: the GPU's)"
     )
     parser.add_argument(
-        "--network", default="1600gbit", metavar="NAME|GB/s", help=f"of a node: {', '.join(NETWORKS)}, or GB/s"
+        *("--network",),
+        metavar="NAME|GB/s",
+        help=f"of a node: {', '.join(NETWORKS)}, or GB/s (default: that of the machine with the GPU)",
     )
     parser.add_argument("--gpus-per-node", type=_count, default=8, metavar="N")
     spread = parser.add_mutually_exclusive_group()
@@ -99,8 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gpu = _gpu(options)
-    inside = _link(options.link, LINKS, NVLINK_LATENCY, "--link")
-    between = _link(options.network, NETWORKS, NETWORK_LATENCY, "--network")
+    inside = _link(options.link or gpu.link, LINKS, NVLINK_LATENCY, "--link")
+    between = _link(options.network or gpu.network, NETWORKS, NETWORK_LATENCY, "--network")
+    cluster = Cluster(options.gpus_per_node, inside, between, gpu.capability)
+    bucket_bytes = options.bucket_mb and options.bucket_mb * MIB
+    if gpu.gradient_bytes > MOST_BUCKETS * (bucket_bytes or BUCKET):
+        raise UserError(f"these gradients fill more than {MOST_BUCKETS} buckets: give a larger --bucket-mb")
     content: dict[str, Any] = {"format": FORMAT}
     lateness = normal(options.jitter / 100) if options.steps_of is None else measured(steps_of(options.steps_of))
     file = options.nodes or (NODES if NODES.exists() else None)
@@ -114,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if file:
         content["nodes"] = check_nodes(file)
         print("\n".join(node_lines(content["nodes"])))
-    node_run = None if options.steps_of or options.jitter else whole_node(gpu)
+    node_run = None if options.steps_of or options.jitter else whole_node(gpu, cluster)
     content |= {
         "gpu": asdict(gpu),
         "link": asdict(inside),
@@ -124,16 +139,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "jitter_percent": options.jitter,
         "steps_of": options.steps_of and str(options.steps_of),
         "origins": _origins(content, gpu, inside, between),
-        "projection": _project(gpu, inside, between, options, lateness),
+        "projection": [_row(ranks, gpu, cluster, bucket_bytes, lateness(ranks)) for ranks in options.ranks],
         "forecast_from": _forecast_from(node_run, bool(options.steps_of or options.jitter)),
         "published": compare(),
     }
     for row in content["projection"]:
         known = node_run is not None and row["ranks"] >= node_run.ranks
         row["forecast"] = row["nccl"]["efficiency"] * gap(node_run) if node_run and known else None
-        published = beside(gpu, row["ranks"])
+        published = beside(gpu, cluster, row["ranks"])
         row["published"] = published and asdict(published) | {"efficiency": published.efficiency}
-    lines = projection_lines(content, gpu, inside, between)
+    lines = projection_lines(content, gpu, cluster)
     for line in (*lines, *origin_lines(content["origins"]), *published_lines(content["published"])):
         print(line)
     path = options.output / "projection" / "projection.json"
@@ -172,47 +187,39 @@ def _forecast_from(node_run: Published | None, spread: bool) -> str:
     if node_run is not None:
         errors, largest = forecast_errors()
         return (
-            f"forecast from {node_run.what}: {100 * (1 - gap(node_run)):.1f} % lost on {node_run.ranks} GPUs; checked "
-            f"up to {largest} GPUs, where such forecasts were off by {100 * min(errors):+.1f} to "
-            f"{100 * max(errors):+.1f} %, more on more GPUs\n(?: more GPUs than the forecast was checked on)"
+            f"forecast from {node_run.what}: {100 * (1 - gap(node_run)):.1f} % lost on {node_run.ranks} GPUs; such "
+            f"forecasts were off by {100 * min(errors):+.1f} to {100 * max(errors):+.1f} % on {len(errors)} published "
+            f"runs of up to {largest} GPUs\n(?: more GPUs than the forecast was checked on)"
         )
     if spread:
         return "no forecast: a published run's loss contains its stragglers, which --jitter and --steps-of add already"
-    return "no forecast: no published run on one node has this GPU, batch and model at this speed; all are upper bounds"
+    return (
+        "no forecast: no published run on one node has this GPU, batch and model at this speed, in nodes with these "
+        "links and this network; all are bounds"
+    )
 
 
-def _project(
-    gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, lateness: Lateness
-) -> list[dict[str, Any]]:
-    return [_row(ranks, gpu, inside, between, options, lateness(ranks)) for ranks in options.ranks]
-
-
-def _row(
-    ranks: int, gpu: Gpu, inside: Link, between: Link, options: argparse.Namespace, lateness: float
-) -> dict[str, Any]:
+def _row(ranks: int, gpu: Gpu, cluster: Cluster, bucket_bytes: float | None, lateness: float) -> dict[str, Any]:
     def nccl(size: float, shapes: tuple[Shape, ...]) -> Choice:
-        return choose(size, ranks, options.gpus_per_node, inside, between, shapes)
-
-    def exact(size: float) -> float:
-        return all_reduce_seconds("exact", size, ranks, options.gpus_per_node, inside, between)
+        return choose(size, ranks, cluster, shapes)
 
     def seconds(size: float, shapes: tuple[Shape, ...]) -> float:
         return nccl(size, shapes).seconds
 
-    bucket = min(gpu.gradient_bytes, options.bucket_mb * MIB)
-    row: dict[str, Any] = {"ranks": ranks, "nccl_picks": nccl(bucket, _SHAPES["nccl"]).name if ranks > 1 else "-"}
-    ways = {name: partial(seconds, shapes=shapes) for name, shapes in _SHAPES.items()} | {"exact": exact}
-    for name, all_reduce in ways.items():
-        found = _step(gpu, all_reduce, options, ranks, lateness)
+    largest = max(buckets(gpu.gradient_bytes, bucket_bytes))
+    row: dict[str, Any] = {"ranks": ranks, "nccl_picks": nccl(largest, _SHAPES["nccl"]).name if ranks > 1 else "-"}
+    ways: dict[str, Callable[[float], float]] = {name: partial(seconds, shapes=some) for name, some in _SHAPES.items()}
+    for name, all_reduce in (ways | {"exact": partial(exact_seconds, ranks=ranks, cluster=cluster)}).items():
+        found = _step(gpu, all_reduce, ranks, bucket_bytes, lateness)
         row[name] = asdict(found) | {"seconds": found.seconds, "efficiency": found.efficiency}
     return row
 
 
 def _step(
-    gpu: Gpu, all_reduce: Callable[[float], float], options: argparse.Namespace, ranks: int, lateness: float
+    gpu: Gpu, all_reduce: Callable[[float], float], ranks: int, bucket_bytes: float | None, lateness: float
 ) -> Step:
     compute = gpu.batch / gpu.samples_per_second
-    return step(compute, gpu.gradient_bytes, all_reduce, ranks, options.bucket_mb * MIB, lateness)
+    return step(compute, gpu.gradient_bytes, all_reduce, ranks, bucket_bytes, lateness)
 
 
 def _gpu(options: argparse.Namespace) -> Gpu:
@@ -232,7 +239,7 @@ def _link(text: str, known: dict[str, Link], latency: float, option: str) -> Lin
     if text in known:
         return known[text]
     bandwidth = _number(text) * 1e9
-    if not 0 < bandwidth < math.inf:
+    if not 1 <= bandwidth <= 1e9 * MOST:
         raise UserError(f"{option} {text}: expected one of {', '.join(known)}, or a number of GB/s")
     source = f"{text} GB/s as given; latency as the other links of its kind"
     return Link(f"{text} GB/s", latency, bandwidth, source, next(iter(known.values())).medium)
@@ -240,15 +247,15 @@ def _link(text: str, known: dict[str, Link], latency: float, option: str) -> Lin
 
 def _positive(text: str) -> float:
     number = _number(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    if not 1 / MOST <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0, from {1 / MOST:g} to {MOST:g}")
     return number
 
 
 def _not_negative(text: str) -> float:
     number = _number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0")
+    if not 0 <= number <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {MOST:g}")
     return number
 
 
@@ -261,8 +268,8 @@ def _number(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1")
+    if not text.isdecimal() or len(text) > len(str(MOST)) or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to {MOST}")
     return int(text)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Collective = Literal["all_reduce", "broadcast", "send"]
-Algorithm = Literal["ring", "exact"]
 Medium = Literal["nvlink", "pcie", "network"]
 Way = Literal["all_reduce", "one level", "two levels"]
 """What benchmarks/nodes.py compares: gloo's ring, and the exact reduction without and with regard to nodes."""
@@ -28,6 +27,23 @@ class Link:
     bandwidth: float
     source: str = ""
     medium: Medium = "nvlink"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that are alike: `per_node` GPUs of one compute capability (70, 80 …) on the link `inside`.
+
+    `between` is a node's link to the other nodes, all its adapters together.
+    """
+
+    per_node: int
+    inside: Link
+    between: Link
+    capability: int
+
+    def split(self, ranks: int) -> tuple[int, int]:
+        """The nodes that so many ranks need, and the ranks of each."""
+        return math.ceil(ranks / self.per_node), min(ranks, self.per_node)
 
 
 def steps_and_shares(collective: Collective, ranks: int) -> tuple[float, float]:
@@ -90,23 +106,15 @@ def traffic(way: Way, nodes: int, per_node: int) -> Traffic:
     return Traffic(2 * (nodes - 1) / nodes, 2.0 * fellows, rounds * (nodes - 1), 2 * fellows)
 
 
-def all_reduce_seconds(
-    algorithm: Algorithm, size: float, ranks: int, per_node: int, inside: Link, between: Link
-) -> float:
-    """Seconds of an all-reduce of `size` bytes over `ranks` GPUs in nodes of `per_node`.
+def ring_seconds(size: float, ranks: int, per_node: int, inside: Link, between: Link) -> float:
+    """Seconds of a ring all-reduce of `size` bytes over `ranks` ranks in nodes of `per_node`.
 
-    `between` is a node's link to the other nodes, all its adapters together. In a ring the bytes go at the pace of the
-    slowest link that they pass, and 2(nodes-1) of its 2(ranks-1) steps cross nodes. The exact reduction sends inside
-    the nodes, then across them, then inside again, and each message of a rank takes its latency.
+    `between` is a node's link to the other nodes, all its adapters together. The bytes go at the pace of the slowest
+    link that they pass, and 2(nodes-1) of the 2(ranks-1) steps cross nodes.
     """
     if ranks == 1:
         return 0.0
-    nodes, local = math.ceil(ranks / per_node), min(ranks, per_node)
-    if algorithm == "exact":
-        sent = traffic("two levels", nodes, local)
-        # The links inside a node are each GPU's own.
-        seconds = sent.inside / local * size / inside.bandwidth + sent.across * size / between.bandwidth
-        return seconds + sent.messages_inside * inside.latency + sent.messages_across * between.latency
+    nodes = math.ceil(ranks / per_node)
     bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, between.bandwidth)
     crossing = 2 * (nodes - 1)
     latency = (2 * (ranks - 1) - crossing) * inside.latency + crossing * between.latency

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_lab.projection.costs import Link
+from ddp_lab.projection.costs import Cluster, Link
 
 _NCCL_LATENCY = "NCCL src/graph/tuning.cc, hwLat, ring, simple protocol"
 _NCCL_BANDWIDTH = "NCCL src/graph/topo.h, SM{}_NVLINK_BW per link"
@@ -13,6 +13,9 @@ _NVIDIA_RESNET = "NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5 README, tra
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14e-6
 
 LINKS = {
+    "nvlink-p100": Link(
+        "nvlink-p100", NVLINK_LATENCY, 4 * 18.0e9, f"4 links; {_NCCL_BANDWIDTH.format(60)}; {_NCCL_LATENCY}"
+    ),
     "nvlink-v100": Link(
         "nvlink-v100", NVLINK_LATENCY, 6 * 20.0e9, f"6 links; {_NCCL_BANDWIDTH.format(70)}; {_NCCL_LATENCY}"
     ),
@@ -38,30 +41,43 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """How fast one GPU alone trains a model, with `batch` samples per step, and the bytes of the model's gradients."""
+    """How fast one GPU alone trains a model, with `batch` samples per step, and the bytes of the model's gradients.
+
+    `link` and `network` are keys of LINKS and NETWORKS: what the GPU comes with in the machine of the source.
+    """
 
     name: str
     samples_per_second: float
     batch: int
     gradient_bytes: float
+    capability: int
+    link: str
+    network: str
     source: str
 
 
 RESNET50_BYTES = 4 * 25_557_032
 """torchvision's resnet50 has 25,557,032 parameters; gradients travel in float32."""
 
+_DGX1, _DGX_A100 = (70, "nvlink-v100", "400gbit"), (80, "nvlink-a100", "1600gbit")
+
 GPUS = {
-    "v100-fp32": Gpu("v100-fp32", 367, 128, RESNET50_BYTES, f"{_NVIDIA_RESNET}, DGX-1 16 GB, FP32"),
-    "v100-amp": Gpu("v100-amp", 1200, 256, RESNET50_BYTES, f"{_NVIDIA_RESNET}, DGX-1 16 GB, mixed precision"),
-    "a100-tf32": Gpu("a100-tf32", 938, 256, RESNET50_BYTES, f"{_NVIDIA_RESNET}, DGX A100 80 GB, TF32"),
-    "a100-amp": Gpu("a100-amp", 2470, 256, RESNET50_BYTES, f"{_NVIDIA_RESNET}, DGX A100 80 GB, mixed precision"),
-    "p100-fp32": Gpu(
-        "p100-fp32",
-        1_281_167 * 90 / (29 * 3600) / 8,
-        32,
-        RESNET50_BYTES,
-        "Goyal et al., arXiv:1706.02677, batch 32 per GPU; 90 epochs in 29 hours on 8 P100: "
-        "developer.nvidia.com/facebook-trains-imagenet-1-hour",
-    ),
+    gpu.name: gpu
+    for gpu in (
+        Gpu("v100-fp32", 367, 128, RESNET50_BYTES, *_DGX1, f"{_NVIDIA_RESNET}, DGX-1 16 GB, FP32"),
+        Gpu("v100-amp", 1200, 256, RESNET50_BYTES, *_DGX1, f"{_NVIDIA_RESNET}, DGX-1 16 GB, mixed precision"),
+        Gpu("a100-tf32", 938, 256, RESNET50_BYTES, *_DGX_A100, f"{_NVIDIA_RESNET}, DGX A100 80 GB, TF32"),
+        Gpu("a100-amp", 2470, 256, RESNET50_BYTES, *_DGX_A100, f"{_NVIDIA_RESNET}, DGX A100 80 GB, mixed precision"),
+        Gpu(
+            *("p100-fp32", 1_281_167 * 90 / (29 * 3600) / 8, 32, RESNET50_BYTES, 60, "nvlink-p100", "50gbit"),
+            "Goyal et al., arXiv:1706.02677, batch 32 per GPU; 90 epochs in 29 hours on 8 P100: "
+            "developer.nvidia.com/facebook-trains-imagenet-1-hour",
+        ),
+    )
 }
 """ResNet-50 on ImageNet. Batches are those of NVIDIA's scripts (128 where 16 GB in FP32 hold no more)."""
+
+
+def cluster_of(gpu: Gpu, per_node: int = 8, link: str | None = None, network: str | None = None) -> Cluster:
+    """Nodes of this GPU with the named links; None: those of the GPU's source."""
+    return Cluster(per_node, LINKS[link or gpu.link], NETWORKS[network or gpu.network], gpu.capability)

@@ -5,6 +5,9 @@ of NCCL 2.30.7; the same in words: github.com/NVIDIA/nccl, issue 457). Here are 
 protocols LL, LL128 and Simple. Left out are what needs a switch that adds up (CollNet, NVLS), caps on the bandwidth of
 one channel, and the extra latency of some network cards.
 
+The exact reduction sends through NCCL, too. So it is charged what these estimates charge a ring with the protocol
+Simple: for each call, for each message, and for the plateau.
+
 An estimate is what NCCL decides by, not a measurement: nothing here was checked on GPUs.
 """
 
@@ -14,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_lab.projection.costs import Link
+from ddp_lab.projection.costs import Cluster, traffic
 
 Shape = Literal["ring", "tree"]
 Protocol = Literal["LL", "LL128", "Simple"]
@@ -44,8 +47,9 @@ _TREE_REACHES = {
         *(0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
     ),
 }
-# With so many bytes per rank and channel and more, a ring between nodes has this many times the latency.
-_PLATEAU_BYTES, _PLATEAU, _CHANNELS = 64, 1.4, 16
+# With so many bytes per rank and channel and more, a ring between nodes has 1.4 times the latency, on GPUs before the
+# A100 1.9 times.
+_PLATEAU_BYTES, _CHANNELS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,14 @@ class Choice:
         return f"{self.shape}/{self.protocol}"
 
 
-def choose(
-    size: float, ranks: int, per_node: int, inside: Link, between: Link, shapes: tuple[Shape, ...] = ("ring", "tree")
-) -> Choice:
-    """The fastest way, by NCCL's estimates, to all-reduce `size` bytes over `ranks` GPUs in nodes of `per_node`.
-
-    `between` is a node's link to the other nodes, all its adapters together.
-    """
-    # LL128 writes 128 bytes at once without a fence, which NVLink keeps together and PCIe does not.
-    protocols = [protocol for protocol in _PROTOCOLS if protocol != "LL128" or inside.medium == "nvlink"]
+def choose(size: float, ranks: int, cluster: Cluster, shapes: tuple[Shape, ...] = ("ring", "tree")) -> Choice:
+    """The fastest way, by NCCL's estimates, to all-reduce `size` bytes over `ranks` GPUs."""
+    # LL128 writes 128 bytes at once without a fence, which NVLink keeps together from the V100 on, and PCIe does not.
+    has_ll128 = cluster.inside.medium == "nvlink" and cluster.capability >= 70
+    protocols = [protocol for protocol in _PROTOCOLS if protocol != "LL128" or has_ll128]
     return min(
         (
-            Choice(shape, protocol, estimate(shape, protocol, size, ranks, per_node, inside, between))
+            Choice(shape, protocol, estimate(shape, protocol, size, ranks, cluster))
             for shape in shapes
             for protocol in protocols
         ),
@@ -81,18 +81,14 @@ def choose(
     )
 
 
-def estimate(
-    shape: Shape, protocol: Protocol, size: float, ranks: int, per_node: int, inside: Link, between: Link
-) -> float:
+def estimate(shape: Shape, protocol: Protocol, size: float, ranks: int, cluster: Cluster) -> float:
     """Seconds that NCCL expects of this algorithm and protocol."""
     if ranks == 1:
         return 0.0
-    nodes, local = math.ceil(ranks / per_node), min(ranks, per_node)
-    bandwidth = _bandwidth(shape, protocol, nodes, inside, between)
+    nodes, local = cluster.split(ranks)
+    bandwidth = _bandwidth(shape, protocol, nodes, cluster)
     index = _PROTOCOLS.index(protocol)
-    within = _STEP[inside.medium, shape][index]
-    # Where every node has one GPU, nothing hides the latency of the network: a tree's counts for the ring, too.
-    across = _STEP["network", "tree" if local == 1 else shape][index]
+    within, across = _steps(shape, index, nodes, local, cluster)
     if shape == "tree":
         latency = _CALL["tree"][index] + 2 * ((local - 1) * within + math.floor(math.log2(nodes)) * across)
         exponent = math.floor(math.log2(size / 64)) if size >= 64 else -1
@@ -101,16 +97,48 @@ def estimate(
             bandwidth *= reaches[exponent]
         return _MICRO * latency + 2 * size / bandwidth
     steps, crossing = 2 * (ranks - 1), 2 * (nodes - 1)
-    if nodes > 1:
-        within = max(within, _OVERHEAD[index])
     latency = _CALL["ring"][index] + (steps - crossing) * within + crossing * across
-    if protocol == "Simple" and nodes > 1 and size / (_CHANNELS * ranks) >= _PLATEAU_BYTES:
-        latency *= _PLATEAU
+    if protocol == "Simple":
+        latency *= _plateau(size, ranks, nodes, cluster)
     return _MICRO * latency + steps / ranks * size / bandwidth
 
 
-def _bandwidth(shape: Shape, protocol: Protocol, nodes: int, inside: Link, between: Link) -> float:
+def exact_seconds(size: float, ranks: int, cluster: Cluster) -> float:
+    """Seconds of the exact reduction of `size` bytes, with what NCCL charges a ring with the protocol Simple.
+
+    It sends inside the nodes, then across them, then inside again. Each round is a call, and each message of a rank
+    takes a step. Only bytes on links count, not the additions between the rounds.
+    """
+    if ranks == 1:
+        return 0.0
+    nodes, local = cluster.split(ranks)
+    sent, index = traffic("two levels", nodes, local), _PROTOCOLS.index("Simple")
+    rounds = 2 * (local > 1) + min(nodes - 1, 2)
+    within, across = _steps("ring", index, nodes, local, cluster)
+    latency = rounds * _CALL["ring"][index] + sent.messages_inside * within + sent.messages_across * across
+    # The links inside a node are each GPU's own.
+    on_links = sent.inside / local * size / cluster.inside.bandwidth + sent.across * size / cluster.between.bandwidth
+    return _MICRO * latency * _plateau(size, ranks, nodes, cluster) + on_links
+
+
+def _steps(shape: Shape, index: int, nodes: int, local: int, cluster: Cluster) -> tuple[float, float]:
+    """Microseconds of a step inside a node, and of one between nodes."""
+    within = _STEP[cluster.inside.medium, shape][index]
+    if shape == "ring" and nodes > 1:
+        within = max(within, _OVERHEAD[index])
+    # Where every node has one GPU, nothing hides the latency of the network: a tree's counts for the ring, too.
+    return within, _STEP["network", "tree" if local == 1 else shape][index]
+
+
+def _plateau(size: float, ranks: int, nodes: int, cluster: Cluster) -> float:
+    if nodes == 1 or size / (_CHANNELS * ranks) < _PLATEAU_BYTES:
+        return 1.0
+    return 1.9 if cluster.capability < 80 else 1.4
+
+
+def _bandwidth(shape: Shape, protocol: Protocol, nodes: int, cluster: Cluster) -> float:
     """Bytes per second of the links that are passed, less what the protocol's flags take of them."""
+    inside, between = cluster.inside, cluster.between
     bandwidth = inside.bandwidth if nodes == 1 else min(inside.bandwidth, between.bandwidth)
     slowest = _LL_INSIDE if nodes == 1 else _LL_BETWEEN
     if shape == "ring":

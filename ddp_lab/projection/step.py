@@ -3,9 +3,11 @@
 Forward is a third of the compute time and backward two thirds (a matrix product forward, two backward). Gradients get
 ready evenly over backward. DDP packs them into buckets (the first of 1 MB, the others of 25 MB) and sends each as soon
 as it is full, one after the other (Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training", VLDB 2020, section 3.2.3). When backward ends, the step waits for what is still on its way, and for the
-slowest rank. The model leaves out data loading, the share of a GPU that NCCL itself takes, and other traffic, so its
-efficiencies are upper bounds. `published` says how far above published runs they are.
+Training", VLDB 2020, section 3.2.3). Where a size is asked of DDP (`bucket_cap_mb`), the first is of that size, too.
+When backward ends, the step waits for what is still on its way, and for the
+slowest rank. The model leaves out data loading, the share of a GPU that NCCL itself takes, and other traffic. So its
+efficiencies are upper bounds as far as NCCL's own estimates of its speed hold; where communication decides, they can be
+too slow. `forecast` says how far from published runs they are.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FORWARD_SHARE = 1 / 3
-FIRST_BUCKET = 1024 * 1024
+FIRST_BUCKET, BUCKET = 1024 * 1024, 25 * 1024 * 1024
+"""Bytes of DDP's first bucket, and of the others, where no size is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,14 @@ class Step:
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def buckets(gradient_bytes: float, bucket_bytes: float) -> list[float]:
-    """The sizes of DDP's buckets in the order in which they are sent."""
+def buckets(gradient_bytes: float, bucket_bytes: float | None = None) -> list[float]:
+    """The sizes of DDP's buckets in the order in which they are sent; `bucket_bytes` None: as DDP itself chooses."""
     sizes: list[float] = []
-    rest = gradient_bytes
+    rest, wanted = gradient_bytes, FIRST_BUCKET if bucket_bytes is None else bucket_bytes
     while rest > 0:
-        sizes.append(min(rest, FIRST_BUCKET if not sizes else bucket_bytes))
+        sizes.append(min(rest, wanted))
         rest -= sizes[-1]
+        wanted = bucket_bytes or BUCKET
     return sizes
 
 
@@ -52,7 +56,7 @@ def step(
     gradient_bytes: float,
     all_reduce: Callable[[float], float],
     ranks: int,
-    bucket_bytes: float = 25 * 1024 * 1024,
+    bucket_bytes: float | None = None,
     lateness: float = 0.0,
 ) -> Step:
     """One step; `all_reduce` gives the seconds for a number of bytes.

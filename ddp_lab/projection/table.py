@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_lab.projection.costs import Link
+from ddp_lab.projection.costs import Cluster
+from ddp_lab.projection.forecast import forecast_errors
 from ddp_lab.projection.hardware import Gpu
-from ddp_lab.projection.published import IN_WORDS, forecast_errors
+
+_HELD_OUT = "held out: found after the rule of the forecast was settled, nothing fitted to them"
 
 
-def projection_lines(content: dict[str, Any], gpu: Gpu, inside: Link, between: Link) -> list[str]:
+def projection_lines(content: dict[str, Any], gpu: Gpu, cluster: Cluster) -> list[str]:
     """Each number of GPUs in a line; where a publication has that GPU and that number, the line says its figure."""
     _, checked = forecast_errors()
     lines = [
         "",
         f"projected: {gpu.name}, {gpu.batch} samples per GPU and step, {gpu.gradient_bytes / 1e6:.0f} MB of gradients,",
-        f"{content['gpus_per_node']} GPUs per node on {inside.bandwidth / 1e9:.0f} GB/s, "
-        f"{between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling)",
-        "`at most`: an upper bound, of communication and `slowest` alone; `forecast`: less what a published run on one "
-        "node loses beside that bound",
+        f"{cluster.per_node} GPUs per node on {cluster.inside.bandwidth / 1e9:.0f} GB/s, "
+        f"{cluster.between.bandwidth / 1e9:.3g} GB/s between nodes (weak scaling)",
+        "`at most`: a bound by NCCL's estimates, of communication and `slowest` alone; "
+        "`forecast`: less what a published run on one node loses beside that bound",
         f"{'GPUs':>6}{'slowest: ms':>12}{'NCCL picks':>13}{'ms':>8}{'exposed':>9}{'at most':>9}{'forecast':>10}"
         f"{'exact: ms':>11}{'exposed':>9}{'modelled':>10}{'ring alone':>12}{'tree alone':>12}  published",
     ]
@@ -55,13 +57,28 @@ def published_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{'':26}{'GPUs':>10}{'published':>11}{'at most':>9}{'model is':>10}{'forecast':>10}{'off':>8}",
     ]
     for row in rows:
+        if row["held_out"] and _HELD_OUT not in lines:
+            lines.append(_HELD_OUT)
         forecast = f"{'-':>10}" if row["forecast"] is None else f"{_percent(row['forecast']):>10}"
         off = "" if row["forecast"] is None else f"{100 * row['forecast_error']:+.1f} %"
         lines.append(
             f"{row['what']:26}{row['base']:>4} to {row['ranks']:<3}{_percent(row['published']):>10}"
             f"{_percent(row['modelled']):>9}{100 * row['error']:+8.1f} %{forecast}{off:>8}".rstrip()
         )
-    return [*lines, *dict.fromkeys(f"  {row['source']}" for row in rows), f"  {IN_WORDS}"]
+    lines += dict.fromkeys(f"  {row['source']}" for row in rows)
+    return [*lines, *dict.fromkeys(f"  assumed of {row['what']}: {row['assumed']}" for row in rows if row["assumed"])]
+
+
+def markdown_row(row: dict[str, Any]) -> str:
+    """The line for a published run in the tables of docs/explanation/scaling-out.md."""
+    forecast, off = "-", "-"
+    if row["forecast"] is not None:
+        forecast, off = _percent(row["forecast"]), f"{100 * row['forecast_error']:+.1f} %"
+    cells = (
+        *(f"{row['what']}, {row['ranks']} GPUs", _percent(row["published"]), _percent(row["modelled"])),
+        *(f"{100 * row['error']:+.1f} %", forecast, off),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def _percent(share: float) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from ddp_lab.projection import nccl
-from ddp_lab.projection.costs import Link
-from ddp_lab.projection.hardware import LINKS, NETWORKS
-from ddp_lab.projection.nccl import choose, estimate
+from ddp_lab.projection.costs import Cluster, Link
+from ddp_lab.projection.hardware import GPUS, cluster_of
+from ddp_lab.projection.nccl import choose, estimate, exact_seconds
 
-INSIDE, BETWEEN = LINKS["nvlink-a100"], NETWORKS["1600gbit"]
+DGX_A100 = cluster_of(GPUS["a100-amp"])
 BUCKET = 25 * 2**20
 
 
-def micro(shape: nccl.Shape, protocol: nccl.Protocol, size: float, ranks: int, per_node: int = 8) -> float:
+def micro(shape: nccl.Shape, protocol: nccl.Protocol, size: float, ranks: int) -> float:
     """Microseconds on DGX A100s."""
-    return 1e6 * estimate(shape, protocol, size, ranks, per_node, INSIDE, BETWEEN)
+    return 1e6 * estimate(shape, protocol, size, ranks, DGX_A100)
 
 
 def test_a_ring_between_nodes_as_nccl_printed_it() -> None:
     # github.com/NVIDIA/nccl, issue 1453: 8 GiB over 3 nodes of 8 H100, "Algo 1 proto 2 time 86069.968750"; 16 channels
     # of 12 GB/s.
-    links = Link("", 0, 1e12), Link("", 0, 192e9, medium="network")
-    assert 1e6 * estimate("ring", "Simple", 8 * 2**30, 24, 8, *links) == pytest.approx(86069.968750, rel=0.002)
+    nodes = Cluster(8, Link("", 0, 1e12), Link("", 0, 192e9, medium="network"), 90)
+    assert 1e6 * estimate("ring", "Simple", 8 * 2**30, 24, nodes) == pytest.approx(86069.968750, rel=0.002)
 
 
 def test_steps_of_a_ring_over_the_network_as_nccl_printed_them() -> None:
@@ -50,17 +50,39 @@ def test_a_tree_sends_twice_the_bytes_with_what_its_correction_leaves() -> None:
     ("ranks", "picked"), [(8, "ring/Simple"), (16, "ring/LL128"), (64, "tree/LL128"), (4096, "tree/LL128")]
 )
 def test_the_fastest_is_picked(ranks: int, picked: str) -> None:
-    choice = choose(BUCKET, ranks, 8, INSIDE, BETWEEN)
+    choice = choose(BUCKET, ranks, DGX_A100)
     assert choice.name == picked
     assert choice.seconds <= min(
-        choose(BUCKET, ranks, 8, INSIDE, BETWEEN, ("ring",)).seconds,
-        choose(BUCKET, ranks, 8, INSIDE, BETWEEN, ("tree",)).seconds,
+        choose(BUCKET, ranks, DGX_A100, ("ring",)).seconds,
+        choose(BUCKET, ranks, DGX_A100, ("tree",)).seconds,
     )
 
 
-def test_without_nvlink_there_is_no_ll128() -> None:
-    assert choose(BUCKET, 256, 8, LINKS["pcie3"], NETWORKS["50gbit"]).protocol != "LL128"
+@pytest.mark.parametrize(("gpu", "link"), [("v100-fp32", "pcie3"), ("p100-fp32", "nvlink-p100")])
+def test_without_nvlink_and_before_the_v100_there_is_no_ll128(gpu: str, link: str) -> None:
+    assert choose(BUCKET, 256, cluster_of(GPUS[gpu], link=link, network="50gbit")).protocol != "LL128"
 
 
-def test_one_rank_needs_nothing() -> None:
-    assert micro("ring", "LL", 1e9, 1) == 0
+def test_before_the_a100_the_plateau_of_a_ring_is_higher() -> None:
+    slow, fast = (estimate("ring", "Simple", BUCKET, 64, cluster_of(GPUS[name])) for name in ("v100-amp", "a100-amp"))
+    steps = 8.4 + (126 - 14) * 6.0 + 14 * 14.0
+    assert 1e6 * slow == pytest.approx(1.9 * steps + 1e6 * 126 / 64 * BUCKET / 50e9)
+    assert 1e6 * fast == pytest.approx(1.4 * steps + 1e6 * 126 / 64 * BUCKET / 200e9)
+
+
+class TestExact:
+    def test_sends_inside_nodes_then_across_them_each_round_a_call(self) -> None:
+        # 4 nodes of 8: two rounds of 7 messages and 7/8 of the bytes inside, two of 3 messages and 3/4 across.
+        latency = 1.4 * (4 * 8.4 + 14 * 6.0 + 6 * 14.0)
+        on_links = 14 / 8 * 1e9 / 240e9 + 6 / 4 * 1e9 / 200e9
+        assert exact_seconds(1e9, 32, DGX_A100) == pytest.approx(1e-6 * latency + on_links)
+        assert exact_seconds(1e9, 8, DGX_A100) == pytest.approx(1e-6 * (2 * 8.4 + 14 * 3.4) + 14 / 8 * 1e9 / 240e9)
+        assert exact_seconds(1e9, 1, DGX_A100) == 0
+
+    @pytest.mark.parametrize("name", sorted(GPUS))
+    def test_where_it_sends_what_a_ring_sends_it_costs_what_a_ring_costs_and_one_more_call(self, name: str) -> None:
+        for per_node, ranks in ((8, 2), (8, 8), (1, 3), (1, 64)):
+            cluster = cluster_of(GPUS[name], per_node)
+            call = 8.4e-6 * (1 if per_node > 1 else 1.9 if cluster.capability < 80 else 1.4)
+            ring = estimate("ring", "Simple", BUCKET, ranks, cluster)
+            assert exact_seconds(BUCKET, ranks, cluster) == pytest.approx(ring + call, rel=1e-9)

@@ -95,7 +95,3 @@ class TestStepsOf:
     def test_what_is_no_run_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--skip-measuring", "--steps-of", str(tmp_path), "--output", str(tmp_path)]) == 2
         assert "not a run directory" in capsys.readouterr().err
-
-    def test_jitter_and_a_run_exclude_each_other(self) -> None:
-        with pytest.raises(SystemExit, match="2"):
-            main(["--jitter", "2", "--steps-of", "run"])
