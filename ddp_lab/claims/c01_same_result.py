@@ -44,6 +44,7 @@ claim = Claim(
         ),
     ),
     seconds=(15, 140),
+    headline="w, ddp x 2",
 )
 
 W, B = 2.0, 3.0

@@ -76,6 +76,7 @@ claim = Claim(
         ),
     ),
     seconds=(45, 90),
+    headline="after backward / overlapped",
 )
 
 WAYS = ("overlapped", "after", "none")

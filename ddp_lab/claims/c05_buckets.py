@@ -60,6 +60,7 @@ claim = Claim(
         ),
     ),
     seconds=(20, 200),
+    headline="one by one / buckets",
 )
 
 ONE_BY_ONE, BY_HAND = "one by one", "by hand"

@@ -64,6 +64,7 @@ claim = Claim(
         ),
     ),
     seconds=(20, 15),
+    headline="x 2: sent by all ranks",
 )
 
 DDP_HALF, DP_HALF = "DDP moves gradients and no weights", "DP moves weights and gradients in every step"

@@ -78,6 +78,7 @@ claim = Claim(
         ),
     ),
     seconds=(60, 175),
+    headline="slope / the loop's",
 )
 
 LOOP, TREE, RING, BROADCAST = "send loop", "tree", "ring", "dist.broadcast"

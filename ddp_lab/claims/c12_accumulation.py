@@ -48,6 +48,7 @@ claim = Claim(
         ),
     ),
     seconds=(4, 5),
+    headline="largest relative difference",
 )
 
 

@@ -61,6 +61,7 @@ claim = Claim(
         ),
     ),
     seconds=(8, 30),
+    headline="time on all of",
 )
 
 SAME_LOSS, FASTER = "the same loss", "in less time"

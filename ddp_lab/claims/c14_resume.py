@@ -67,6 +67,7 @@ claim = Claim(
         ),
     ),
     seconds=(30, 135),
+    headline="files damaged after both",
 )
 
 

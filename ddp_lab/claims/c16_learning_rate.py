@@ -71,6 +71,7 @@ claim = Claim(
         ),
     ),
     seconds=(35, 50),
+    headline="accuracy, rate times k minus",
 )
 
 DIVERGED = 1e6

@@ -82,6 +82,7 @@ claim = Claim(
         ),
     ),
     seconds=(45, 130),
+    headline="added wait per gradient",
 )
 
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"

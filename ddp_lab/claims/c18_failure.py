@@ -42,6 +42,7 @@ claim = Claim(
         ),
     ),
     seconds=(25, 110),
+    headline="runs that went on",
 )
 
 

@@ -70,6 +70,7 @@ claim = Claim(
         ),
     ),
     seconds=(110, 370),
+    headline="samples per second, 2 workers",
 )
 
 IMAGE_SIZE, STORED_SIZE, KINDS = 32, 320, 10

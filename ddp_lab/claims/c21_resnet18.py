@@ -59,6 +59,7 @@ claim = Claim(
         ),
     ),
     seconds=(30, 110),
+    headline="mean loss of the last pass",
 )
 
 ASKED_BATCH, ASKED_RATE = 256, 0.02

@@ -77,6 +77,7 @@ claim = Claim(
         ),
     ),
     seconds=(30, 60),
+    headline="resnet18 64x64 batch 32 sgd: error",
 )
 
 PEAK_FILE = Path("/proc/self/clear_refs")

@@ -35,7 +35,8 @@ class Claim:
     `original` quotes the sources exactly; `sources` are the first three digits of their files. `loads` has by
     name what is fixed before measuring (rounds, seeds, batches, limits of the rule), for the quick and the full
     measurement. `history` has the versions of the rule, the newest last. `seconds` is what the quick and the full
-    measurement take on two quiet cores, for the time that is said to be left.
+    measurement take on two quiet cores, for the time that is said to be left. `headline` is how the name of the figure
+    begins that the table of all claims shows; without it, the first figure.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Claim:
     loads: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     history: Sequence[RuleVersion] = ()
     seconds: tuple[float, float] = (25.0, 120.0)
+    headline: str = ""
 
     def load(self, setting: Setting) -> SimpleNamespace:
         """The loads of this setting: `claim.load(setting).rounds`."""

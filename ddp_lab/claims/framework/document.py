@@ -1,4 +1,4 @@
-"""The claims as a page of documentation: what is claimed, how it is judged, what is behind it, what came out."""
+"""The claims as pages of documentation: a table, and for each claim what is behind it, how it is judged, the figures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_lab.claims.framework.claim import KnownClaim
+from ddp_lab.claims.framework.claim import Claim, KnownClaim
 from ddp_lab.claims.framework.suite import duration, read
 from ddp_lab.records import Figure
 
 _HEAD = """# Claims
 
-Each row is a sentence of the source articles as an experiment. `ddp claims` measures all of them here, `ddp claims C06`
+Each row is a sentence of the source articles as an experiment, with a page of its own: what is behind it, how it is
+judged, all figures. `ddp claims` measures all of them here, `ddp claims C06`
 one of them; `--full` takes longer and is surer. A verdict (confirmed, confirmed in part, refuted, not measurable here,
 inconclusive) follows from the measurements by the rule stated with the claim; the same rule runs on a laptop and on a
 node with eight GPUs. A sentence that says several things is judged part by part.
@@ -29,8 +30,8 @@ hundred such intervals one may be wrong by chance; a verdict that surprises is w
 **A stand-in** is what was measured where the thing that the sentence names is missing (CUDA devices, mostly). Its
 figures are marked, and decide nothing about the thing.
 
-**Raw measurements** lie in the folder [claims](claims) beside this page, a JSON file for each claim. The rules can be
-applied to them without measuring, and the page made again:
+**Raw measurements** lie in the folder [claims](claims), a JSON file beside the page of each claim. The rules can be
+applied to them without measuring, and the pages made again:
 
 ```bash
 ddp claims --judge-again --output docs/reference
@@ -39,19 +40,36 @@ ddp claims --document --output docs/reference
 """
 
 
-def document(claims: Sequence[KnownClaim], output: Path) -> str:
-    """Markdown for these claims, with the verdicts found below `output`."""
+def pages(claims: Sequence[KnownClaim], output: Path) -> dict[str, str]:
+    """Markdown by file name: `claims.md`, the table of these claims, and `claims/c01.md` and so on, a page for each.
+
+    The verdicts are those found below `output`.
+    """
     measured = {known.claim.id: read(output / "claims" / f"{known.claim.id}.json") for known in claims}
-    lines = [_HEAD, "| id | claim | sources | verdict here |", "|---|---|---|---|"]
+    lines = [_HEAD, *_machine([found for found in measured.values() if found])]
+    lines += ["| claim | what it says | verdict here | one figure |", "|---|---|---|---|"]
     for known in claims:
         claim, found = known.claim, measured[known.claim.id]
-        anchor = f"#{claim.id.lower()}-{_slug(claim.title)}"
         verdict = found["verdict"] if found else "not measured"
-        lines.append(f"| [{claim.id}]({anchor}) | {claim.title} | {', '.join(claim.sources)} | {verdict} |")
-    lines += ["", *_machine([found for found in measured.values() if found])]
-    for known in claims:
-        lines += _section(known, measured[known.claim.id])
-    return "\n".join(lines).rstrip() + "\n"
+        link = f"[{claim.id}](claims/{_page(claim)})"
+        lines.append(f"| {link} | {claim.title} | {verdict} | {_headline(claim, found)} |")
+    found_pages = {f"claims/{_page(known.claim)}": _whole(known, measured[known.claim.id]) for known in claims}
+    return {"claims.md": "\n".join(lines) + "\n", **found_pages}
+
+
+def _page(claim: Claim) -> str:
+    return f"{claim.id.lower()}.md"
+
+
+def _headline(claim: Claim, found: dict[str, Any] | None) -> str:
+    """The claim's figure for the table: the one whose name begins as `headline` says, else the first one."""
+    figures = [Figure(**figure) for figure in found["figures"]] if found else []
+    wanted = [figure for figure in figures if figure.name.startswith(claim.headline)] if claim.headline else figures
+    if not wanted:
+        return ""
+    figure = wanted[0]
+    interval = "" if figure.low is None else f" ({_number(figure.low)} to {_number(figure.high)})"
+    return f"{figure.label}: {_number(figure.value)}{_unit(figure)}{interval}"
 
 
 def _machine(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -70,9 +88,9 @@ def _machine(found: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _section(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
+def _whole(known: KnownClaim, found: dict[str, Any] | None) -> str:
     claim = known.claim
-    lines = [f"## {claim.id} {claim.title}", "", f"> {claim.claim}", ">"]
+    lines = [f"# {claim.id} {claim.title}", "", f"> {claim.claim}", ">"]
     lines += [f"> {line}".rstrip() for line in claim.original.splitlines()]
     lines += [f"> (source {', '.join(claim.sources)})", "", known.behind, ""]
     lines += [f"**Measured:** {claim.method}", ""]
@@ -90,11 +108,12 @@ def _section(known: KnownClaim, found: dict[str, Any] | None) -> list[str]:
         lines += [f"- {part['name']}: **{part['verdict']}**, {part['reason']}" for part in parts]
         lines += [""] if parts else []
         lines += _figures(found["figures"])
-        lines += [f"[Raw measurements](claims/{claim.id}.json), {_when(found)}. To measure again:", ""]
+        lines += [f"[Raw measurements]({claim.id}.json), {_when(found)}. To measure again:", ""]
         lines += ["```bash", found["command"], "```", ""]
     else:
         lines += ["```bash", f"ddp claims {claim.id}", "```", ""]
-    return lines
+    lines += ["[All claims](../claims.md), with what their words mean."]
+    return "\n".join(lines) + "\n"
 
 
 def _load(name: str, quick: Any, full: Any) -> str:
@@ -123,10 +142,14 @@ def _figures(figures: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _figure(figure: Figure) -> str:
-    unit = f" {figure.unit}" if figure.unit else ""
+    unit = _unit(figure)
     interval = "" if figure.low is None else f"{_number(figure.low)} to {_number(figure.high)}{unit}"
     level = "" if figure.level is None else f"{100 * figure.level:.2f} %"
     return f"| {figure.label} | {_number(figure.value)}{unit} | {interval} | {level} |"
+
+
+def _unit(figure: Figure) -> str:
+    return f" {figure.unit}" if figure.unit else ""
 
 
 def _number(value: Any) -> str:
@@ -135,8 +158,3 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _slug(title: str) -> str:
-    kept = "".join(sign for sign in title.lower() if sign.isalnum() or sign in " -_")
-    return kept.replace(" ", "-")

@@ -123,7 +123,7 @@ def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str],
 
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
     """The part of a claim's file that follows from the claim and its judgement."""
-    fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
+    fixed = {name: value for name, value in asdict(claim).items() if name not in ("seconds", "headline")}
     fixed["rule_digest"] = claim.digest
     content: dict[str, Any] = plain({"format": CLAIM_FORMAT} | fixed | judgement.to_json())
     return content
@@ -143,9 +143,15 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file in one move, never half. Raises UserError (4) where that cannot be done."""
+    """Replace a claim's file. Raises UserError (4) where that cannot be done."""
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one move, never half, making its folder. Raises UserError (4) where that cannot be done."""
     try:
-        replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddp_lab.claims.framework import suite
-from ddp_lab.claims.framework.document import document
+from ddp_lab.claims.framework.document import pages
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "reference"
 CLAIMS = {known.claim.id: known for known in suite.known_claims()}
@@ -58,5 +58,7 @@ def test_all_were_measured_in_one_full_run() -> None:
     assert not any(published(number)["environment"]["quick"] for number in CLAIMS)
 
 
-def test_the_page_is_made_from_them() -> None:
-    assert (PUBLISHED / "claims.md").read_text() == document(list(CLAIMS.values()), PUBLISHED)
+def test_the_pages_are_made_from_them() -> None:
+    made = pages(list(CLAIMS.values()), PUBLISHED)
+    assert {name: (PUBLISHED / name).read_text() for name in made} == made
+    assert {f"claims/{page.name}" for page in (PUBLISHED / "claims").glob("*.md")} == made.keys() - {"claims.md"}

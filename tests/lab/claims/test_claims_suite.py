@@ -13,7 +13,7 @@ from ddp_core.base.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
-from ddp_lab.claims.framework.document import document
+from ddp_lab.claims.framework.document import pages
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.records import Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
@@ -112,10 +112,12 @@ def test_numbers_that_json_cannot_hold_become_none() -> None:
 
 def test_the_page_tells_every_claim(tmp_path: Path) -> None:
     claims = suite.known_claims()
-    page = document(claims, tmp_path)
+    found = pages(claims, tmp_path)
     for known in claims:
-        assert f"## {known.claim.id} {known.claim.title}" in page
+        page = found[f"claims/{known.claim.id.lower()}.md"]
+        assert page.startswith(f"# {known.claim.id} {known.claim.title}\n")
         assert known.claim.rule in page
+        assert f"| [{known.claim.id}](claims/{known.claim.id.lower()}.md) | {known.claim.title} |" in found["claims.md"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Settin
     figure = Figure("bytes", 3.0, "MB", 2.0, 4.0, 0.9922, "the one half", "threads")
     known = KnownClaim(made_up(None).claim, lambda _: {}, lambda _: composed([half], [figure]), "One is one.")
     suite.measure_all([known], setting, lambda _: None)
-    page = document([known], setting.output)
+    page = pages([known], setting.output)["claims/c99.md"]
     assert "- the one half: **confirmed**, it holds" in page
     assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |" in page
     (found,) = read_findings(setting.output).claims
@@ -152,10 +154,10 @@ def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Settin
 def test_a_rule_that_changed_after_measuring_is_told(setting: Setting) -> None:
     known = made_up(lambda _: {"one": 1})
     suite.measure_all([known], setting, lambda _: None)
-    assert "earlier rule" not in document([known], setting.output)
+    assert "earlier rule" not in pages([known], setting.output)["claims/c99.md"]
     stricter = replace(known, claim=replace(known.claim, loads={"rounds": (8, 21)}))
     suite.judge_again([stricter], setting.output, lambda _: None)
-    page = document([stricter], setting.output)
+    page = pages([stricter], setting.output)["claims/c99.md"]
     assert "Measured under an earlier rule" in page
     assert "**Loads:** rounds: 21 (quick: 8)." in page
 
