@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument("--quick", action="store_true", help="all claims in about fifteen minutes on two cores (default)")
     how.add_argument("--full", action="store_true", help="more rounds, sizes and seeds")
     how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
-    how.add_argument("--document", action="store_true", help="write a table of the claims, and a page for each, as markdown")
+    how.add_argument(
+        "--document", action="store_true", help="write a table of the claims, and a page for each, as markdown"
+    )
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     parser.add_argument(
         "--to", type=Path, default=Path("docs/reference"), metavar="DIR", help="where --document writes"
