@@ -178,6 +178,6 @@ def test_c19_ddps_ranks_agree_and_only_exact_reduction_is_the_same_everywhere(tm
 
 @pytest.mark.slow
 def test_c22_halves_train_within_a_limit_that_replicas_break() -> None:
-    sizes = {"width": 1024, "steps": 3}
+    sizes = {"width": 1024, "steps": 3, "rate": 0.0005}
     assert train_within("whole", 2, 8, 80, **sizes)["out_of_memory"]
     assert train_within("halves", 2, 8, 80, **sizes)["losses"] == train_within("whole", 1, 8, None, **sizes)["losses"]
