@@ -202,13 +202,13 @@ def judge(measurements: Measurements) -> Judgement:
         figures.append(speed[f"apart {count}"].figure(f"the same without communication, {count}", "x", part.name))
     toy = _speed_ups(measurements["toy"])
     sharing = " on fewer cores" if measurements["devices"] < 2 else ""
-    for way, speed in toy.items():
+    for way, gain in toy.items():
         kind, _, processes = way.partition(" ")
         judged = kind in TOY and int(processes) == count
         if judged:
-            parts.append(_part(TOY[kind], speed, toy[f"apart {count}"], measurements))
+            parts.append(_part(TOY[kind], gain, toy[f"apart {count}"], measurements))
         name = f"speed-up of the linear model, {way} processes{sharing}"
-        figures.append(speed.figure(name, "x", TOY[kind] if judged else "", against=needed if judged else None))
+        figures.append(gain.figure(name, "x", TOY[kind] if judged else "", against=needed if judged else None))
     of_runs, plots = shown(measurements["runs"])
     figures += of_runs
     if not count:

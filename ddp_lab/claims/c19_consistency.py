@@ -207,12 +207,15 @@ def judge(measurements: Measurements) -> Judgement:
     for name, way, marked in ((DDP_DIFFERS, "ddp", ""), (DP_DIFFERS, "dp", stand_in)):
         differences = [case[way] for case in cases]
         count = sum(difference > 0 for difference in differences)
-        facts = {"part": name, "stand_in": marked}
-        bounds = (0, len(cases))
-        figures.append(Figure("seeds that end with other bits", count, f"of {len(cases)}", **facts, bounds=bounds))
-        middle = median_interval(differences)
-        figures.append(middle.figure("largest difference of a parameter, median", **facts, bounds=COUNT))
-        figures.append(Figure("largest difference of a parameter, maximum", max(differences), **facts, bounds=COUNT))
+        bounds, middle = (0, len(cases)), median_interval(differences)
+        largest = "largest difference of a parameter"
+        figures += [
+            Figure(
+                "seeds that end with other bits", count, f"of {len(cases)}", part=name, stand_in=marked, bounds=bounds
+            ),
+            middle.figure(f"{largest}, median", "", name, marked, bounds=COUNT),
+            Figure(f"{largest}, maximum", max(differences), part=name, stand_in=marked, bounds=COUNT),
+        ]
         text = (
             f"{count} of {len(cases)} seeds end with other bits; the largest difference of a parameter is "
             f"{middle.value:.1g} in the median of the seeds and {max(differences):.1g} at most"

@@ -246,7 +246,7 @@ def _judge_whole(whole: dict[str, Any]) -> tuple[Part, list[Figure]]:
         Figure("measured peak memory of a process", peak, "GiB", part=BATCH, bounds=(needed / 2, 2 * needed)),
     ]
     finite = all(loss is not None and math.isfinite(loss) for loss in losses)
-    text = f"{ASKED_BATCH} images in one pass in each of 2 processes: loss {first:.2f} to {last:.2f} in {whole['steps']} steps"
+    text = f"{ASKED_BATCH} images in one pass in each of 2 processes: loss {first:.2f} to {last:.2f}"
     return Part(BATCH, "confirmed" if finite else "refuted", text if finite else "a loss is not finite"), figures
 
 

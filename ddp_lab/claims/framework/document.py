@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,8 +35,7 @@ are timed in interleaved rounds, and p is the exact two-sided one of the sign te
 limit, whatever their distribution, if the rounds are independent. The interval beside a median leaves out the limit
 exactly when p is small enough; its level is the probability with which such an interval holds the true median.
 
-**The family** of tests is every interval that bears a verdict. {rounds}. What p is small enough follows from Holm's
-procedure over all of them: with {error:g} % or less even one verdict rests on chance.
+{family}
 
 **A stand-in** is what was measured where the thing that the sentence names is missing (CUDA devices, mostly). Its
 figures are marked, and decide nothing about the thing.
@@ -50,6 +50,10 @@ ddp claims --judge-again --output docs/reference
 ddp claims --document --output docs/reference
 ```
 """
+_FAMILY = (
+    "**The family** of tests is every interval that bears a verdict: {rounds}. What p is small enough follows from "
+    "Holm's procedure over all of them: with {error:g} % or less even one verdict rests on chance."
+)
 
 
 def pages(claims: Sequence[KnownClaim], output: Path) -> dict[str, str]:
@@ -68,8 +72,8 @@ def pages(claims: Sequence[KnownClaim], output: Path) -> dict[str, str]:
         claim, found = known.claim, measured[known.claim.id]
         link = f"[{claim.id}](claims/{_page(claim)})"
         lines.append(f"| {link} | {claim.title} | {_verdict(known, found)} | {_headline(known, found)} |")
-    needed = rounds_needed()
-    lines += [_WORDS.format(rounds=needed[0].upper() + needed[1:], error=100 * FAMILY_ERROR)]
+    family = _FAMILY.format(rounds=rounds_needed(), error=100 * FAMILY_ERROR)
+    lines += [_WORDS.format(family=textwrap.fill(family, 120))]
     lines += _family(claims, measured)
     found_pages = {f"claims/{_page(known.claim)}": _whole(known, measured[known.claim.id]) for known in claims}
     return {"claims.md": "\n".join(lines).rstrip() + "\n", **found_pages}

@@ -11,14 +11,15 @@ RuleCommit = dict[str, Any]
 _STATISTICS = Path(__file__).with_name("statistics.py")
 
 
-def rule_commit(file: Path | None) -> RuleCommit | None:
-    """The commit that last changed a claim's file or the test of "beyond noise": `commit`, `committed_at` and `dirty`.
+def rule_commit(file: Path | None, shared: Path = _STATISTICS) -> RuleCommit | None:
+    """The commit that last changed a claim's file or `shared`, the test of "beyond noise".
 
-    `dirty` says whether one of the two has changes that no commit has. None where git does not know the file.
+    `dirty` says whether one of the two has changes that no commit has; `committed_at` is the time of the commit. None
+    where git does not know the file.
     """
     if file is None:
         return None
-    files = ("--", str(file), str(_STATISTICS))
+    files = ("--", str(file), str(shared))
     known = _git(file.parent, "log", "-1", "--format=%H %cI", *files)
     if not known:
         return None
