@@ -57,11 +57,12 @@ claim = Claim(
     "of digits on single, dp and ddp, with the digest of each.",
     rule="Each stem and batch is a part, and so is each way of the linear model. It is inconclusive where the "
     "interval of DDP's speed-up or of the control's lies above n, since that proves a broken baseline, not a "
-    "speed-up. Else it is confirmed where DDP's interval lies above 0.85 n; not measurable where the control's lies "
-    "below 0.85 n (the cores or devices are not free at the same time); refuted where DDP's interval lies below 0.85 "
-    "n and the control's above; else inconclusive. The sentence is judged by the parts that are measurable: confirmed "
-    "when all are, confirmed in part when some are, refuted when none is and one is refuted. The whole runs are "
-    "reported, not judged.",
+    "speed-up. Else it is confirmed where DDP's interval lies above 0.85 n; refuted where DDP's lies below 1 and the "
+    "control's above 1 (n processes are slower than one, though the cores are there); not measurable where the "
+    "control's lies below 0.85 n (the cores or devices are not free at the same time); refuted where DDP's interval "
+    "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
+    "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
+    "whole runs are reported, not judged.",
     loads={
         "efficiency": (0.85, 0.85),
         "rounds": ROUNDS,
@@ -85,10 +86,11 @@ claim = Claim(
         ),
         RuleVersion(
             "2026-11-25",
-            "The source's own program is judged, too, beside a control of its own; before, it was reported only. "
+            "The source's own program is judged, too, beside a control of its own, and what is "
+            "slower than one process is refuted however free the cores are; before, it was reported only. "
             "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
             "rounds follow from it.",
-            "6d715709345122d6",
+            "fe9d803dcecf5e2a",
         ),
     ),
     seconds=(80, 480),
@@ -228,6 +230,9 @@ def _part(name: str, speed: Interval, apart: Interval, measurements: Measurement
         said += f": more than {count}, so the single process was slowed down by something else"
     elif speed.above(needed):
         verdict = "confirmed"
+    elif speed.below_one and apart.above_one:
+        verdict = "refuted"
+        said += ": slower than one process"
     elif apart.below(needed):
         verdict = "not measurable here"
         said = f"needs {count} {unit} that are free at the same time: {said}"

@@ -109,7 +109,9 @@ def judge(measurements: Measurements) -> Judgement:
         bounds = (0, max(case["ranks"] for case in of_these) - 1)
         title = "samples repeated by torch's sampler, most in one epoch"
         figures.append(Figure(title, worst["repeated"], part=name, bounds=bounds))
-        said = f"at most {worst['repeated']} of {worst['length']} samples are repeated, on {worst['ranks']} ranks"
+        said = "no sample is given out twice"
+        if worst["repeated"]:
+            said = f"up to {worst['repeated']} samples are repeated: of {worst['length']} on {worst['ranks']} ranks"
         parts.append(Part(name, "refuted" if worst["repeated"] else "confirmed", said))
     most = max({case["ranks"] for case in cases})
     lengths = sorted({case["length"] for case in cases})

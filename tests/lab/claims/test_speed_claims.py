@@ -46,6 +46,9 @@ def seven_rounds(measurements: Measurements) -> None:
         del values[10:]
 
 
+OWN_SLOW, OWN_LATE = (at("toy", "seconds", "weak 2", value=around(seconds)) for seconds in (3.0, 1.5))
+# From 1.54 to 2 times as fast as one process: 1.7 lies between.
+OWN_NOISY_CONTROL = at("toy", "seconds", "apart 2", value=[1.0 + 0.03 * number for number in range(11)])
 NOISY_CONTROL = at("points", 0, "seconds", "apart 2", value=noise(1.17))
 TURNS: list[tuple[str, str, str, Change | None, str]] = [
     ("c02", "small", "good", None, CONFIRMED),
@@ -57,6 +60,8 @@ TURNS: list[tuple[str, str, str, Change | None, str]] = [
     ("c02", "small", "the control is noise", both(instead(c02(small=1.5)), NOISY_CONTROL), OPEN),
     ("c02", "torchvision", "slow at the other stem", instead(c02(small=1.5)), CONFIRMED),
     ("c02", "the source's own program", "good", None, CONFIRMED),
+    ("c02", "the source's own program", "slower than one", both(OWN_SLOW, OWN_NOISY_CONTROL), REFUTED),
+    ("c02", "the source's own program", "slow, the control is noise", both(OWN_LATE, OWN_NOISY_CONTROL), OPEN),
     ("c02", "the source's own program", "slow", at("toy", "seconds", "weak 2", value=around(3.0)), REFUTED),
     (
         "c02",
