@@ -71,9 +71,10 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
             failed.append(known.claim.id)
         say(f"        {content['verdict']}: {content['reason']} ({duration(content['seconds'])})")
     for path, found in _judge_together(claims, setting.output):
-        if found != read(path):
+        before = read(path)
+        write(path, found)
+        if before and _verdicts(before) != _verdicts(found):
             say(f"{found['id']} by Holm's procedure: {found['verdict']}: {found['reason']}")
-            write(path, found)
         for fault in faults(found):
             say(f"{found['id']}: {fault}")
             failed.append(found["id"])
@@ -156,6 +157,10 @@ def _judge_together(claims: Sequence[KnownClaim], output: Path) -> list[tuple[Pa
             judged = {} if content["error"] else describe(known.claim, known.judge(content["measurements"]))
             found.append((path, content | judged | {"allowed_p": allowed}))
     return found
+
+
+def _verdicts(content: dict[str, Any]) -> list[str]:
+    return [content["verdict"], *(part["verdict"] for part in content["parts"])]
 
 
 def is_stale(known: KnownClaim, content: dict[str, Any]) -> bool:
