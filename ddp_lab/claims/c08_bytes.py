@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import comm
 
-from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_core.base.torch_internals import MOVES, TorchDispatchMode
 from ddp_core.config.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelTrainer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
@@ -172,12 +172,6 @@ def count_replicas(rank: int, world_size: int, count: int, samples: int, steps: 
         return {move: total / steps for move, total in moved.items()} | known
 
 
-_MOVES = (
-    *(torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default),
-    *(torch.ops.aten.add_.Tensor, torch.ops.aten._foreach_add_.List),
-)
-
-
 class MovedBytes(TorchDispatchMode):
     """Counts the bytes of tensors that are copied into, or added to, others, one by one or many in one call."""
 
@@ -186,7 +180,7 @@ class MovedBytes(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _MOVES:
+        if func in MOVES:
             self.bytes += _size(args[1] if isinstance(args[1], list | tuple) else [args[1]])
         return func(*args, **(kwargs or {}))
 
