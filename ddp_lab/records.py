@@ -5,6 +5,7 @@ Claims make them from Python values and the report from JSON; both are checked a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -13,6 +14,11 @@ from pydantic.dataclasses import dataclass
 CLAIM_FORMAT = "ddp-claim/1"
 DRILL_FORMAT = "ddp-drill/1"
 
+Bounds: TypeAlias = tuple[float | None, float | None]
+"""The least and the greatest value that is possible, None for no limit."""
+COUNT: Bounds = (0, None)
+"""What may be nothing at all: a count of faults, a difference."""
+EITHER_SIGN: Bounds = (None, None)
 Verdict: TypeAlias = Literal["confirmed", "confirmed in part", "refuted", "not measurable here", "inconclusive"]
 
 
@@ -32,6 +38,10 @@ class Figure:
     `low` and `high` are its interval where there is one, and `level` the probability with which that interval holds the
     true median. `part` names the part of the sentence to which the number belongs. `stand_in` says what was measured in
     place of the thing that the sentence names: such a number decides nothing.
+
+    `bounds` are the least and the greatest value that is physically possible, None for no limit; without them, a number
+    has to be greater than 0 and finite, and a percentage at most 100 (`fault`). An interval that bears a verdict has
+    `p`, the exact one of the sign test `against` a limit, and every interval the `rounds` that it rests on.
     """
 
     name: str
@@ -42,12 +52,35 @@ class Figure:
     level: float | None = None
     part: str = ""
     stand_in: str = ""
+    bounds: Bounds | None = None
+    against: float | None = None
+    p: float | None = None
+    rounds: int | None = None
 
     @property
     def label(self) -> str:
         """The name, with the part of the sentence to which it belongs, and with what stood in for the thing itself."""
         part = f"{self.part}: " if self.part else ""
         return f"{part}{self.name}" + (f" (stand-in: {self.stand_in})" if self.stand_in else "")
+
+    @property
+    def fault(self) -> str:
+        """Why this cannot be what was measured, or empty: zero, not a number, or beyond its bounds."""
+        if isinstance(self.value, bool) or (isinstance(self.value, str) and self.value):
+            return ""
+        ends = [self.value, *(() if self.level is None else (self.low, self.high))]
+        if not all(isinstance(end, int | float) and math.isfinite(end) for end in ends):
+            return f"{self.label} is no number"
+        assert isinstance(self.value, int | float)
+        least, most = self.bounds or (None, 100 if self.unit == "%" else None)
+        if self.bounds is None and self.value <= 0:
+            return f"{self.label} is {self.value:g}, and has to be greater than 0"
+        if (least is not None and self.value < least) or (most is not None and self.value > most):
+            limits = " and ".join(
+                f"at {word} {end:g}" for word, end in (("least", least), ("most", most)) if end is not None
+            )
+            return f"{self.label} is {self.value:g}, and has to be {limits}"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,11 @@ LOADED_BY_OPTIMIZERS = "torch._dynamo"
 foreach_add_: Callable[..., None] = torch._foreach_add_
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
+MOVES: tuple[Any, ...] = (
+    *(torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default),
+    *(torch.ops.aten.add_.Tensor, torch.ops.aten._foreach_add_.List),
+)
+"""Operations, as TorchDispatchMode sees them, that copy or add what their second argument holds into the first."""
 _counter_of_writes: Callable[[torch.Tensor], int] = cast(Any, torch.Tensor._version).__get__
 
 

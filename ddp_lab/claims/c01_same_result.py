@@ -11,7 +11,7 @@ from __future__ import annotations
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import Figure
+from ddp_lab.records import Bounds, Figure
 
 claim = Claim(
     id="C01",
@@ -44,9 +44,12 @@ claim = Claim(
         ),
     ),
     seconds=(15, 140),
+    headline="w, ddp x 2",
 )
 
 W, B = 2.0, 3.0
+BOUNDS: dict[str, Bounds] = {"w": (1.0, 3.0), "b": (2.0, 4.0), "loss": (0.0095, 1.0)}
+"""What a trained line can have: 0.0095 is the variance of the noise in 10,000 points less three standard errors."""
 
 
 def measure(setting: Setting) -> Measurements:
@@ -78,7 +81,10 @@ def judge(measurements: Measurements) -> Judgement:
     figures, misses = [], []
     tolerance, limit = measurements["tolerance"], measurements["limit_of_loss"]
     for run in measurements["runs"]:
-        figures += [Figure(f"{name}, {run['layout']}, seed {run['seed']}", run[name]) for name in ("w", "b", "loss")]
+        figures += [
+            Figure(f"{name}, {run['layout']}, seed {run['seed']}", run[name], bounds=bounds)
+            for name, bounds in BOUNDS.items()
+        ]
         checks = (
             ("w", abs(run["w"] - W) <= tolerance),
             ("b", abs(run["b"] - B) <= tolerance),

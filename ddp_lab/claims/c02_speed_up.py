@@ -36,7 +36,7 @@ from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import linear, resnet18
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed, missing
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import Interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.scaling import measure_scaling, shown
@@ -51,22 +51,25 @@ claim = Claim(
     method="Samples per second of training steps (forward, backward, all-reduce, SGD) of ResNet-18 at 32x32, weak "
     "scaling: one process, DDP on n processes, and as a control n processes that do not communicate, in interleaved "
     "rounds of one step each, with n the largest of 2, 4 and 8 that have a core or CUDA device each. Swept: both "
-    "stems, and the batch of each worker. On CPU each process has one thread. Besides, the source's linear model, "
-    "for whole epochs of its 10,000 points with its DataLoader, weak and strong; and in --full whole runs of digits "
-    "on single, dp and ddp, with the digest of each.",
-    rule="Each stem and batch is a part. It is inconclusive where the interval of DDP's speed-up or of the control's "
-    "lies above n, since that proves a broken baseline, not a speed-up. Else it is confirmed where DDP's interval lies "
-    "above 0.85 n; not measurable where the control's lies below 0.85 n (the cores or devices are not free at the same "
-    "time); refuted where DDP's interval lies below 0.85 n and the control's above; else inconclusive. The sentence is "
-    "judged by the parts that are measurable: confirmed when all are, confirmed in part when some are, refuted when "
-    "none is and one is refuted. The linear model and the whole runs are reported, not judged.",
+    "stems, and the batch of each worker. On CPU each process has one thread. The source's own program, too: its "
+    "linear model, for whole epochs of its 10,000 points with its DataLoader, with its batch for each worker (weak) "
+    "and with that batch cut (strong), and n processes that do not communicate as a control; and in --full whole runs "
+    "of digits on single, dp and ddp, with the digest of each.",
+    rule="Each stem and batch is a part, and so is each way of the linear model. It is inconclusive where the "
+    "interval of DDP's speed-up or of the control's lies above n, since that proves a broken baseline, not a "
+    "speed-up. Else it is confirmed where DDP's interval lies above 0.85 n; refuted where DDP's lies below 1 and the "
+    "control's above 1 (n processes are slower than one, though the cores are there); not measurable where the "
+    "control's lies below 0.85 n (the cores or devices are not free at the same time); refuted where DDP's interval "
+    "lies below 0.85 n and the control's above; else inconclusive. The sentence is judged by the parts that are "
+    "measurable: confirmed when all are, confirmed in part when some are, refuted when none is and one is refuted. The "
+    "whole runs are reported, not judged.",
     loads={
         "efficiency": (0.85, 0.85),
-        "rounds": (8, 15),
+        "rounds": ROUNDS,
         "small_stem_batches": ((8,), (8, 32)),
         "torchvision_stem_batches": ((64,), (64, 256)),
         "batches_on_cuda": ((256,), (64, 256)),
-        "linear_model_rounds": (8, 15),
+        "linear_model_rounds": ROUNDS,
         "linear_model_points": (10_000, 10_000),
         "linear_model_batch": (32, 32),
         "workers_of_whole_runs": ((), (2,)),
@@ -81,10 +84,20 @@ claim = Claim(
             "the control trains the model of the single process.",
             "9730120dc7890664",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "The source's own program is judged, too, beside a control of its own, and what is "
+            "slower than one process is refuted however free the cores are; before, it was reported only. "
+            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
+            "rounds follow from it.",
+            "fe9d803dcecf5e2a",
+        ),
     ),
-    seconds=(55, 345),
+    seconds=(80, 480),
+    tests=6,
 )
 
+TOY = {"weak": "the source's own program", "strong": "the source's own program, its batch cut"}
 STEMS = {"small": True, "torchvision's": False}
 
 
@@ -139,7 +152,7 @@ def resnet_ways(rank: int, world_size: int, device: str, stem: str, batch: int, 
 def toy_ways(
     rank: int, world_size: int, device: str, counts: list[int], points: int, batch: int, rounds: int
 ) -> dict[str, Any]:
-    """Time epochs of the source's training: `batch` points per worker (weak), or in all (strong)."""
+    """Time epochs of the source's training: `batch` points per worker (weak, apart), or in all (strong)."""
     place = own_device(rank, device)
     if device == "cpu":
         keep_freed_memory()
@@ -148,8 +161,9 @@ def toy_ways(
     line = TensorDataset(x, 2 * x + 3 + 0.1 * torch.randn(points, 1, generator=generator))
     loss = nn.MSELoss()
 
-    def trained(count: int, batch: int) -> Callable[[], None]:
-        group = dist.new_group(range(count), backend="nccl" if device == "cuda" else "gloo") if count > 1 else None
+    def trained(count: int, batch: int, alone: bool = False) -> Callable[[], None]:
+        backend = "nccl" if device == "cuda" else "gloo"
+        group = dist.new_group(range(count), backend=backend) if count > 1 and not alone else None
         if rank >= count:
             return lambda: None
         model = linear().to(place)
@@ -168,7 +182,7 @@ def toy_ways(
 
         return epoch
 
-    ways = {"1": trained(1, batch)}
+    ways = {"1": trained(1, batch), f"apart {world_size}": trained(world_size, batch, alone=True)}
     for count in counts:
         ways[f"weak {count}"] = trained(count, batch)
         ways[f"strong {count}"] = trained(count, max(1, batch // count))
@@ -179,17 +193,24 @@ def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     count, points = measurements["count"], measurements["points"]
     figures, parts = [], []
+    needed = measurements["efficiency"] * count
     speeds = [_speed_ups(point) for point in points]
     for point, speed in zip(points, speeds, strict=True):
-        part = _part(point, speed[f"weak {count}"], speed[f"apart {count}"], measurements)
+        name = f"{point['stem']} stem, batch {point['batch']}"
+        part = _part(name, speed[f"weak {count}"], speed[f"apart {count}"], measurements)
         parts.append(part)
-        figures.append(speed[f"weak {count}"].figure(f"speed-up of DDP, {count} processes", "x", part.name))
+        name = f"speed-up of DDP, {count} processes"
+        figures.append(speed[f"weak {count}"].figure(name, "x", part.name, against=needed))
         figures.append(speed[f"apart {count}"].figure(f"the same without communication, {count}", "x", part.name))
     toy = _speed_ups(measurements["toy"])
     sharing = " on fewer cores" if measurements["devices"] < 2 else ""
-    figures += [
-        speed.figure(f"speed-up of the linear model, {way} processes{sharing}", "x") for way, speed in toy.items()
-    ]
+    for way, gain in toy.items():
+        kind, _, processes = way.partition(" ")
+        judged = kind in TOY and int(processes) == count
+        if judged:
+            parts.append(_part(TOY[kind], gain, toy[f"apart {count}"], measurements))
+        name = f"speed-up of the linear model, {way} processes{sharing}"
+        figures.append(gain.figure(name, "x", TOY[kind] if judged else "", against=needed if judged else None))
     of_runs, plots = shown(measurements["runs"])
     figures += of_runs
     if not count:
@@ -199,8 +220,8 @@ def judge(measurements: Measurements) -> Judgement:
     return replace(composed(parts, figures, series), verdict=composed(measurable or parts).verdict)
 
 
-def _part(point: dict[str, Any], speed: Interval, apart: Interval, measurements: Measurements) -> Part:
-    """The verdict on one stem and batch."""
+def _part(name: str, speed: Interval, apart: Interval, measurements: Measurements) -> Part:
+    """The verdict on one part."""
     count, needed = measurements["count"], measurements["efficiency"] * measurements["count"]
     unit = "CUDA devices" if measurements["device"] == "cuda" else "cores"
     said = f"{count} processes are {speed} times as fast, against {needed:.2f} asked for; without communication {apart}"
@@ -209,6 +230,9 @@ def _part(point: dict[str, Any], speed: Interval, apart: Interval, measurements:
         said += f": more than {count}, so the single process was slowed down by something else"
     elif speed.above(needed):
         verdict = "confirmed"
+    elif speed.below_one and apart.above_one:
+        verdict = "refuted"
+        said += ": slower than one process"
     elif apart.below(needed):
         verdict = "not measurable here"
         said = f"needs {count} {unit} that are free at the same time: {said}"
@@ -216,7 +240,7 @@ def _part(point: dict[str, Any], speed: Interval, apart: Interval, measurements:
         verdict = "refuted"
     else:
         said += ": an interval holds the limit; use --full on a quiet machine"
-    return Part(f"{point['stem']} stem, batch {point['batch']}", verdict, said)
+    return Part(name, verdict, said)
 
 
 def _speed_ups(found: dict[str, Any]) -> dict[str, Interval]:

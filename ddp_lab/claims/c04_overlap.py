@@ -26,7 +26,7 @@ from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import mlp, resnet18
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring import namespaces
 from ddp_lab.claims.measuring.links import on_links
 from ddp_lab.claims.measuring.measure import timed_rounds
@@ -56,7 +56,7 @@ claim = Claim(
     "during backward: confirmed when one changes before backward ends, refuted when all change in the optimizer's step "
     "alone, else inconclusive.",
     loads={
-        "rounds": (8, 21),
+        "rounds": (ROUNDS[0], 21),
         "rounds_on_loopback": (8, 8),
         "batch": (8, 8),
         "batch_on_cuda": (64, 64),
@@ -74,8 +74,16 @@ claim = Claim(
             "parameters are updated during backward, is a part with a verdict of its own.",
             "fd8f36270cbd9784",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
+            "rounds follow from it.",
+            "bf10c9ba1baea3e4",
+        ),
     ),
-    seconds=(45, 90),
+    seconds=(55, 90),
+    tests=1,
+    headline="after backward / overlapped",
 )
 
 WAYS = ("overlapped", "after", "none")
@@ -204,16 +212,18 @@ def judge(measurements: Measurements) -> Judgement:
         if judged:
             steps = _steps(judged, measurements["steps"], "", DURING)
             gain = ratio_interval(judged["seconds"]["after"], judged["seconds"]["overlapped"])
-            figures += [gain.figure("after backward / overlapped", "x", DURING)]
-            figures += [_hidden(judged).figure("hidden share of communication", "%", DURING), *steps]
+            figures += [gain.figure("after backward / overlapped", "x", DURING, against=1.0)]
+            figures += [_hidden(judged).figure("hidden share of communication", "%", DURING, bounds=(-50, 150)), *steps]
             series.append(_plot(measurements, steps))
     changes = measurements["changes"]
     looks, during, after, steps_made = (
         sum(rank[name] for rank in changes)
         for name in ("looks during backward", "changed during backward", "changed after step", "steps")
     )
-    figures.append(Figure("looks during backward that found a parameter changed", during, part=UPDATED))
-    figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED))
+    figures.append(
+        Figure("looks during backward that found a parameter changed", during, part=UPDATED, bounds=(0, looks))
+    )
+    figures.append(Figure("optimizer steps that changed parameters", after, part=UPDATED, bounds=(0, steps_made)))
     verdict: Verdict = "confirmed" if during else "refuted" if looks and after == steps_made else "inconclusive"
     said = f"{during} of {looks} looks during backward found a parameter changed, {after} of {steps_made} steps did"
     return composed([overlap, Part(UPDATED, verdict, said)], figures, series)

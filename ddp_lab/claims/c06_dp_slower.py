@@ -34,7 +34,7 @@ from ddp_core.observe.step import StepBatch
 from ddp_core.trainers.data_parallel import DataParallelTrainer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, missing
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.measure import timed_rounds
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.rendered_data_parallel import RenderedDataParallel
@@ -60,7 +60,7 @@ claim = Claim(
     loads={
         "digits_rounds": (15, 61),
         "digits_steps_in_a_round": (5, 5),
-        "resnet18_rounds": (8, 21),
+        "resnet18_rounds": (ROUNDS[0], 21),
         "resnet18_steps_in_a_round": (1, 1),
         "steps_for_waiting": (20, 20),
     },
@@ -72,8 +72,15 @@ claim = Claim(
             "differ from these steps.",
             "b63a8bd0ec8fcd2b",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
+            "rounds follow from it.",
+            "307ba5796f3fa9b7",
+        ),
     ),
-    seconds=(50, 145),
+    seconds=(45, 145),
+    tests=2,
 )
 
 THREADS, RENDERED = "threads that stay", "nn.DataParallel's step rendered on CPU"
@@ -193,7 +200,8 @@ def judge(measurements: Measurements) -> Judgement:
             if way.startswith("ddp"):
                 continue
             ratio = ratio_interval(seconds[way], seconds[_ddp(way)])
-            figures.append(ratio.figure(f"{name}: step time of DP / DDP{_suffix(way)}", "x", stand_in=_stand_in(way)))
+            text, against = f"{name}: step time of DP / DDP{_suffix(way)}", 1.0 if way == "dp" else None
+            figures.append(ratio.figure(text, "x", stand_in=_stand_in(way), against=against))
             if way == "dp":
                 ratios[name] = ratio
         for way in seconds:
@@ -202,7 +210,7 @@ def judge(measurements: Measurements) -> Judgement:
             figures.append(each.figure(f"{name}: step, {kind}{_suffix(way)}", "ms", stand_in=_stand_in(way)))
         for replicas, share in found.get("waiting", {}).items():
             text = f"{name}: share of time that DP's threads wait, {replicas} replicas"
-            figures.append(Figure(text, 100 * share, "%", stand_in=THREADS))
+            figures.append(Figure(text, 100 * share, "%", stand_in=THREADS, bounds=(0, 100)))
     plot = _plot(measurements)
     if not ratios:
         return missing("2 CUDA devices: on CPU nn.DataParallel does nothing but call the module", figures, [plot])

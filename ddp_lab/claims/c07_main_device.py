@@ -107,7 +107,10 @@ def judge(measurements: Measurements) -> Judgement:
     figures, series, holds, said = [], [], [], []
     for name, (title, unit, scale) in QUANTITIES.items():
         spread = {layout: max(each[name]) / (sum(each[name]) / len(each[name])) for layout, each in layouts.items()}
-        figures += [Figure(f"{title}, max/mean over devices, {layout}", value, "x") for layout, value in spread.items()]
+        figures += [
+            Figure(f"{title}, max/mean over devices, {layout}", value, "x", bounds=(1, len(layouts[layout][name])))
+            for layout, value in spread.items()
+        ]
         first = layouts["dp"][name][0] == max(layouts["dp"][name])
         holds.append(first and spread["dp"] > spread["ddp"])
         said.append(f"{title} max/mean {spread['dp']:.2f} under DP and {spread['ddp']:.2f} under DDP")

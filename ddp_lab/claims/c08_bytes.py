@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import comm
 
-from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_core.base.torch_internals import MOVES, TorchDispatchMode
 from ddp_core.config.layout import Layout
 from ddp_core.trainers.data_parallel import DataParallelTrainer
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
@@ -30,7 +30,7 @@ from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.stepping import Stepper
 from ddp_lab.claims.measuring.wire import bytes_moved, can_count
-from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import Axis, Bounds, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C08",
@@ -43,7 +43,8 @@ claim = Claim(
     method="Bytes per step of the digits CNN. DDP: payload bytes that the kernel counted on each rank's connections, "
     "against the theory: each rank sends 2 (W - 1) / W of the gradients' bytes, and rank 0's buffers go to W - 1 "
     "ranks. nn.DataParallel: bytes that its replicate and its reduction send to other devices, counted on CUDA. On "
-    "CPU, as a stand-in, the bytes of the tensors that this project's replicas copy or add in the same moves.",
+    "CPU, as a stand-in, the bytes of the tensors that this project's replicas copy or add in the same moves, one by "
+    "one or many in one call.",
     rule="Two parts. DDP moves gradients and no weights: confirmed when at every number of ranks its bytes are those "
     "of gradients and buffers in theory within 5 % (the weights would add a third or more), else refuted; not "
     "measurable where the kernel does not count. DP moves weights and gradients: confirmed when nn.DataParallel sends, "
@@ -62,8 +63,15 @@ claim = Claim(
             "nn.DataParallel and decide nothing, and the bytes through its main device are not judged any more.",
             "f47ebcfff943e047",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Of the stand-in, tensors that are copied or added many in one call are counted, too: before, it was "
+            "shown as moving 0 MB.",
+            "e1c77f0712c7e284",
+        ),
     ),
-    seconds=(20, 15),
+    seconds=(20, 20),
+    headline="x 2: sent by all ranks",
 )
 
 DDP_HALF, DP_HALF = "DDP moves gradients and no weights", "DP moves weights and gradients in every step"
@@ -159,19 +167,21 @@ def count_replicas(rank: int, world_size: int, count: int, samples: int, steps: 
         for replica in trainer.replicas[1:]:
             replica.copy_from = counting("weights", replica.copy_from)  # type: ignore[method-assign]
         stepper.step(steps)
-        return {move: total / steps for move, total in moved.items()}
+        model = trainer.model
+        known = {"parameters": _size(model.parameters()), "buffers": _size(model.buffers())}
+        return {move: total / steps for move, total in moved.items()} | known
 
 
 class MovedBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are copied into, or added to, others."""
+    """Counts the bytes of tensors that are copied into, or added to, others, one by one or many in one call."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
-            self.bytes += _size([args[1]])
+        if func in MOVES:
+            self.bytes += _size(args[1] if isinstance(args[1], list | tuple) else [args[1]])
         return func(*args, **(kwargs or {}))
 
 
@@ -185,23 +195,40 @@ def judge(measurements: Measurements) -> Judgement:
     totals: dict[str, list[float]] = {"DDP, counted": [], "DDP in theory": [], f"DP ({STAND_IN})": []}
     for text, found in measurements["by_devices"].items():
         counted, theory = _of_ddp(int(text), found["ddp"])
-        replicas = found["replicas"]
-        moves = {"weights and buffers": "weights", "gradients": "gradients", "batch": "batch"}
+        replicas, others = found["replicas"], int(text) - 1
+        copied = others * (replicas["parameters"] + replicas["buffers"])
+        moves: dict[str, tuple[str, Bounds | None]] = {
+            "weights and buffers": ("weights", _near(copied)),
+            "gradients": ("gradients", _near(others * replicas["parameters"])),
+            "batch": ("batch", None),
+        }
         figures += [
-            Figure(f"x {text}: sent by all ranks, counted", counted / 1e6, "MB", part=DDP_HALF),
+            Figure(f"x {text}: sent by all ranks, counted", counted / 1e6, "MB", part=DDP_HALF, bounds=_more(theory)),
             Figure(f"x {text}: gradients and buffers in theory", theory / 1e6, "MB", part=DDP_HALF),
             *(
-                Figure(f"x {text}: {name}", replicas[move] / 1e6, "MB", part=DP_HALF, stand_in=STAND_IN)
-                for name, move in moves.items()
+                Figure(f"x {text}: {name}", replicas[move] / 1e6, "MB", part=DP_HALF, stand_in=STAND_IN, bounds=bounds)
+                for name, (move, bounds) in moves.items()
             ),
         ]
-        for line, value in zip(totals.values(), (counted, theory, sum(replicas.values())), strict=True):
+        for line, value in zip(
+            totals.values(), (counted, theory, sum(replicas[move] for move, _ in moves.values())), strict=True
+        ):
             line.append(value / 1e6)
     axis = Axis("devices", "", list(measurements["by_devices"]))
     plot = Series(
         "Bytes per step, all devices together", axis, Axis("bytes", "MB"), [Line(*each) for each in totals.items()]
     )
     return composed([_ddp_part(measurements), _dp_part(measurements, figures)], figures, [plot])
+
+
+def _near(known: float) -> Bounds:
+    """Megabytes that can differ from so many bytes by rounding only."""
+    return 0.999 * known / 1e6, 1.001 * known / 1e6
+
+
+def _more(known: float) -> Bounds:
+    """Megabytes of so many bytes and what the protocol adds, or of twice as much."""
+    return 0.999 * known / 1e6, 2 * known / 1e6
 
 
 def _of_ddp(count: int, ranks: list[dict[str, float]]) -> tuple[float, float]:

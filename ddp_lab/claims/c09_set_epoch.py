@@ -40,6 +40,7 @@ claim = Claim(
         ),
     ),
     seconds=(2, 1),
+    headline="data that all ranks together",
 )
 
 WAYS = {"without": (False, True), "with": (True, True), "with_unshuffled": (True, False)}

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ddp_core.sampler import ElasticSampler
 from ddp_lab.claims.c09_set_epoch import Ids
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Series
+from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C10",
@@ -33,8 +33,8 @@ claim = Claim(
     sources=("000", "001", "002", "003", "004"),
     method="The ids that each rank loads in one epoch, for lengths that the number of ranks divides and lengths that "
     "it does not, from torch's DistributedSampler and from this project's ElasticSampler.",
-    rule="Confirmed when no sample is given out twice in an epoch by torch's sampler, for any length; refuted when one "
-    "is.",
+    rule="Two parts, of torch's sampler: lengths that the number of ranks divides, and lengths that it does not. Each "
+    "is confirmed when no sample is given out twice in an epoch, refuted when one is.",
     loads={"ranks": ((2, 3), (2, 3, 4, 8)), "lengths": ((96, 97, 100, 101), (96, 97, 100, 101, 1000, 1003))},
     history=(
         RuleVersion(
@@ -42,9 +42,19 @@ claim = Claim(
             "The rule is the one before, with what is measured among the loads; two longer lengths are new.",
             "47a725486d4839e9",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Lengths that divide and lengths that do not are parts: before, the exception alone refuted the whole "
+            "sentence, where C12 was confirmed beside an exception of the same kind.",
+            "0d5e1356909e9b85",
+        ),
     ),
     seconds=(3, 4),
+    headline="samples repeated by torch's sampler",
 )
+
+
+DIVIDES, DOES_NOT = "where the ranks divide the length", "where they do not"
 
 
 def measure(setting: Setting) -> Measurements:
@@ -84,14 +94,25 @@ def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     cases = measurements["cases"]
     torchs, ours = ([case for case in cases if case["sampler"] == name] for name in ("torch", "elastic"))
-    bad = [case for case in torchs if case["repeated"]]
-    divides = [case for case in torchs if case["length"] % case["ranks"] == 0]
     figures = [
-        Figure("samples repeated by torch's sampler, most in one epoch", max(case["repeated"] for case in torchs)),
-        Figure("the same where the length divides", max((case["repeated"] for case in divides), default=0)),
-        Figure("samples repeated by ElasticSampler", max((case["repeated"] for case in ours), default=0)),
-        Figure("samples left out by ElasticSampler", max((case["left_out"] for case in ours), default=0)),
+        Figure("samples repeated by ElasticSampler", max((case["repeated"] for case in ours), default=0), bounds=COUNT),
+        Figure("samples left out by ElasticSampler", max((case["left_out"] for case in ours), default=0), bounds=COUNT),
     ]
+    parts = []
+    for name, divides in ((DIVIDES, True), (DOES_NOT, False)):
+        of_these = [case for case in torchs if (case["length"] % case["ranks"] == 0) == divides]
+        if not of_these:
+            parts.append(Part(name, "not measurable here", "needs such a length"))
+            continue
+        worst = max(of_these, key=lambda case: case["repeated"])
+        # What pads can repeat is at most a sample for each rank but one.
+        bounds = (0, max(case["ranks"] for case in of_these) - 1)
+        title = "samples repeated by torch's sampler, most in one epoch"
+        figures.append(Figure(title, worst["repeated"], part=name, bounds=bounds))
+        said = "no sample is given out twice"
+        if worst["repeated"]:
+            said = f"up to {worst['repeated']} samples are repeated: of {worst['length']} on {worst['ranks']} ranks"
+        parts.append(Part(name, "refuted" if worst["repeated"] else "confirmed", said))
     most = max({case["ranks"] for case in cases})
     lengths = sorted({case["length"] for case in cases})
     plot = Series(
@@ -104,17 +125,7 @@ def judge(measurements: Measurements) -> Judgement:
             if group
         ],
     )
-    if bad:
-        worst = max(bad, key=lambda case: case["repeated"])
-        return Judgement(
-            "refuted",
-            f"where the length does not divide, samples are repeated: {worst['repeated']} of {worst['length']} on "
-            f"{worst['ranks']} ranks; where it divides there is no overlap. ElasticSampler repeats "
-            f"{figures[2].value} and leaves out {figures[3].value}",
-            figures,
-            [plot],
-        )
-    return Judgement("confirmed", "no sample was given out twice, at any length", figures, [plot])
+    return composed(parts, figures, [plot])
 
 
 def _repeated(cases: list[dict[str, Any]], ranks: int, length: int) -> float | None:

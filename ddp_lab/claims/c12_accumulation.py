@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.base.seeds import share_of
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Figure
+from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C12",
@@ -37,8 +37,10 @@ claim = Claim(
     method="y = x² at x = 4, backward twice; and a small CNN whose gradient over k micro-batches is compared with the "
     "one over the whole batch: mean and sum losses, on one process and under DDP with and without no_sync, rescaled "
     "and not.",
-    rule="Confirmed when x² gives 8 and then 16, every rightly scaled case differs by at most the tolerance times the "
-    "gradient's norm, and a mean loss that is not divided by k gives k times the gradient. Otherwise refuted.",
+    rule="Three parts. backward adds: confirmed when x² gives 8 and then 16, else refuted. k micro-batches equal one "
+    "large batch: confirmed when every rightly scaled case differs by at most the tolerance times the gradient's norm, "
+    "and a mean loss that is not divided by k gives k times the gradient, else refuted. The same with BatchNorm: "
+    "confirmed when it differs by at most the tolerance, too, else refuted.",
     loads={"samples": (64, 64), "micro_batches": ((4,), (2, 4, 8)), "ranks": (2, 4), "tolerance": (1e-6, 1e-6)},
     history=(
         RuleVersion(
@@ -46,9 +48,19 @@ claim = Claim(
             "The rule is the one before with its tolerance among the loads; several k and more ranks are new.",
             "4fa300071486cfe3",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "BatchNorm, the exception, is a part: before, it was reported beside a verdict of confirmed, where an "
+            "exception of the same kind refuted C10.",
+            "b2030959b5fa191c",
+        ),
     ),
     seconds=(4, 5),
+    headline="largest relative difference",
 )
+
+
+ADDS, EQUAL, NORMALISED = "backward adds gradients", "k micro-batches equal one large batch", "the same with BatchNorm"
 
 
 def measure(setting: Setting) -> Measurements:
@@ -135,39 +147,46 @@ def judge(measurements: Measurements) -> Judgement:
     worst = max(right, key=lambda case: case["difference"])
     counts = sorted({case["micro_batches"] for case in cases})
     said = " or ".join(map(str, counts))
+    square = measurements["square"]
     figures = [
-        Figure("gradient of x² at 4, first backward", measurements["square"][0]),
-        Figure("gradient of x² at 4, second backward", measurements["square"][1]),
-        Figure("largest relative difference, rightly scaled", worst["difference"]),
+        Figure("gradient of x² at 4, first backward", square[0], part=ADDS, bounds=(8, 8)),
+        Figure("gradient of x² at 4, second backward", square[1], part=ADDS, bounds=(0, 16)),
+        Figure("largest relative difference, rightly scaled", worst["difference"], part=EQUAL, bounds=COUNT),
     ]
     figures += [
         Figure(
             f"gradient too large by, mean loss not divided by k = {count}",
             max(case["factor"] for case in wrong if case["micro_batches"] == count),
-            "times",
+            *("times", None, None, None, EQUAL),
+            bounds=(1, 2 * count),
         )
         for count in counts
     ]
-    figures += [Figure(f"relative difference, {_name(case)}", case["difference"]) for case in [*right, *normalised]]
-    faults = []
-    if measurements["square"] != [8.0, 16.0]:
-        faults.append(f"x² gave {measurements['square']}")
-    if worst["difference"] > tolerance:
-        faults.append(f"{_name(worst)} differs by {worst['difference']:.2g}")
+    figures += [
+        Figure(f"relative difference, {_name(case)}", case["difference"], part=part, bounds=COUNT)
+        for part, group in ((EQUAL, right), (NORMALISED, normalised))
+        for case in group
+    ]
+    faults = [f"{_name(worst)} differs by {worst['difference']:.2g}"] if worst["difference"] > tolerance else []
     faults += [
         f"a mean loss that is not divided by k = {case['micro_batches']} gave {case['factor']:.6g} times the gradient"
         for case in wrong
         if abs(case["factor"] - case["micro_batches"]) > tolerance * case["micro_batches"]
     ]
-    if faults:
-        return Judgement("refuted", "; ".join(faults), figures)
-    rest = f"; BatchNorm breaks it ({normalised[0]['difference']:.2g})" if normalised else ""
-    return Judgement(
-        "confirmed",
-        f"x² gives 8, then 16; {said} micro-batches differ from one large batch by at most {worst['difference']:.1g} "
-        f"of its norm, with and without no_sync; a mean loss not divided by k is wrong by k{rest}",
-        figures,
+    agreed = (
+        f"{said} micro-batches differ from one large batch by at most {worst['difference']:.1g} of its norm, with and "
+        "without no_sync; a mean loss not divided by k is wrong by k"
     )
+    parts = [
+        Part(ADDS, "confirmed" if square == [8.0, 16.0] else "refuted", f"x² gave {square[0]:g}, then {square[1]:g}"),
+        Part(EQUAL, "refuted" if faults else "confirmed", "; ".join(faults) or agreed),
+    ]
+    if normalised:
+        apart = max(case["difference"] for case in normalised)
+        verdict: Verdict = "confirmed" if apart <= tolerance else "refuted"
+        text = f"differs by up to {apart:.2g} of its norm: it normalises over the micro-batch"
+        parts.append(Part(NORMALISED, verdict, text))
+    return composed(parts, figures)
 
 
 def _name(case: dict[str, Any]) -> str:

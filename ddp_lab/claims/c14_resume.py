@@ -23,10 +23,11 @@ from ddp_core.record.directory import RunDirectory
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.measuring.file_watch import watch_files
+from ddp_lab.claims.measuring.own_checkpoint import WAYS, WEIGHTS, kill_and_resume
 from ddp_lab.claims.measuring.ranks import run_ranks
 from ddp_lab.claims.measuring.shared_path import save_together
 from ddp_lab.claims.measuring.training import run_command, train
-from ddp_lab.records import Figure, Part, Verdict
+from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C14",
@@ -39,17 +40,21 @@ claim = Claim(
     sources=("000", "002", "004"),
     method="A run of `digits` is killed (SIGKILL) after an arbitrary step, resumed with --resume, killed again and "
     "resumed again, on one process and on two ranks. Before each resumption the newest checkpoint that is whole is "
-    "looked up. In another run of `ddp train` on several ranks every process notes which files it opens for writing in "
-    "the checkpoints' folder. And two processes save 4 MB to one path with torch.save at the same time, with different "
-    "and with equal weights, and one process alone for comparison; the file is read back by each process as soon as "
-    "its own save has returned, and once more when all have finished.",
-    rule="Four parts. Resuming: confirmed when every resumption starts from the newest whole checkpoint and every run "
-    "ends with the bits of the undisturbed one, refuted when not. Only rank 0 writes: confirmed when every rank was "
-    "watched, rank 0 opened files for writing, no other rank did, and every file found afterwards is one that rank 0 "
-    "opened; refuted when another rank opened one; otherwise inconclusive. Several processes, with different and with "
-    "equal weights: each confirmed when at least one file was damaged after all had finished; confirmed in part when "
-    "files were damaged only at the moment when a save had returned; refuted when none was; inconclusive when the "
-    "process that saved alone found one damaged.",
+    "looked up. The source's own way, with torch alone: rank 0 saves the weights after each epoch, rank 1 is killed, "
+    "and a new start loads the latest file; once more with the optimizer's state saved, too. In another run of `ddp "
+    "train` on several ranks every process notes which files it opens for writing in the checkpoints' folder. And two "
+    "processes save 4 MB to one path with torch.save at the same time, with different and with equal weights, and one "
+    "process alone for comparison; the file is read back by each process as soon as its own save has returned, and "
+    "once more when all have finished.",
+    rule="Five parts. Torch alone: confirmed when every new start loads the latest file and its first loss is below "
+    "that of training from the start, refuted when not, inconclusive where nothing was killed; whether it ends with "
+    "the undisturbed run's bits is told. This project's resuming: confirmed when every resumption starts from the "
+    "newest whole checkpoint and every run ends with the bits of the undisturbed one, refuted when not. Only rank 0 "
+    "writes: confirmed when every rank was watched, rank 0 opened files for writing, no other rank did, and every "
+    "file found afterwards is one that rank 0 opened; refuted when another rank opened one; otherwise inconclusive. "
+    "Several processes, with different and with equal weights: each confirmed when at least one file was damaged "
+    "after all had finished; confirmed in part when files were damaged only at the moment when a save had returned; "
+    "refuted when none was; inconclusive when the process that saved alone found one damaged.",
     loads={
         "runs_killed_twice": (2, 6),
         "checkpoint_every": (5, 5),
@@ -57,6 +62,8 @@ claim = Claim(
         "steps": (44, 44),
         "watched_ranks": (2, 4),
         "files_saved_together": (16, 60),
+        "epochs_of_torch_alone": (6, 6),
+        "torch_alone_killed_after": ((21,), (11, 21, 37)),
     },
     history=(
         RuleVersion(
@@ -65,8 +72,14 @@ claim = Claim(
             "alone writes, and that several writers damage a file, also with equal weights, are now parts.",
             "4db0fd30babfc0be",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "The sources' own way, torch alone, is a part of its own beside this project's resuming.",
+            "36be668ba97a5f2d",
+        ),
     ),
-    seconds=(30, 135),
+    seconds=(40, 155),
+    headline="files damaged after both",
 )
 
 
@@ -85,6 +98,9 @@ def measure(setting: Setting) -> Measurements:
     return {
         "undisturbed": whole.record["weights_sha256"],
         "cases": cases,
+        "torch_alone": [
+            case for step in load.torch_alone_killed_after for case in kill_and_resume(load.epochs_of_torch_alone, step)
+        ],
         "written": _written(setting, load.watched_ranks),
         "shared_path": run_ranks(save_together, 2, load.files_saved_together)[0],
     }
@@ -141,6 +157,7 @@ def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
     parts, figures = [], []
     for part, found in (
+        _judge_torch_alone(measurements["torch_alone"]),
         _judge_resumed(measurements["cases"], measurements["undisturbed"]),
         _judge_written(measurements["written"]),
         *(_judge_shared(measurements["shared_path"], way) for way in ("different", "equal")),
@@ -150,14 +167,37 @@ def judge(measurements: Measurements) -> Judgement:
     return composed(parts, figures)
 
 
+def _judge_torch_alone(cases: list[dict[str, Any]]) -> tuple[Part, list[Figure]]:
+    """The sources' own way; they save the weights only."""
+    name, figures = "training goes on from the latest checkpoint, torch alone", []
+    for way in WAYS:
+        of_way = [case for case in cases if case["way"] == way]
+        same = [case for case in of_way if case["weights_sha256"] == case["undisturbed"]]
+        title = f"runs with the undisturbed run's bits, {way} saved"
+        figures.append(Figure(title, len(same), f"of {len(of_way)}", part=name, bounds=(0, len(of_way))))
+    own = [case for case in cases if case["way"] == WEIGHTS]
+    figures += [
+        Figure(f"killed after step {case['killed_after']}: {title}", case[key], part=name)
+        for case in own
+        for key, title in (("first_loss", "loss of the first step"), ("resumed_loss", "loss of the first step resumed"))
+    ]
+    bad = [case for case in own if case["resumed_at"] != case["newest"] or case["resumed_loss"] >= case["first_loss"]]
+    if not own or not all(case["killed"] for case in own):
+        return Part(name, "inconclusive", "no rank was killed"), figures
+    text = f"{len(own) - len(bad)} of {len(own)} new starts loaded the latest weights and went on from their loss"
+    return Part(
+        name, "refuted" if bad else "confirmed", f"{text}; {figures[0].value} ended with the same bits"
+    ), figures
+
+
 def _judge_resumed(cases: list[dict[str, Any]], undisturbed: str) -> tuple[Part, list[Figure]]:
-    name = "training goes on from the latest checkpoint"
+    name = "training goes on from the latest checkpoint, this project"
     same = [case for case in cases if case["weights_sha256"] == undisturbed]
     latest = [case for case in cases if case["resumed_at"] == case["newest"] and None not in case["newest"]]
     figures = [
         Figure("runs killed twice and resumed", len(cases), part=name),
-        Figure("of them resumed from the newest whole checkpoint each time", len(latest), part=name),
-        Figure("of them with the undisturbed run's bits", len(same), part=name),
+        Figure("of them resumed from the newest whole checkpoint each time", len(latest), part=name, bounds=COUNT),
+        Figure("of them with the undisturbed run's bits", len(same), part=name, bounds=COUNT),
     ]
     figures += [
         Figure(f"{_case(case)}: resumed at", " and ".join(map(str, case["resumed_at"])), part=name) for case in cases
@@ -182,8 +222,8 @@ def _judge_written(written: dict[str, Any]) -> tuple[Part, list[Figure]]:
     figures = [
         Figure("ranks watched", len(opened), f"of {written['ranks']}", part=name),
         Figure("files opened for writing by rank 0", len(rank_0), part=name),
-        Figure("files opened for writing by other ranks", sum(map(len, others.values())), part=name),
-        Figure("files there that rank 0 was not seen to open", len(unexplained), part=name),
+        Figure("files opened for writing by other ranks", sum(map(len, others.values())), part=name, bounds=COUNT),
+        Figure("files there that rank 0 was not seen to open", len(unexplained), part=name, bounds=COUNT),
     ]
     if others:
         return Part(name, "refuted", f"rank {', '.join(others)} opened files for writing, too"), figures
@@ -199,11 +239,17 @@ def _made(file: str, opened: str) -> bool:
 
 def _judge_shared(shared: dict[str, dict[str, int]], way: str) -> tuple[Part, list[Figure]]:
     name, counts, alone = f"two processes with {way} weights damage one file", shared[way], shared["alone"]
-    rounds = f"of {counts['rounds']}"
+    rounds, limits = f"of {counts['rounds']}", (0, counts["rounds"])
     figures = [
-        Figure("files damaged after both had finished", counts["at_end"], rounds, part=name),
-        Figure("files damaged when a save had returned", counts["at_return"], rounds, part=name),
-        Figure("files damaged when one process saved alone", alone["at_return"] + alone["at_end"], rounds, part=name),
+        Figure("files damaged after both had finished", counts["at_end"], rounds, part=name, bounds=limits),
+        Figure("files damaged when a save had returned", counts["at_return"], rounds, part=name, bounds=limits),
+        Figure(
+            "files damaged when one process saved alone",
+            alone["at_return"] + alone["at_end"],
+            rounds,
+            part=name,
+            bounds=COUNT,
+        ),
     ]
     text = (
         f"{counts['at_end']} {rounds} damaged after both had finished, {counts['at_return']} at the moment when a "

@@ -6,15 +6,19 @@ in total, as long as the gradient changes little over k small steps (Goyal et al
 arXiv:1706.02677, section 2.1). Early in training the gradient does change, so the rate is warmed up; for large k the
 rule no longer holds.
 
-An experiment can only tell whether scaling keeps the result if not scaling loses it. So the training is short: k = 1
-needs all of its epochs, and a k-th of them is too few. The rate of k = 1 is small, so that eight times as much is still
-a rate with which the network can be trained. The optimizer is SGD without momentum, as in the source: momentum averages
-over about ten steps, which are a quarter of an epoch at k = 1 and two epochs at k = 8, and that alone would make a
-difference. BatchNorm sees 32 samples at a time at every k, as on k workers with 32 each.
+An experiment can only tell whether scaling keeps the result if not scaling loses it, and if the rate of k = 1 is the
+best one: where it is too small, any larger rate is better, and "more is better" passes for "in proportion". So the rate
+of k = 1 is searched for first, with other seeds and on samples that are not judged by: a row of rates, each twice the
+one before, which grows at the end at which the best one lies. Then four ways to choose the rate of k are compared: the
+same, times the square root of k, times k, times 2 k. The optimizer is SGD without momentum, as in the source: momentum
+averages over about ten steps, which are a quarter of an epoch at k = 1 and two epochs at k = 8, and that alone would
+make a difference. BatchNorm sees 32 samples at a time at every k, as on k workers with 32 each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,9 +31,9 @@ from ddp_core.model.builders import small_cnn
 from ddp_core.sampler import GlobalOrder
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import Interval, difference_interval, median_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Line, Part, Series
+from ddp_lab.records import Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C16",
@@ -40,25 +44,31 @@ claim = Claim(
     "基于更多的样本，梯度估计更稳定，可以使用更大的学习率。",
     sources=("001",),
     method="A CNN on digits, SGD without momentum, the rate warmed up over the first epoch, equally many samples and "
-    "epochs at every k. A step of batch 32·k averages the gradients of k parts with 32 samples each, as k workers "
-    "would. Each k is trained with the rate of k = 1 and with k times that rate. A seed stands for the same initial "
-    "weights and the same order of samples in all of its runs, so the runs of a seed are compared in pairs. Compared: "
-    "accuracy and loss on held-out samples at the end.",
-    rule="One part for each k. Confirmed when scaling keeps the result (the interval of the paired difference of "
-    "accuracy, scaled minus k = 1, lies above -1 percentage point) and not scaling is worse (the interval of the "
-    "paired difference of test loss, scaled minus not scaled, lies below 0). Refuted when the first interval lies "
-    "below -1 point, or the second above 0. Otherwise inconclusive: where not scaling is no worse, this training "
-    "cannot tell what scaling is good for.",
+    "epochs at every k. A step of batch 32 k averages the gradients of k parts with 32 samples each, as k workers "
+    "would. The rate of k = 1 is the one with the least median loss on the validation half of the held-out samples, "
+    "over seeds of its own; the search begins with the stated rates and doubles or halves them where the best is at "
+    "the edge. Each k is then trained with that rate times 1 (none), the square root of k, k (linear) and 2 k (twice "
+    "linear). A seed stands for the same initial weights and the same order of samples in all of its runs, so the "
+    "runs of a seed are compared in pairs. The one metric is the loss on the test half of the held-out samples at the "
+    "end.",
+    rule="One part for each k, by the medians of paired ratios of the test loss. Refuted when the linear rule loses "
+    "the result (linear / k = 1 above the limit) or another rule is better (linear / that one above 1), beyond noise. "
+    "Confirmed when linear keeps the result (linear / k = 1 below the limit), is better than none (linear / none "
+    "below 1), both beyond noise, and no other rule is better beyond noise. Otherwise inconclusive, as where the "
+    "search for the rate of k = 1 ended at an edge.",
     loads={
-        "seeds": (8, 15),
+        "seeds": ROUNDS,
         "factors": ((2, 8), (2, 4, 8)),
         "epochs": (6, 6),
         "samples_per_epoch": (1280, 1280),
         "test_share": (0.28, 0.28),
         "batch": (32, 32),
-        "rate": (0.02, 0.02),
+        "first_rates": ((0.04, 0.08, 0.16, 0.32), (0.04, 0.08, 0.16, 0.32)),
+        "search_seeds": (5, 5),
+        "first_search_seed": (1000, 1000),
+        "widest_search": (12, 12),
         "width": (8, 8),
-        "kept_points": (1.0, 1.0),
+        "kept_ratio": (1.25, 1.25),
     },
     history=(
         RuleVersion(
@@ -69,135 +79,183 @@ claim = Claim(
             "scale with k.",
             "7721ffcca88d6c35",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "The rate of k = 1 was eight times too small, so any larger rate was better. Now it is searched for "
+            "first, and the linear rule is compared with no scaling, the square root and twice as much, by one "
+            "metric. Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, "
+            "and the rounds follow from it.",
+            "afb39af35eed1c15",
+        ),
     ),
-    seconds=(35, 50),
+    seconds=(70, 150),
+    tests=12,
+    headline="test loss, linear / k = 1",
 )
 
 DIVERGED = 1e6
 """Stands for a test loss that is not a number, or larger than this."""
 
 
+RULES: dict[str, Callable[[int], float]] = {
+    "none": lambda factor: 1.0,
+    "square root": lambda factor: factor**0.5,
+    "linear": lambda factor: float(factor),
+    "twice linear": lambda factor: 2.0 * factor,
+}
+BASE = "k = 1"
+
+
 def measure(setting: Setting) -> Measurements:
-    """Test loss and accuracy of each factor, way and seed."""
+    """The search for the rate of k = 1, and the test loss of each factor, rule and seed."""
     load = claim.load(setting)
+    names = ("epochs", "samples_per_epoch", "test_share", "batch", "width")
+    fixed = {name: getattr(load, name) for name in names}
+
+    def trained(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # The ranks only share out the cases: each trains alone.
+        parts = run_ranks(observe, max(1, min(setting.cores, 8)), cases, fixed, timeout=1800)
+        return [case for part in parts for case in part]
+
+    def validated(rate: float) -> list[dict[str, Any]]:
+        setting.say(f"k = 1 with a rate of {rate:g}")
+        seeds = range(load.first_search_seed, load.first_search_seed + load.search_seeds)
+        return trained(
+            [{"factor": 1, "rule": BASE, "rate": rate, "seed": seed, "half": "validation"} for seed in seeds]
+        )
+
+    searched = [case for rate in load.first_rates for case in validated(rate)]
+    while (rate := _beyond(searched)) is not None and len(_median_losses(searched)) < load.widest_search:
+        searched += validated(rate)
+    best = _best(searched)
+    setting.say(f"k = 1 is best with {best:g}; {load.seeds} seeds with each k and rule")
     cases = [
-        {"factor": factor, "scaled": scaled, "seed": seed}
+        {"factor": factor, "rule": rule, "rate": best * scale, "seed": seed, "half": "test"}
         for seed in range(load.seeds)
-        for factor in (1, *load.factors)
-        for scaled in ((True, False) if factor > 1 else (True,))
+        for factor, rule, scale in (
+            (1, BASE, 1.0),
+            *((factor, rule, scale(factor)) for factor in load.factors for rule, scale in RULES.items()),
+        )
     ]
-    fixed = {name: getattr(load, name) for name in ("epochs", "samples_per_epoch", "test_share", "batch", "rate")}
-    # The ranks only share out the cases: each trains alone.
-    parts = run_ranks(observe, max(1, min(setting.cores, 8)), cases, fixed | {"width": load.width}, timeout=1800)
-    return fixed | {"kept_points": load.kept_points, "cases": [case for part in parts for case in part]}
+    found = {"searched": searched, "rate": best, "edge": _beyond(searched) is not None, "cases": trained(cases)}
+    return fixed | {"kept_ratio": load.kept_ratio} | found
+
+
+def _median_losses(searched: list[dict[str, Any]]) -> dict[float, float]:
+    """The median validation loss by rate, ascending."""
+    rates = sorted({case["rate"] for case in searched})
+    return {rate: median(case["loss"] for case in searched if case["rate"] == rate) for rate in rates}
+
+
+def _best(searched: list[dict[str, Any]]) -> float:
+    losses = _median_losses(searched)
+    return min(losses, key=losses.__getitem__)
+
+
+def _beyond(searched: list[dict[str, Any]]) -> float | None:
+    """The rate to try next, where the best is the lowest or the highest so far; None where it lies between others."""
+    rates, best = list(_median_losses(searched)), _best(searched)
+    return best / 2 if best == rates[0] else best * 2 if best == rates[-1] else None
 
 
 def observe(rank: int, world_size: int, cases: list[dict[str, Any]], fixed: dict[str, Any]) -> list[dict[str, Any]]:
     """This rank's share of the cases, trained."""
-    return [case | _train(**case, **fixed) for case in cases[rank::world_size]]
+    keys = ("factor", "rate", "seed", "half")
+    return [case | {"loss": _train(**{key: case[key] for key in keys}, **fixed)} for case in cases[rank::world_size]]
 
 
 def _train(
     factor: int,
-    scaled: bool,
+    rate: float,
     seed: int,
+    half: str,
     epochs: int,
     samples_per_epoch: int,
     test_share: float,
     batch: int,
-    rate: float,
     width: int,
-) -> dict[str, float]:
+) -> float:
+    """The loss on a half of the held-out samples after training with this rate."""
     torch.manual_seed(seed)
     splits = digits(augment=False, test_share=test_share)
     model = small_cnn(width=width, dropout=0.0)
     loader, order = Loader(splits.train, splits.augmentation, seed), GlobalOrder(len(splits.train), seed)
-    highest, steps = rate * (factor if scaled else 1), samples_per_epoch // (batch * factor)
-    optimizer = torch.optim.SGD(model.parameters(), lr=highest)
+    steps = samples_per_epoch // (batch * factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for epoch in range(epochs):
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = highest * min(1.0, (epoch * steps + step + 1) / steps)
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, (epoch * steps + step + 1) / steps)
             optimizer.zero_grad()
             for part in range(step * factor, (step + 1) * factor):
                 inputs, targets = loader.fetch(epoch, order.ids(epoch, part * batch, (part + 1) * batch))
                 (functional.cross_entropy(model(inputs), targets) / factor).backward()
             optimizer.step()
-    return _test(model, splits)
+    return _held_out_loss(model, splits, half)
 
 
 @torch.no_grad()
-def _test(model: torch.nn.Module, splits: Any) -> dict[str, float]:
-    inputs, targets = splits.test.__getitems__(np.arange(len(splits.test)))
-    outputs = model.eval()(inputs)
-    accuracy = 100 * float((outputs.argmax(1) == targets).double().mean())
-    loss = float(functional.cross_entropy(outputs, targets))
-    return {"test_loss": min(loss, DIVERGED) if loss == loss else DIVERGED, "test_accuracy": accuracy}
+def _held_out_loss(model: torch.nn.Module, splits: Any, half: str) -> float:
+    """Validation has every second held-out sample from the first on, the test the others."""
+    inputs, targets = splits.test.__getitems__(np.arange(int(half == "test"), len(splits.test), 2))
+    loss = float(functional.cross_entropy(model.eval()(inputs), targets))
+    return min(loss, DIVERGED) if loss == loss else DIVERGED
 
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    cases, points = measurements["cases"], measurements["kept_points"]
-    base = _by_seed(cases, 1, True, "test_accuracy")
+    cases, limit = measurements["cases"], measurements["kept_ratio"]
+    base = _by_seed(cases, 1, BASE)
     factors = sorted({case["factor"] for case in cases} - {1})
-    parts = []
-    figures = [
-        median_interval(base).figure("test accuracy, k = 1", "%"),
-        median_interval(_by_seed(cases, 1, True, "test_loss")).figure("test loss, k = 1"),
+    searched = _median_losses(measurements["searched"])
+    figures = [Figure("rate of k = 1, searched for", measurements["rate"], bounds=(1e-6, 100))]
+    figures += [
+        Figure(f"validation loss of k = 1, rate {rate:g}", loss, bounds=(0, DIVERGED))
+        for rate, loss in searched.items()
     ]
+    figures.append(median_interval(base).figure("test loss, k = 1"))
+    parts = []
     for factor in factors:
         name = f"k = {factor}"
-        accuracy, loss = (
-            {way: _by_seed(cases, factor, way, kind) for way in (True, False)}
-            for kind in ("test_accuracy", "test_loss")
-        )
-        kept = difference_interval(accuracy[True], base)
-        lost_without = difference_interval(accuracy[False], base)
-        worse = difference_interval(loss[True], loss[False])
+        losses = {rule: _by_seed(cases, factor, rule) for rule in RULES}
+        kept = ratio_interval(losses["linear"], base)
+        others = {rule: ratio_interval(losses["linear"], losses[rule]) for rule in RULES if rule != "linear"}
+        figures.append(kept.figure("test loss, linear / k = 1", "x", name, against=limit))
         figures += [
-            kept.figure("accuracy, rate times k minus k = 1", "points", name),
-            lost_without.figure("accuracy, same rate minus k = 1", "points", name),
-            worse.figure("test loss, rate times k minus same rate", "", name),
+            ratio.figure(f"test loss, linear / {rule}", "x", name, against=1.0) for rule, ratio in others.items()
         ]
-        for way, said in ((True, "rate times k"), (False, "same rate")):
-            figures.append(median_interval(accuracy[way]).figure(f"test accuracy, {said}", "%", name))
-            figures.append(median_interval(loss[way]).figure(f"test loss, {said}", "", name))
-        parts.append(_part(name, kept, worse, points))
-    return composed(parts, figures, _plots(measurements, factors))
+        figures += [median_interval(values).figure(f"test loss, {rule}", "", name) for rule, values in losses.items()]
+        parts.append(_part(name, kept, others, limit, measurements["edge"]))
+    return composed(parts, figures, [_plot(measurements, factors)])
 
 
-def _part(name: str, kept: Interval, worse: Interval, points: float) -> Part:
-    text = (
-        f"accuracy with k times the rate minus k = 1: {kept} points; test loss with k times the rate minus with the "
-        f"same rate: {worse}"
-    )
-    if kept.above(-points) and worse.below(0):
+def _part(name: str, kept: Interval, others: dict[str, Interval], limit: float, edge: bool) -> Part:
+    text = f"test loss with the linear rule / k = 1: {kept} (limit {limit:g})"
+    text += "".join(f"; / {rule}: {ratio}" for rule, ratio in others.items())
+    if edge:
+        return Part(name, "inconclusive", f"the search for the rate of k = 1 ended at an edge: {text}")
+    if kept.above(limit):
+        return Part(name, "refuted", f"the linear rule loses the result: {text}")
+    if better := [rule for rule, ratio in others.items() if ratio.above_one]:
+        return Part(name, "refuted", f"{' and '.join(better)} is better than the linear rule: {text}")
+    if kept.below(limit) and others["none"].below_one:
         return Part(name, "confirmed", text)
-    if kept.below(-points):
-        return Part(name, "refuted", f"scaling loses the result: {text}")
-    if worse.above(0):
-        return Part(name, "refuted", f"scaling is worse than not scaling: {text}")
-    open_ends = [] if kept.above(-points) else ["that scaling keeps the result was not shown"]
-    open_ends += [] if worse.below(0) else ["that not scaling is worse was not shown"]
+    open_ends = [] if kept.below(limit) else ["that the linear rule keeps the result was not shown"]
+    open_ends += [] if others["none"].below_one else ["that not scaling is worse was not shown"]
     return Part(name, "inconclusive", f"{' and '.join(open_ends)}: {text}")
 
 
-def _by_seed(cases: list[dict[str, Any]], factor: int, scaled: bool, name: str) -> list[float]:
-    """The values by ascending seed, so that two lists pair the runs of each seed."""
-    wanted = [case for case in cases if (case["factor"], case["scaled"]) == (factor, scaled)]
-    return [case[name] for case in sorted(wanted, key=lambda case: int(case["seed"]))]
+def _by_seed(cases: list[dict[str, Any]], factor: int, rule: str) -> list[float]:
+    """The losses by ascending seed, so that two lists pair the runs of each seed."""
+    wanted = [case for case in cases if (case["factor"], case["rule"]) == (factor, rule)]
+    return [case["loss"] for case in sorted(wanted, key=lambda case: int(case["seed"]))]
 
 
-def _plots(measurements: Measurements, factors: list[int]) -> list[Series]:
-    cases, plots = measurements["cases"], []
-    for title, unit, name in (("Test accuracy", "%", "test_accuracy"), ("Test loss", "", "test_loss")):
-        lines = []
-        for said, way in (("rate times k", True), ("same rate", False)):
-            found = [_by_seed(cases, factor, way or factor == 1, name) for factor in (1, *factors)]
-            intervals = [median_interval(values) for values in found]
-            lines.append(Line(said, *[[getattr(each, end) for each in intervals] for end in ("value", "low", "high")]))
-        batches: list[float | str | None] = [float(measurements["batch"] * factor) for factor in (1, *factors)]
-        axis = Axis("global batch", "samples", batches)
-        plots.append(
-            Series(f"{title} after {measurements['epochs']} epochs", axis, Axis(title, unit, zero=unit != "%"), lines)
-        )
-    return plots
+def _plot(measurements: Measurements, factors: list[int]) -> Series:
+    cases, lines = measurements["cases"], []
+    for rule in RULES:
+        found = [_by_seed(cases, factor, rule if factor > 1 else BASE) for factor in (1, *factors)]
+        each = [median_interval(values) for values in found]
+        lines.append(Line(rule, *[[getattr(one, end) for one in each] for end in ("value", "low", "high")]))
+    batches: list[float | str | None] = [float(measurements["batch"] * factor) for factor in (1, *factors)]
+    title = f"Test loss after {measurements['epochs']} epochs, by how the rate grows with the batch"
+    return Series(title, Axis("global batch", "samples", batches), Axis("test loss"), lines)

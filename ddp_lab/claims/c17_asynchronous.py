@@ -5,7 +5,7 @@ to a server, which applies it at once, and goes on with the weights it gets back
 every gradient was computed at weights that are some updates old (its staleness). Staleness is measured in two ways. One
 process simulates it by the exact definition: the gradient of step t is taken at the weights of step t - s. And it
 occurs for real in a parameter server (`ddp_lab/claims/measuring/parameter_server.py`), whose mean staleness is about
-the number of workers less one: two here, so what it shows is shown for three workers only.
+the number of workers less one. The server alone gives a verdict: simulated staleness is a stand-in for it.
 
 Jitter is the variance of the training loss about a cubic curve over the last half of the steps. The curve takes out how
 the loss falls, which bends more where training is slower; a straight line would count that bend as jitter. Sources:
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import Interval, median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, Interval, median_interval, ratio_interval
 from ddp_lab.claims.measuring.parameter_server import (
     DIVERGED,
     Source,
@@ -34,9 +34,10 @@ from ddp_lab.claims.measuring.parameter_server import (
     gradient_at,
     network,
     serve_and_work,
+    work_alone,
 )
 from ddp_lab.claims.measuring.ranks import run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series
+from ddp_lab.records import COUNT, EITHER_SIGN, Axis, Figure, Line, Part, Series
 
 claim = Claim(
     id="C17",
@@ -47,18 +48,21 @@ claim = Claim(
     "实践中，一般使用的是同步更新。",
     sources=("002",),
     method="A parameter server with three workers, synchronous and asynchronous, with the last worker slowed down by "
-    "a pause at each gradient and without: how much longer the other workers wait for an answer because of that pause. "
-    "The same server's jitter beside the slow worker, asynchronous against synchronous with the same seed, of the loss "
-    "averaged over as many gradients as there are workers. And one process that trains with gradients which are a "
-    "number of updates old: jitter at the greatest staleness against staleness 0 with the same seed, batches and "
-    "initial weights.",
-    rule="Four parts. Synchronous waiting: confirmed when the interval of the added wait, as a share of the pause, "
+    "a pause at each gradient and without: how much longer the other workers wait for an answer because of that "
+    "pause. The same server's jitter beside the slow worker, asynchronous against synchronous with the same seed, of "
+    "the loss averaged over as many gradients as there are workers; and the same with more workers, none of them "
+    "slow. The synchronous server's jitter against that of one process that trains on the same batches without any "
+    "server. And, as a stand-in, one process that trains with gradients which are a number of updates old: jitter at "
+    "the greatest staleness against staleness 0 with the same seed, batches and initial weights.",
+    rule="Five parts. Synchronous waiting: confirmed when the interval of the added wait, as a share of the pause, "
     "lies above the share called waiting, refuted when below it. Asynchronous waiting: confirmed (it does not wait) "
-    "when that interval lies below the share called none, refuted when above it. Jitter with simulated staleness, and "
-    "jitter in the parameter server: each confirmed when the interval of the ratio lies above 1, refuted when below 1 "
-    "(a run that diverges counts as 1,000,000). An interval on neither side: inconclusive.",
+    "when that interval lies below the share called none, refuted when above it. Asynchronous jitter, with "
+    "three workers and with more: each confirmed when the interval of the ratio lies above 1, refuted when below 1 (a "
+    "run that diverges counts as 1,000,000). Synchronous updates do not jitter: confirmed when the interval of their "
+    "jitter against one process's lies below the limit, refuted when above. An interval on neither side: inconclusive. "
+    "Simulated staleness is reported and decides nothing.",
     loads={
-        "seeds": (8, 15),
+        "seeds": ROUNDS,
         "staleness": ((0, 2, 8), (0, 1, 2, 4, 8)),
         "epochs": (5, 8),
         "batch": (64, 64),
@@ -66,6 +70,9 @@ claim = Claim(
         "server_gradients_without_pause": (90, 90),
         "server_batch": (32, 32),
         "workers": (3, 3),
+        "more_workers": (8, 8),
+        "gradients_of_more_workers": (320, 480),
+        "jitter_called_none": (1.1, 1.1),
         "pause_seconds": (0.02, 0.02),
         "share_called_waiting": (0.5, 0.5),
         "share_called_none": (0.1, 0.1),
@@ -80,11 +87,22 @@ claim = Claim(
             "anyway does not count. The curve that is taken out of the loss is cubic instead of straight.",
             "29eb08aa94f94228",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Jitter is judged by the parameter server alone, also with more workers; simulated staleness is a "
+            "stand-in. That synchronous updates do not jitter is a part, judged against one process. Beyond noise is "
+            "the exact sign test with Holm's procedure over all intervals that bear verdicts, and the rounds follow "
+            "from it.",
+            "2da6cf31612eae70",
+        ),
     ),
-    seconds=(45, 130),
+    seconds=(85, 260),
+    tests=5,
+    headline="added wait per gradient",
 )
 
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
+STAND_IN = "staleness simulated in one process"
 
 
 def measure(setting: Setting) -> Measurements:
@@ -113,15 +131,31 @@ def measure(setting: Setting) -> Measurements:
         for seed, way, pause in turns
     ]
     server = run_ranks(serve_and_work, 1 + load.workers, works, timeout=1200)[0]
+    more = [
+        Work(asynchronous, seed, load.gradients_of_more_workers, 0.0, load.server_batch, load.rate, load.width)
+        for seed in range(load.seeds)
+        for asynchronous in ((False, True) if seed % 2 == 0 else (True, False))
+    ]
+    setting.say(f"parameter server with {load.more_workers} workers")
+    found_more = run_ranks(serve_and_work, 1 + load.more_workers, more, timeout=1200)[0]
+    waited_for = [work for work in works if work.slow_seconds and not work.asynchronous]
+    alone = run_ranks(work_alone, 1, waited_for, load.workers, timeout=600)[0]
     return {
         "delayed": [case for part in parts for case in part],
         "server": [
             {"seed": seed, "way": way, "pause": pause} | found
             for (seed, way, pause), found in zip(turns, server, strict=True)
         ],
+        "more": [
+            {"seed": work.seed, "way": ASYNCHRONOUS if work.asynchronous else SYNCHRONOUS, "pause": 0.0} | found
+            for work, found in zip(more, found_more, strict=True)
+        ],
+        "alone": [{"seed": work.seed, "losses": losses} for work, losses in zip(waited_for, alone, strict=True)],
         "workers": load.workers,
+        "more_workers": load.more_workers,
         "share_called_waiting": load.share_called_waiting,
         "share_called_none": load.share_called_none,
+        "jitter_called_none": load.jitter_called_none,
     }
 
 
@@ -160,42 +194,75 @@ def jitter(losses: list[float]) -> float:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    server_parts, server_figures = _judge_server(measurements)
-    part, figures, plots = _judge_delayed(measurements["delayed"])
-    return composed([*server_parts, part], [*server_figures, *figures], plots)
+    parts, figures = _judge_waiting(measurements)
+    runs = {
+        measurements["workers"]: (measurements["server"], True),
+        measurements["more_workers"]: (measurements["more"], False),
+    }
+    for workers, (found, beside) in runs.items():
+        part, more = _judge_jitter(found, beside, workers)
+        parts.append(part)
+        figures += more
+    part, more = _judge_synchronous(measurements)
+    stand_ins, plots = _delayed_figures(measurements["delayed"])
+    return composed([*parts, part], [*figures, *more, *stand_ins], plots)
 
 
-def _judge_server(measurements: Measurements) -> tuple[list[Part], list[Figure]]:
-    runs, workers = measurements["server"], measurements["workers"]
+def _judge_waiting(measurements: Measurements) -> tuple[list[Part], list[Figure]]:
+    runs = measurements["server"]
     names = {SYNCHRONOUS: "synchronous updates wait", ASYNCHRONOUS: "asynchronous updates do not wait"}
     limits = {SYNCHRONOUS: measurements["share_called_waiting"], ASYNCHRONOUS: measurements["share_called_none"]}
     parts, figures = [], []
-    jitters: dict[str, list[float]] = {}
     for way, name in names.items():
-        beside = _by_seed(runs, way, True)
-        without = _by_seed(runs, way, False)
+        beside, without = (_by_seed(runs, way, slow) for slow in (True, False))
         added = [
             (slow["wait_seconds"] - even["wait_seconds"]) / slow["pause"]
             for slow, even in zip(beside, without, strict=True)
         ]
         interval, limit = median_interval(added), limits[way]
-        figures.append(interval.figure("added wait per gradient, as a share of the slow worker's pause", "", name))
+        title = "added wait per gradient, as a share of the slow worker's pause"
+        figures.append(interval.figure(title, "", name, against=limit, bounds=EITHER_SIGN))
         for key, (said, unit) in _SERVER_FIGURES.items():
-            figures.append(median_interval([run[key] for run in beside]).figure(said, unit, name))
+            bounds = COUNT if key == "staleness" else None
+            figures.append(median_interval([run[key] for run in beside]).figure(said, unit, name, bounds=bounds))
         verdict = _side(interval, limit) if way == SYNCHRONOUS else _side(interval, limit, above="refuted")
         text = f"a pause of one worker makes the others wait {interval} times as long as the pause (limit {limit:g})"
         parts.append(Part(name, verdict, text))
-        jitters[way] = [jitter(_per_step(run["losses"], workers)) for run in beside]
-    name = f"the loss jitters, parameter server with {workers} workers"
-    ratio = ratio_interval(jitters[ASYNCHRONOUS], jitters[SYNCHRONOUS])
-    figures.append(ratio.figure("jitter, asynchronous against synchronous", "times", name))
-    figures += [median_interval(values).figure(f"jitter, {way}", "", name) for way, values in jitters.items()]
-    text = f"asynchronous updates make the loss vary {ratio} times as much as synchronous ones"
-    parts.append(Part(name, _side(ratio, 1.0), text))
     return parts, figures
 
 
-def _judge_delayed(delays: list[dict[str, Any]]) -> tuple[Part, list[Figure], list[Series]]:
+def _judge_jitter(runs: list[dict[str, Any]], beside: bool, workers: int) -> tuple[Part, list[Figure]]:
+    """The asynchronous server's jitter against the synchronous one's; `beside` a slow worker or not."""
+    found = {
+        way: [jitter(_per_step(run["losses"], workers)) for run in _by_seed(runs, way, beside)]
+        for way in (SYNCHRONOUS, ASYNCHRONOUS)
+    }
+    name = f"the loss jitters, parameter server with {workers} workers"
+    ratio = ratio_interval(found[ASYNCHRONOUS], found[SYNCHRONOUS])
+    figures = [ratio.figure("jitter, asynchronous against synchronous", "times", name, against=1.0)]
+    figures += [median_interval(values).figure(f"jitter, {way}", "", name) for way, values in found.items()]
+    ages = median_interval([run["staleness"] for run in _by_seed(runs, ASYNCHRONOUS, beside)])
+    figures.append(ages.figure("mean staleness of a gradient, asynchronous", "updates", name))
+    text = f"asynchronous updates make the loss vary {ratio} times as much as synchronous ones"
+    return Part(name, _side(ratio, 1.0), text), figures
+
+
+def _judge_synchronous(measurements: Measurements) -> tuple[Part, list[Figure]]:
+    """The synchronous server's jitter against that of one process on the same batches."""
+    name, workers, limit = (
+        "synchronous updates do not jitter",
+        measurements["workers"],
+        measurements["jitter_called_none"],
+    )
+    alone = sorted(measurements["alone"], key=lambda run: int(run["seed"]))
+    server = _by_seed(measurements["server"], SYNCHRONOUS, True)
+    ratio = ratio_interval(*([jitter(_per_step(run["losses"], workers)) for run in runs] for runs in (server, alone)))
+    figure = ratio.figure("jitter, synchronous against one process", "times", name, against=limit)
+    text = f"the synchronous server's loss varies {ratio} times as much as that of one process (limit {limit:g})"
+    return Part(name, _side(ratio, limit, above="refuted"), text), [figure]
+
+
+def _delayed_figures(delays: list[dict[str, Any]]) -> tuple[list[Figure], list[Series]]:
     ages = sorted({case["staleness"] for case in delays})
     losses = {
         age: [case["losses"] for case in sorted(delays, key=lambda case: int(case["seed"])) if case["staleness"] == age]
@@ -203,20 +270,16 @@ def _judge_delayed(delays: list[dict[str, Any]]) -> tuple[Part, list[Figure], li
     }
     found = {age: [jitter(values) for values in runs] for age, runs in losses.items()}
     most = ages[-1]
-    name = "the loss jitters, simulated staleness"
     ratio = ratio_interval(found[most], found[0])
-    figures = [ratio.figure(f"jitter with gradients {most} updates old, against 0", "times", name)]
+    figures = [ratio.figure(f"jitter with gradients {most} updates old, against 0", "times", stand_in=STAND_IN)]
     for age in ages:
         ends = median_interval([float(np.mean(values[-10:])) for values in losses[age]])
-        figures.append(median_interval(found[age]).figure(f"jitter, staleness {age}", "", name))
-        figures.append(ends.figure(f"loss at the end, staleness {age}", "", name))
-    diverged = sum(value >= DIVERGED for value in found[most])
-    figures.append(Figure(f"runs that diverged, staleness {most}", diverged, f"of {len(found[most])}", part=name))
-    text = f"with gradients {most} updates old the loss varies {ratio} times as much as with fresh ones" + (
-        f"; {diverged} of {len(found[most])} runs diverged" if diverged else ""
-    )
-    plots = [_jitter_plot(found), _loss_plot({age: losses[age][0] for age in (0, most)})]
-    return Part(name, _side(ratio, 1.0), text), figures, plots
+        figures.append(median_interval(found[age]).figure(f"jitter, staleness {age}", stand_in=STAND_IN))
+        figures.append(ends.figure(f"loss at the end, staleness {age}", stand_in=STAND_IN, bounds=EITHER_SIGN))
+    diverged, count = sum(value >= DIVERGED for value in found[most]), len(found[most])
+    name = f"runs that diverged, staleness {most}"
+    figures.append(Figure(name, diverged, f"of {count}", stand_in=STAND_IN, bounds=(0, count)))
+    return figures, [_jitter_plot(found), _loss_plot({age: losses[age][0] for age in (0, most)})]
 
 
 _SERVER_FIGURES = {

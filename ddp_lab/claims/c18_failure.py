@@ -9,23 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion
+from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
 from ddp_lab.claims.framework.statistics import median_interval
+from ddp_lab.claims.measuring.killed import train_and_kill
 from ddp_lab.claims.measuring.training import TrainedRun, train
-from ddp_lab.records import Figure
+from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C18",
     title="In DDP one process failing does not affect the others",
-    claim="In DDP the processes are rather independent; one that fails affects the others little.",
+    claim="In DDP the processes are rather independent; one that fails does not affect the others, so fault tolerance "
+    "is rather good.",
     original="各进程相对独立,某个进程出错不会影响其他进程,容错性较好。",
     sources=("003",),
-    method="Rank 1 of 2 is killed (SIGKILL) after a step: in several runs with --max-restarts 0, and in several with "
-    "elastic restart. Looked at: whether the other rank finishes its work; the seconds from the kill until training "
-    "goes on, the steps that are trained again, and the final weights against an undisturbed run's.",
-    rule="Confirmed when every run with --max-restarts 0 finishes all steps although one rank was killed. Refuted when "
-    "one does not: the other rank failed, too. Inconclusive where a kill did not happen. What an elastic restart mends "
+    method="Rank 1 of 2 is killed (SIGKILL) after a step: in several programs that have torch's DDP alone, each "
+    "process started by hand, so that no launcher ends the other; in several `ddp train` with --max-restarts 0; and "
+    "in several with elastic restart. Looked at: whether the other rank finishes its work; the seconds from the kill "
+    "until training goes on, the steps that are trained again, and the final weights against an undisturbed run's.",
+    rule="Two parts: torch's DDP alone, and this project's runs with --max-restarts 0. Each is confirmed when in every "
+    "run the other rank finishes all steps although one was killed, refuted when in one it does not, and inconclusive "
+    "where a kill did not happen. What an elastic restart mends "
     "is told in figures of its own and does not count: the processes that it starts are new ones.",
     loads={
         "killed_after_without_restart": ((29, 47), (11, 29, 38, 47, 55)),
@@ -33,6 +37,8 @@ claim = Claim(
         "checkpoint_every": (10, 10),
         "settings": (("model.width=8", "epochs=3"), ("model.width=8", "epochs=3")),
         "steps": (66, 66),
+        "killed_after_alone": ((29, 47), (11, 29, 38, 47, 55)),
+        "seconds_allowed_alone": (60, 60),
     },
     history=(
         RuleVersion(
@@ -40,9 +46,20 @@ claim = Claim(
             "The rule before judged a single kill. Now several are judged, at different steps.",
             "8e993060a3ce6aed",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "The sentence is judged where it speaks, of torch's DDP alone, and this project's runs are a part beside "
+            "it. The translation said that a failing process affects the others little; the source says that it does "
+            "not.",
+            "f59637140a76ea46",
+        ),
     ),
-    seconds=(25, 110),
+    seconds=(45, 160),
+    headline="runs that went on",
 )
+
+
+TORCH, OURS = "torch's DDP alone", "this project's runs, without restart"
 
 
 def measure(setting: Setting) -> Measurements:
@@ -52,6 +69,10 @@ def measure(setting: Setting) -> Measurements:
     return {
         "undisturbed": whole.record["weights_sha256"],
         "steps": load.steps,
+        "alone": [
+            {"killed_after": step} | train_and_kill(load.steps, step, load.seconds_allowed_alone)
+            for step in load.killed_after_alone
+        ],
         "without_restart": [_outcome(_train(setting, *_kill(step), "--max-restarts", "0"), step) for step in without],
         "with_restart": [_outcome(_train(setting, *_kill(step)), step) for step in with_restart],
     }
@@ -88,39 +109,37 @@ def _outcome(run: TrainedRun, killed_after: int) -> dict[str, Any]:
 
 def judge(measurements: Measurements) -> Judgement:
     """Apply the rule of the claim."""
-    alone, elastic = measurements["without_restart"], measurements["with_restart"]
+    own, alone, elastic = (measurements[name] for name in ("alone", "without_restart", "with_restart"))
+    steps, figures, parts = measurements["steps"], [], []
+    for name, runs in ((TORCH, own), (OURS, alone)):
+        survived = [run for run in runs if run["exit_code"] == 0 and run["last_step"] == steps]
+        last = [f"{run['last_step']} (killed after {run['killed_after']})" for run in runs]
+        figures += [
+            Figure("runs that went on", len(survived), f"of {len(runs)}", part=name, bounds=(0, len(runs))),
+            Figure("exit codes", ", ".join(str(run["exit_code"]) for run in runs), part=name),
+            Figure("last step of the surviving rank", "; ".join(last), f"of {steps}", part=name),
+        ]
+        verdict: Verdict = "confirmed" if len(survived) == len(runs) else "refuted"
+        text = f"rank 0 finished all steps after {len(survived)} of {len(runs)} kills of rank 1"
+        if not runs or not all(run["killed"] for run in runs):
+            verdict, text = "inconclusive", "a rank was not killed: its run ended before that step"
+        parts.append(Part(name, verdict, text))
+    return composed(parts, [*figures, *_recovery(elastic, measurements["undisturbed"])])
+
+
+def _recovery(elastic: list[dict[str, Any]], undisturbed: str) -> list[Figure]:
+    """What an elastic restart mends: told, not judged."""
     recovered = [run for run in elastic if run["status"] == "completed" and run["exit_code"] == 0]
-    same = [run for run in recovered if run["weights_sha256"] == measurements["undisturbed"]]
+    same = [run for run in recovered if run["weights_sha256"] == undisturbed]
     seconds = [run["seconds_lost"] for run in recovered if run["seconds_lost"] is not None]
     steps = [run["steps_lost"] for run in recovered if run["steps_lost"] is not None]
-    survived = [run for run in alone if run["status"] == "completed" and run["exit_code"] == 0]
-    last = [f"{run['last_step']} (killed after {run['killed_after']})" for run in alone]
+    of_all = (0, len(elastic))
     figures = [
-        Figure("runs that went on without restart", len(survived), f"of {len(alone)}"),
-        Figure("exit codes without restart", ", ".join(str(run["exit_code"]) for run in alone)),
-        Figure("last step of the surviving rank, without restart", "; ".join(last), f"of {measurements['steps']}"),
-        Figure("runs that recovered with elastic restart", len(recovered), f"of {len(elastic)}"),
-        Figure("of them with the undisturbed run's bits", len(same)),
+        Figure("runs that recovered with elastic restart", len(recovered), f"of {len(elastic)}", bounds=of_all),
+        Figure("of them with the undisturbed run's bits", len(same), f"of {len(recovered)}", bounds=of_all),
     ]
-    recovery = "elastic restart did not save the job"
     if seconds and steps:
-        interval = median_interval(seconds)
-        figures.append(interval.figure("seconds from the kill until training goes on, with elastic restart", "s"))
-        figures.append(Figure("steps trained again", max(steps)))
-        bits = "the same bits" if len(same) == len(recovered) else "other weights"
-        recovery = (
-            f"elastic restart recovered {len(recovered)} of {len(elastic)} in {interval.value:.1f} s, {max(steps)} "
-            f"steps trained again, {bits} at the end"
-        )
-    if not alone or not all(run["killed"] for run in alone):
-        return Judgement("inconclusive", "a rank was not killed: its run ended before that step", figures)
-    if len(survived) == len(alone):
-        return Judgement(
-            "confirmed", f"rank 0 finished all steps after each of {len(alone)} kills; {recovery}", figures
-        )
-    return Judgement(
-        "refuted",
-        f"without restart rank 0 failed, too, in {len(alone) - len(survived)} of {len(alone)} runs in which rank 1 was "
-        f"killed; {recovery}",
-        figures,
-    )
+        name = "seconds from the kill until training goes on, with elastic restart"
+        figures.append(median_interval(seconds).figure(name, "s"))
+        figures.append(Figure("steps trained again", max(steps), bounds=COUNT))
+    return figures

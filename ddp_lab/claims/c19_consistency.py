@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.seeds import share_of
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
 from ddp_lab.claims.measuring.training import train
-from ddp_lab.records import Figure, Part, Verdict
+from ddp_lab.records import COUNT, Figure, Part, Verdict
 
 claim = Claim(
     id="C19",
@@ -51,7 +51,7 @@ claim = Claim(
     "is not measurable here without two CUDA devices. The order of additions is the cause: confirmed when exact "
     "reduction gives every layout the same bits, else refuted.",
     loads={
-        "seeds": (8, 15),
+        "seeds": ROUNDS,
         "ranks": (2, 2),
         "steps": (40, 40),
         "batch": (64, 64),
@@ -69,8 +69,15 @@ claim = Claim(
             "sentence compares DP with DDP: now each half is a part, paired by seed, and what speaks of DP needs CUDA.",
             "54059bbd625c176c",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "The median over the seeds is told beside the maximum. Beyond noise is the exact sign test with Holm's "
+            "procedure over all intervals that bear verdicts, and the rounds follow from it.",
+            "cb1585b1040eddad",
+        ),
     ),
-    seconds=(25, 55),
+    seconds=(35, 65),
+    tests=1,
 )
 
 AGREE, DDP_DIFFERS, DP_DIFFERS = "DDP's ranks agree", "DDP may differ from one device", "DP may differ from one device"
@@ -186,18 +193,37 @@ def judge(measurements: Measurements) -> Judgement:
     cases, ranks, on_cuda = measurements["cases"], measurements["ranks"], measurements["device"] == "cuda"
     stand_in = "" if on_cuda else STAND_IN
     agree = [case for case in cases if len(set(case["digests"])) == 1]
-    figures = [Figure("seeds with which all ranks have the same bits", len(agree), f"of {len(cases)}", part=AGREE)]
+    figures = [
+        Figure(
+            "seeds with which all ranks have the same bits",
+            len(agree),
+            f"of {len(cases)}",
+            part=AGREE,
+            bounds=(0, len(cases)),
+        )
+    ]
     text = f"{len(agree)} of {len(cases)} seeds end with the same bits on all {ranks} ranks"
     parts = [Part(AGREE, "confirmed" if len(agree) == len(cases) else "refuted", text)]
     for name, way, marked in ((DDP_DIFFERS, "ddp", ""), (DP_DIFFERS, "dp", stand_in)):
         differences = [case[way] for case in cases]
         count = sum(difference > 0 for difference in differences)
-        figures.append(Figure("seeds that end with other bits", count, f"of {len(cases)}", part=name, stand_in=marked))
-        figures.append(median_interval(differences).figure("largest difference of a parameter", "", name, marked))
-        text = f"{count} of {len(cases)} seeds end with other bits, parameters by up to {max(differences):.1g}"
+        bounds, middle = (0, len(cases)), median_interval(differences)
+        largest = "largest difference of a parameter"
+        figures += [
+            Figure(
+                "seeds that end with other bits", count, f"of {len(cases)}", part=name, stand_in=marked, bounds=bounds
+            ),
+            middle.figure(f"{largest}, median", "", name, marked, bounds=COUNT),
+            Figure(f"{largest}, maximum", max(differences), part=name, stand_in=marked, bounds=COUNT),
+        ]
+        text = (
+            f"{count} of {len(cases)} seeds end with other bits; the largest difference of a parameter is "
+            f"{middle.value:.1g} in the median of the seeds and {max(differences):.1g} at most"
+        )
         parts.append(_part(name, "confirmed" if count else "refuted", text, bool(marked)))
     ratio = ratio_interval(*([case[way] + _SMALLEST for case in cases] for way in ("dp", "ddp")))
-    figures.append(ratio.figure("largest difference, DP's against DDP's", "times", NEARER, stand_in))
+    against = 1.0 if on_cuda else None
+    figures.append(ratio.figure("largest difference, DP's against DDP's", "times", NEARER, stand_in, against))
     verdict: Verdict = "confirmed" if ratio.above_one else "refuted" if ratio.below_one else "inconclusive"
     parts.append(_part(NEARER, verdict, f"DP's largest difference is {ratio} times DDP's", not on_cuda))
     found = measurements["exact"]

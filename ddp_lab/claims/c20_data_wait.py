@@ -29,9 +29,9 @@ from ddp_core.base.process import keep_freed_memory
 from ddp_core.model.builders import small_cnn
 from ddp_lab.claims.framework.claim import Claim, Judgement, Measurements, RuleVersion, composed
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.claims.framework.statistics import median_interval, ratio_interval
+from ddp_lab.claims.framework.statistics import ROUNDS, median_interval, ratio_interval
 from ddp_lab.claims.measuring.ranks import own_device, run_ranks
-from ddp_lab.records import Axis, Figure, Line, Part, Series, Verdict
+from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series, Verdict
 
 claim = Claim(
     id="C20",
@@ -52,7 +52,7 @@ claim = Claim(
     "without workers beyond noise, refuted when below, else inconclusive; not measurable with one core. The shares of "
     "waiting, and 1 and 4 workers, are reported.",
     loads={
-        "rounds": (8, 15),
+        "rounds": ROUNDS,
         "steps": (16, 16),
         "first_steps": (10, 10),
         "samples_per_batch": (32, 32),
@@ -68,8 +68,16 @@ claim = Claim(
             "fetch ahead is a part of its own, observed instead of supposed.",
             "865fdf5133a02a53",
         ),
+        RuleVersion(
+            "2026-11-25",
+            "Beyond noise is the exact sign test with Holm's procedure over all intervals that bear verdicts, and the "
+            "rounds follow from it.",
+            "77d897c4c2cbff46",
+        ),
     ),
-    seconds=(110, 370),
+    seconds=(150, 445),
+    tests=1,
+    headline="samples per second, 2 workers",
 )
 
 IMAGE_SIZE, STORED_SIZE, KINDS = 32, 320, 10
@@ -181,12 +189,17 @@ def judge(measurements: Measurements) -> Judgement:
     speeds, waits = measurements["samples_per_second"], measurements["wait_percent"]
     alone = measurements["alone"]
     figures = [
-        Figure("batches ready while the main process takes none", alone["batches_ready"], part=AHEAD),
+        Figure("batches ready while the main process takes none", alone["batches_ready"], part=AHEAD, bounds=COUNT),
         Figure("processes that fetched samples", alone["processes"], part=AHEAD),
     ]
     ratios = {workers: ratio_interval(speeds[workers], speeds["0"]) for workers in speeds if workers != "0"}
     figures += [
-        ratio.figure(f"samples per second, {workers} workers / none", "x", FASTER) for workers, ratio in ratios.items()
+        ratio.figure(
+            f"samples per second, {workers} workers / none",
+            *("x", FASTER),
+            against=1.0 if workers == measurements["judged"] else None,
+        )
+        for workers, ratio in ratios.items()
     ]
     shares = {workers: median_interval(values) for workers, values in waits.items()}
     figures += [share.figure(f"wait for data, {workers} workers", "%", FASTER) for workers, share in shares.items()]

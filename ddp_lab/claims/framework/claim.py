@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from ddp_lab.claims.framework.setting import Setting
+from ddp_lab.claims.framework.statistics import FAMILY_ERROR
 from ddp_lab.records import Figure, Part, Series, Verdict
 
 Measurements: TypeAlias = dict[str, Any]
@@ -35,7 +37,9 @@ class Claim:
     `original` quotes the sources exactly; `sources` are the first three digits of their files. `loads` has by
     name what is fixed before measuring (rounds, seeds, batches, limits of the rule), for the quick and the full
     measurement. `history` has the versions of the rule, the newest last. `seconds` is what the quick and the full
-    measurement take on two quiet cores, for the time that is said to be left.
+    measurement take on two quiet cores, for the time that is said to be left. `headline` is how the name of the figure
+    begins that the table of all claims shows; without it, the first figure. `tests` is how many intervals can bear its
+    verdict at most: its share of the family.
     """
 
     id: str
@@ -48,6 +52,8 @@ class Claim:
     loads: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     history: Sequence[RuleVersion] = ()
     seconds: tuple[float, float] = (25.0, 120.0)
+    headline: str = ""
+    tests: int = 0
 
     def load(self, setting: Setting) -> SimpleNamespace:
         """The loads of this setting: `claim.load(setting).rounds`."""
@@ -57,8 +63,10 @@ class Claim:
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that change with the sentence, the method, the rule or a load."""
-        fixed = [self.claim, self.method, self.rule, {name: list(both) for name, both in self.loads.items()}]
+        """Sixteen hexadecimal digits, others for another sentence, method, rule, load or error of the tests."""
+        fixed: list[Any] = [self.claim, self.method, self.rule, {name: list(both) for name, both in self.loads.items()}]
+        if self.tests:
+            fixed += [self.tests, FAMILY_ERROR]
         return hashlib.sha256(json.dumps(fixed, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
@@ -108,9 +116,10 @@ def missing(what: str, figures: Sequence[Figure] = (), series: Sequence[Series] 
 
 @dataclass(frozen=True)
 class KnownClaim:
-    """A claim's file, loaded: its three parts and its docstring, which tells what is behind the sentence."""
+    """A claim's file, loaded: its three parts, and its docstring, which tells what is behind the sentence."""
 
     claim: Claim
     measure: Callable[[Setting], Measurements]
     judge: Callable[[Measurements], Judgement]
     behind: str = field(repr=False, default="")
+    file: Path | None = None

@@ -19,13 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("claims", nargs="*", metavar="C06", help="which claims (default: all)")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quick", action="store_true", help="all claims in about fifteen minutes on two cores (default)")
+    how.add_argument("--quick", action="store_true", help="all claims in about ten minutes on two cores (default)")
     how.add_argument("--full", action="store_true", help="more rounds, sizes and seeds")
     how.add_argument("--judge-again", action="store_true", help="apply the rules to stored measurements")
-    how.add_argument("--document", action="store_true", help="write the claims, and what was measured, as markdown")
+    how.add_argument(
+        "--document", action="store_true", help="write a table of the claims, and a page for each, as markdown"
+    )
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     parser.add_argument(
-        "--to", type=Path, default=Path("docs/reference/claims.md"), metavar="FILE", help="for --document"
+        "--to", type=Path, default=Path("docs/reference"), metavar="DIR", help="where --document writes"
     )
     return _run(parser.parse_args(arguments))
 
@@ -39,11 +41,11 @@ def _run(options: argparse.Namespace) -> int:
 
     claims = suite.known_claims(options.claims)
     if options.document:
-        from ddp_lab.claims.framework.document import document
+        from ddp_lab.claims.framework.document import pages
 
-        options.to.parent.mkdir(parents=True, exist_ok=True)
-        options.to.write_text(document(claims, options.output))
-        print(f"claims: {len(claims)} -> {options.to}")
+        for name, text in pages(claims, options.output).items():
+            suite.write_text(options.to / name, text)
+        print(f"claims: {len(claims)} -> {options.to / 'claims.md'} and a page for each in {options.to / 'claims'}")
         return ExitCode.DONE
     say = suite.printer()
     if options.judge_again:

@@ -18,11 +18,14 @@ from ddp_core.base.documents import BadDocument, json_text, read_document
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import replace_file
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, Measurements
+from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.records import CLAIM_FORMAT
+from ddp_lab.claims.framework.statistics import FAMILY, FAMILY_ERROR, ROUNDS, STRICTEST, allowing, holm
+from ddp_lab.records import CLAIM_FORMAT, Figure
 
 FAILED = 1
-"""Exit code where a measurement raised."""
+"""Exit code where a measurement raised, or gave a figure that cannot be."""
+RULE_CHANGED = "rule changed since: to be measured anew"
 
 
 def known_claims(wanted: Sequence[str] = ()) -> list[KnownClaim]:
@@ -39,7 +42,8 @@ def load(module_name: str) -> KnownClaim:
     """Import one claim's file."""
     module = importlib.import_module(f"ddp_lab.claims.{module_name}")
     assert module.claim.id == module_name[:3].upper(), module_name
-    return KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip())
+    file = Path(module.__file__) if module.__file__ else None
+    return KnownClaim(module.claim, module.measure, module.judge, (module.__doc__ or "").strip(), file)
 
 
 def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[str], None]) -> int:
@@ -48,6 +52,7 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
 
     environment = describe_environment() | {"load_before": os.getloadavg()[0]}
     run = {"started_at": _now(), "claims": [known.claim.id for known in claims]}
+    say(rounds_needed())
     if environment["load_before"] > setting.cores / 2:
         say(
             f"the machine is busy (load {environment['load_before']:.1f} on {setting.cores} cores): times will be noisy"
@@ -65,6 +70,15 @@ def measure_all(claims: Sequence[KnownClaim], setting: Setting, say: Callable[[s
         if content["error"] is not None:
             failed.append(known.claim.id)
         say(f"        {content['verdict']}: {content['reason']} ({duration(content['seconds'])})")
+    for path, found in _judge_together(claims, setting.output):
+        before = read(path)
+        write(path, found)
+        if before and _verdicts(before) != _verdicts(found):
+            say(f"{found['id']} by Holm's procedure: {found['verdict']}: {found['reason']}")
+        for fault in faults(found):
+            say(f"{found['id']}: {fault}")
+            failed.append(found["id"])
+    failed = list(dict.fromkeys(failed))
     if failed:
         say(f"claims: failed for {', '.join(failed)}; see *.error.txt in {setting.claims}")
     return FAILED if failed else ExitCode.DONE
@@ -95,7 +109,9 @@ def measure_one(
     content = describe(known.claim, judgement) | {
         "measurements": measurements,
         "measured_by_rule": known.claim.digest,
+        "rule_commit": rule_commit(known.file),
         "run": run,
+        "allowed_p": STRICTEST,
         "error": problem,
         "command": f"ddp claims {known.claim.id} {'--quick' if setting.quick else '--full'}",
         "seconds": round(time.monotonic() - began, 2),
@@ -107,23 +123,68 @@ def measure_one(
 
 
 def judge_again(claims: Sequence[KnownClaim], output: Path, say: Callable[[str], None]) -> int:
-    """Apply today's rules to the measurements that are stored. Raises UserError where there are none."""
+    """Apply the rules to the measurements that are stored. Raises UserError where there are none.
+
+    What was measured by another rule than today's stays as it is: no rule judges what was measured before it.
+    """
     for known in claims:
         path = output / "claims" / f"{known.claim.id}.json"
         content = read(path)
         if content is None:
             raise UserError(f"{path} is missing or unreadable; measure first: ddp claims {known.claim.id}")
-        if content.get("measurements") is None:
-            continue
-        judgement = known.judge(content["measurements"])
-        write(path, content | describe(known.claim, judgement) | {"error": None})
-        say(f"{known.claim.id} {judgement.verdict}: {judgement.reason}")
+        if is_stale(known, content):
+            say(f"{known.claim.id} {content['verdict']}: {RULE_CHANGED}")
+    for path, found in _judge_together(claims, output):
+        write(path, found | {"error": None})
+        say(f"{found['id']} {found['verdict']}: {found['reason']}")
     return ExitCode.DONE
+
+
+def _judge_together(claims: Sequence[KnownClaim], output: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The claims' files as judged by the p that Holm's procedure allows for all of them together."""
+    stored = []
+    for known in claims:
+        path = output / "claims" / f"{known.claim.id}.json"
+        content = read(path)
+        if content and not is_stale(known, content) and content.get("measurements") is not None:
+            stored.append((path, known, content))
+    # Which tests are made, and their p, do not depend on what is allowed.
+    first = [known.judge(content["measurements"]) for _, known, content in stored if not content["error"]]
+    allowed = holm([figure.p for judgement in first for figure in judgement.figures if figure.p is not None])
+    found = []
+    with allowing(allowed):
+        for path, known, content in stored:
+            judged = {} if content["error"] else describe(known.claim, known.judge(content["measurements"]))
+            found.append((path, content | judged | {"allowed_p": allowed}))
+    return found
+
+
+def _verdicts(content: dict[str, Any]) -> list[str]:
+    return [content["verdict"], *(part["verdict"] for part in content["parts"])]
+
+
+def is_stale(known: KnownClaim, content: dict[str, Any]) -> bool:
+    """Whether the claim's rule, method or loads have changed since it was measured."""
+    return bool(content.get("measured_by_rule") != known.claim.digest)
+
+
+def faults(content: dict[str, Any]) -> list[str]:
+    """The figures of a claim's file that cannot be."""
+    return [fault for figure in content["figures"] if (fault := Figure(**figure).fault)]
+
+
+def rounds_needed() -> str:
+    """What the tests ask for, computed before anything is measured."""
+    all_agree, two_do_not = ROUNDS
+    return (
+        f"at most {FAMILY} intervals bear verdicts; with {100 * FAMILY_ERROR:g} % for all of them the strictest p is "
+        f"{STRICTEST:.2g}, which takes {all_agree} rounds that agree, or {two_do_not} of which two do not"
+    )
 
 
 def describe(claim: Claim, judgement: Judgement) -> dict[str, Any]:
     """The part of a claim's file that follows from the claim and its judgement."""
-    fixed = {name: value for name, value in asdict(claim).items() if name != "seconds"}
+    fixed = {name: value for name, value in asdict(claim).items() if name not in ("seconds", "headline", "tests")}
     fixed["rule_digest"] = claim.digest
     content: dict[str, Any] = plain({"format": CLAIM_FORMAT} | fixed | judgement.to_json())
     return content
@@ -143,9 +204,15 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file in one move, never half. Raises UserError (4) where that cannot be done."""
+    """Replace a claim's file. Raises UserError (4) where that cannot be done."""
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one move, never half, making its folder. Raises UserError (4) where that cannot be done."""
     try:
-        replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
 

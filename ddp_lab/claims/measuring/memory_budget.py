@@ -27,7 +27,9 @@ M_MMAP_THRESHOLD = -3
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
 
 
-def train_within(way: str, processes: int, layers: int, budget_mib: int | None, width: int, steps: int) -> Any:
+def train_within(
+    way: str, processes: int, layers: int, budget_mib: int | None, width: int, steps: int, rate: float
+) -> Any:
     """Train so many layers in such a way: `{"trained": whether, "losses": by step, "said": why not, ...}`.
 
     Trained means that no process failed and that the loss is no higher at the end than at the start.
@@ -37,7 +39,7 @@ def train_within(way: str, processes: int, layers: int, budget_mib: int | None, 
     other. `probe`: takes twice the budget, to see whether the limit holds at all.
     """
     try:
-        found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, timeout=60)
+        found = run_ranks(_train, processes, way, layers, budget_mib, width, steps, rate, timeout=60)
     except UserError as error:
         found = [{"trained": False, "losses": [], "said": str(error)}]
     said = [rank["said"] for rank in found if rank["said"]]
@@ -49,13 +51,15 @@ def train_within(way: str, processes: int, layers: int, budget_mib: int | None, 
     }
 
 
-def _train(rank: int, world_size: int, way: str, layers: int, budget: int | None, width: int, steps: int) -> Any:
+def _train(
+    rank: int, world_size: int, way: str, layers: int, budget: int | None, width: int, steps: int, rate: float
+) -> Any:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 * 1024)  # freed memory goes back at once
     ways: dict[str, Callable[..., list[float]]] = {"whole": _whole, "halves": _halves, "probe": _probe}
-    ways["whole"](rank, world_size, 1, 16, 1)  # loads libraries and starts threads
+    ways["whole"](rank, world_size, 1, 16, 1, rate)  # loads libraries and starts threads
     try:
         with _limit(budget):
-            losses = ways[way](rank, world_size, layers, width, steps)
+            losses = ways[way](rank, world_size, layers, width, steps, rate)
     except (RuntimeError, MemoryError) as error:
         first = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return {"trained": False, "losses": [], "said": first}
@@ -76,16 +80,16 @@ def _limit(budget: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def _probe(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+def _probe(rank: int, world_size: int, layers: int, width: int, steps: int, rate: float) -> list[float]:
     return [float(torch.ones(layers * 2**18).sum())]  # `layers` MiB
 
 
-def _whole(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+def _whole(rank: int, world_size: int, layers: int, width: int, steps: int, rate: float) -> list[float]:
     """All layers in this process; where there are several processes, as a replica under DDP."""
     model = _layers(range(layers), width)
     module = DistributedDataParallel(model) if world_size > 1 else model
     inputs, targets = (data.chunk(world_size)[rank] for data in _data(width))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
@@ -96,12 +100,12 @@ def _whole(rank: int, world_size: int, layers: int, width: int, steps: int) -> l
     return losses
 
 
-def _halves(rank: int, world_size: int, layers: int, width: int, steps: int) -> list[float]:
+def _halves(rank: int, world_size: int, layers: int, width: int, steps: int, rate: float) -> list[float]:
     """Half of the layers in this process: activations go to the second process, their gradients come back."""
     half = layers // 2
     model = _layers(range(half) if rank == 0 else range(half, layers), width)
     inputs, targets = _data(width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)

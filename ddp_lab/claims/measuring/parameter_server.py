@@ -119,6 +119,24 @@ def _compute(model: nn.Module, rank: int, world_size: int, work: Work) -> None:
         weights, version, step = message[:-1].clone(), float(message[-1]), step + 1
 
 
+def work_alone(rank: int, world_size: int, works: list[Work], workers: int) -> list[list[float]]:
+    """The losses of one process, without a server, that trains on the batches of a synchronous server's workers."""
+    found = []
+    for work in works:
+        model, source = network(work.seed, work.width), Source(work.seed, work.batch)
+        weights, losses = flat_weights(model), []
+        for step in range(-(-work.gradients // workers)):
+            batches = [source.batch(step * workers + number) for number in range(workers)]
+            gradients = []
+            for inputs, targets in batches:
+                gradient, loss = gradient_at(model, weights, inputs, targets)
+                gradients.append(gradient)
+                losses.append(bounded(loss))
+            weights = weights - work.rate * torch.stack(gradients).mean(0)
+        found.append(losses)
+    return found
+
+
 class Source:
     """Batches of digits by step."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Judgement
-from tests.lab.claims.measurements import MEASUREMENTS, Measurements, wave
+from tests.lab.claims.measurements import MEASUREMENTS, Measurements, spread
 
 Change = Callable[[Measurements], None]
 CONFIRMED, REFUTED, MISSING, OPEN = "confirmed", "refuted", "not measurable here", "inconclusive"
@@ -51,19 +51,19 @@ def at(*path: Any, value: Any) -> Change:
     return change
 
 
-def ended(factor: int, scaled: bool, name: str, *values: float) -> Change:
-    """A change of what the runs of C16 ended with: one value for each seed, or one for all."""
+def ended(factor: int, rule: str, *values: float) -> Change:
+    """A change of the losses with which the runs of C16 ended: one value for each seed, or one for all."""
 
     def change(measurements: Measurements) -> None:
         for case in measurements["cases"]:
-            if (case["factor"], case["scaled"]) == (factor, scaled):
-                case[name] = values[case["seed"] % len(values)]
+            if (case["factor"], case["rule"]) == (factor, rule):
+                case["loss"] = values[case["seed"] % len(values)]
 
     return change
 
 
 def fewer_seeds(measurements: Measurements) -> None:
-    measurements["cases"] = [case for case in measurements["cases"] if case["seed"] < 7]
+    measurements["cases"] = [case for case in measurements["cases"] if case["seed"] < 10]
 
 
 def both(*changes: Change) -> Change:
@@ -72,15 +72,6 @@ def both(*changes: Change) -> Change:
     def change(measurements: Measurements) -> None:
         for each in changes:
             each(measurements)
-
-    return change
-
-
-def staleness_8(factor: Callable[[int], float]) -> Change:
-    def change(measurements: Measurements) -> None:
-        for case in measurements["delayed"]:
-            if case["staleness"] == 8:
-                case["losses"] = wave(0.1 * factor(case["seed"]))
 
     return change
 
@@ -98,12 +89,25 @@ def server(way: str, name: str, value: Callable[[int], Any], pause: bool = True)
 
 def server_wave(height: Callable[[int], float]) -> Change:
     """A change of the asynchronous server's loss, the same for the three gradients of a step."""
-    return server("asynchronous", "losses", lambda seed: [loss for loss in wave(height(seed)) for _ in range(3)])
+    return server("asynchronous", "losses", lambda seed: spread(height(seed), 3))
 
 
 NO_WAIT = server("synchronous", "wait_seconds", lambda seed: 0.002)
 BOTH_WAIT = server("asynchronous", "wait_seconds", lambda seed: 0.02)
-CALM_SERVER, CALM_STALE = server_wave(lambda seed: 0.05), staleness_8(lambda seed: 0.5)
+CALM_SERVER = server_wave(lambda seed: 0.05)
+
+
+def calm_more(measurements: Measurements) -> None:
+    """Asynchronous updates of more workers whose loss varies less than that of synchronous ones."""
+    for run in measurements["more"]:
+        if run["way"] == "asynchronous":
+            run["losses"] = spread(0.05, 8)
+
+
+def wild_synchronous(measurements: Measurements) -> None:
+    """One process whose loss varies less than the synchronous server's."""
+    for run in measurements["alone"]:
+        run["losses"] = spread(0.02, 3)
 
 
 def shared_path(way: str, at_return: int, at_end: int) -> Change:

@@ -73,8 +73,9 @@ def test_c09_the_order_repeats_without_set_epoch_but_no_data_are_lost(tmp_path: 
 @pytest.mark.slow
 def test_c10_torchs_sampler_repeats_samples_and_ours_does_not(tmp_path: Path) -> None:
     content = measured("C10", tmp_path)
-    assert content["verdict"] == "refuted"
-    assert figure(content, "the same where the length divides") == 0
+    assert [part["verdict"] for part in content["parts"]] == ["confirmed", "refuted"]
+    most = [each["value"] for each in content["figures"] if each["name"].startswith("samples repeated by torch's")]
+    assert most == [0, 2]
     assert figure(content, "samples repeated by ElasticSampler") == 0
     assert figure(content, "samples left out by ElasticSampler") == 0
 
@@ -129,7 +130,7 @@ def test_a_node_of_its_own_sends_at_the_rate_of_its_link() -> None:
 @pytest.mark.slow
 def test_c12_gradients_add_up(tmp_path: Path) -> None:
     content = measured("C12", tmp_path)
-    assert content["verdict"] == "confirmed"
+    assert [part["verdict"] for part in content["parts"]] == ["confirmed", "confirmed", "refuted"]
     assert figure(content, "gradient too large by") == pytest.approx(4)
     assert figure(content, "relative difference, BatchNorm") > 1e-3
 
@@ -138,14 +139,17 @@ def test_c12_gradients_add_up(tmp_path: Path) -> None:
 def test_c13_all_ranks_give_rank_0s_loss(tmp_path: Path) -> None:
     """Only the agreement of the losses is tested: which way is faster depends on the load of the machine."""
     content = measured("C13", tmp_path)
-    assert figure(content, "largest relative difference") <= 1e-6
-    assert figure(content, "the same with DistributedSampler") > 1e-3
+    assert [part["verdict"] for part in content["parts"][:3]] == ["confirmed", "refuted", "confirmed"]
+    differences = [each["value"] for each in content["figures"] if each["name"].startswith("largest relative")]
+    assert differences[0] <= 1e-6
+    assert differences[1] > 1e-3
+    assert differences[2] <= 1e-6
 
 
 @pytest.mark.slow
 def test_c14_resumed_runs_end_with_the_same_bits_and_only_rank_0_writes(tmp_path: Path) -> None:
     content = measured("C14", tmp_path)
-    assert [part["verdict"] for part in content["parts"][:2]] == ["confirmed", "confirmed"]
+    assert [part["verdict"] for part in content["parts"][:3]] == ["confirmed"] * 3
     assert all(case["resumed_at"] == case["newest"] for case in content["measurements"]["cases"])
 
 
@@ -178,6 +182,6 @@ def test_c19_ddps_ranks_agree_and_only_exact_reduction_is_the_same_everywhere(tm
 
 @pytest.mark.slow
 def test_c22_halves_train_within_a_limit_that_replicas_break() -> None:
-    sizes = {"width": 1024, "steps": 3}
+    sizes = {"width": 1024, "steps": 3, "rate": 0.0005}
     assert train_within("whole", 2, 8, 80, **sizes)["out_of_memory"]
     assert train_within("halves", 2, 8, 80, **sizes)["losses"] == train_within("whole", 1, 8, None, **sizes)["losses"]

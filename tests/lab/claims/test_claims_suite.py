@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from ddp_core.base.errors import UserError
 from ddp_lab.claims import main
 from ddp_lab.claims.framework import suite
 from ddp_lab.claims.framework.claim import Claim, Judgement, KnownClaim, composed
-from ddp_lab.claims.framework.document import document
+from ddp_lab.claims.framework.document import pages
+from ddp_lab.claims.framework.provenance import rule_commit
 from ddp_lab.claims.framework.setting import Setting
-from ddp_lab.records import Axis, Figure, Line, Part, Series
+from ddp_lab.claims.framework.statistics import FAMILY, ratio_interval
+from ddp_lab.records import COUNT, Axis, Figure, Line, Part, Series
 from ddp_lab.report.reading.claims import read_findings
+from tests.lab.claims.changes import judged
 
 
 def made_up(measure: Any) -> KnownClaim:
@@ -30,6 +34,15 @@ def made_up(measure: Any) -> KnownClaim:
         return Judgement("confirmed" if right else "refuted", "counted", [Figure("one", measurements["one"])], series)
 
     return KnownClaim(claim, measure, rule, "One is one.")
+
+
+def committed(setting: Setting, **other: Any) -> None:
+    """Give the record of C99 a rule of the year before, and other fields."""
+    path = setting.claims / "C99.json"
+    content = suite.read(path)
+    assert content is not None
+    rule = {"commit": "0123456789abcdef", "committed_at": "2025-11-22T15:25:06+00:00", "dirty": False}
+    suite.write(path, content | {"rule_commit": rule} | other)
 
 
 @pytest.fixture
@@ -112,10 +125,12 @@ def test_numbers_that_json_cannot_hold_become_none() -> None:
 
 def test_the_page_tells_every_claim(tmp_path: Path) -> None:
     claims = suite.known_claims()
-    page = document(claims, tmp_path)
+    found = pages(claims, tmp_path)
     for known in claims:
-        assert f"## {known.claim.id} {known.claim.title}" in page
+        page = found[f"claims/{known.claim.id.lower()}.md"]
+        assert page.startswith(f"# {known.claim.id} {known.claim.title}\n")
         assert known.claim.rule in page
+        assert f"| [{known.claim.id}](claims/{known.claim.id.lower()}.md) | {known.claim.title} |" in found["claims.md"]
 
 
 @pytest.mark.parametrize(
@@ -141,23 +156,153 @@ def test_the_page_and_the_report_show_parts_levels_and_stand_ins(setting: Settin
     figure = Figure("bytes", 3.0, "MB", 2.0, 4.0, 0.9922, "the one half", "threads")
     known = KnownClaim(made_up(None).claim, lambda _: {}, lambda _: composed([half], [figure]), "One is one.")
     suite.measure_all([known], setting, lambda _: None)
-    page = document([known], setting.output)
+    committed(setting)
+    page = pages([known], setting.output)["claims/c99.md"]
     assert "- the one half: **confirmed**, it holds" in page
-    assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |" in page
+    assert "| the one half: bytes (stand-in: threads) | 3 MB | 2 to 4 MB | 99.22 % |  |" in page
     (found,) = read_findings(setting.output).claims
     assert found.claim.parts[0].verdict == "confirmed"
     assert found.claim.figures[0].label == "the one half: bytes (stand-in: threads)"
 
 
-def test_a_rule_that_changed_after_measuring_is_told(setting: Setting) -> None:
+def test_a_rule_that_changed_after_measuring_is_told_and_judges_nothing(setting: Setting) -> None:
     known = made_up(lambda _: {"one": 1})
     suite.measure_all([known], setting, lambda _: None)
-    assert "earlier rule" not in document([known], setting.output)
-    stricter = replace(known, claim=replace(known.claim, loads={"rounds": (8, 21)}))
-    suite.judge_again([stricter], setting.output, lambda _: None)
-    page = document([stricter], setting.output)
-    assert "Measured under an earlier rule" in page
-    assert "**Loads:** rounds: 21 (quick: 8)." in page
+    committed(setting)
+    assert suite.RULE_CHANGED not in pages([known], setting.output)["claims/c99.md"]
+
+    def crashes(measurements: dict[str, Any]) -> Judgement:
+        raise KeyError("two")
+
+    said: list[str] = []
+    stricter = replace(known, claim=replace(known.claim, loads={"rounds": (8, 21)}), judge=crashes)
+    suite.judge_again([stricter], setting.output, said.append)
+    assert said == [f"C99 confirmed: {suite.RULE_CHANGED}"]
+    found = pages([stricter], setting.output)
+    assert f"**Verdict: confirmed ({suite.RULE_CHANGED}).** counted" in found["claims/c99.md"]
+    assert "**Loads:** rounds: 21 (quick: 8)." in found["claims/c99.md"]
+    assert f"| confirmed ({suite.RULE_CHANGED}) |  |" in found["claims.md"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"rule_commit": None}, "does not say which commit its rule is of"),
+        ({"run": None}, "does not say which commit its rule is of, and when its run began"),
+        ({"rule_commit": {"commit": "a", "committed_at": "2025-11-22T15:25:06+00:00", "dirty": True}}, "not committed"),
+        (
+            {
+                "rule_commit": {"commit": "a", "committed_at": "2026-11-22T16:40:03+01:00", "dirty": False},
+                "run": {"started_at": "2026-11-22T15:40:02Z"},
+            },
+            "its rule is of 2026-11-22T16:40:03[+]01:00, and its run began at 2026-11-22T15:40:02Z",
+        ),
+        ({"figures": [{"name": "bytes", "value": 0.0, "unit": "MB"}]}, "bytes is 0, and has to be greater than 0"),
+    ],
+)
+def test_the_pages_are_not_made_from_what_proves_nothing(setting: Setting, other: Any, words: str) -> None:
+    known = made_up(lambda _: {"one": 1})
+    suite.measure_all([known], setting, lambda _: None)
+    committed(setting, **other)
+    with pytest.raises(UserError, match=f"C99: .*{words}"):
+        pages([known], setting.output)
+
+
+def test_the_pages_show_the_rules_commit_and_the_start_of_the_run(setting: Setting) -> None:
+    known = made_up(lambda _: {"one": 1})
+    suite.measure_all([known], setting, lambda _: None)
+    committed(setting, run={"started_at": "2026-11-22T15:40:02Z"})
+    page = pages([known], setting.output)["claims/c99.md"]
+    assert (
+        "last changed in commit 0123456789ab at 2025-11-22 15:25:06 UTC; the run began at 2026-11-22 15:40:02" in page
+    )
+
+
+def test_a_rules_commit_and_its_changes_are_read_from_git(tmp_path: Path) -> None:
+    file = tmp_path / "c99_made_up.py"
+    file.write_text("rule = 1\n")
+    assert rule_commit(file, file) is None
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+        made = subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True, text=True)
+        return made.stdout.strip()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "A rule")
+    found = rule_commit(file, file)
+    assert found is not None
+    assert (found["commit"], found["dirty"]) == (git("rev-parse", "HEAD"), False)
+    file.write_text("rule = 2\n")
+    changed = rule_commit(file, file)
+    assert changed is not None
+    assert changed["dirty"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "words"),
+    [
+        (Figure("bytes", 0), "greater than 0"),
+        (Figure("bytes", -1.0), "greater than 0"),
+        (Figure("bytes", None), "no number"),
+        (Figure("bytes", float("nan")), "no number"),
+        (Figure("bytes", float("inf")), "no number"),
+        (Figure("bytes", 1.0, low=None, high=2.0, level=0.99), "no number"),
+        (Figure("share", 101.0, "%"), "at most 100"),
+        (Figure("copies", 9.0, bounds=(0.9, 6)), "at least 0.9 and at most 6"),
+        (Figure("weights", ""), "no number"),
+        (Figure("bytes", 1e-30), ""),
+        (Figure("faults", 0, bounds=COUNT), ""),
+        (Figure("equal", False), ""),
+        (Figure("weights", "0ac92db29237"), ""),
+    ],
+)
+def test_a_figure_that_cannot_be(figure: Figure, words: str) -> None:
+    assert words in figure.fault
+    assert bool(words) == bool(figure.fault)
+
+
+def test_a_figure_that_cannot_be_fails_the_run(setting: Setting) -> None:
+    known = replace(made_up(lambda _: {}), judge=lambda _: Judgement("confirmed", "counted", [Figure("bytes", 0)]))
+    said: list[str] = []
+    assert suite.measure_all([known], setting, said.append) == suite.FAILED
+    assert "C99: bytes is 0, and has to be greater than 0" in said
+
+
+def test_verdicts_of_a_run_are_those_that_holm_allows_for_all_of_its_claims(setting: Setting) -> None:
+    """Ten rounds that agree are too few for the strictest step, and enough for the last of a family that has agreed."""
+
+    def tested(number: str, rounds: int) -> KnownClaim:
+        def judge(measurements: dict[str, Any]) -> Judgement:
+            ratio = ratio_interval([2.0] * rounds, [1.0] * rounds)
+            return Judgement(
+                "confirmed" if ratio.above_one else "inconclusive", "timed", [ratio.figure("r", against=1.0)]
+            )
+
+        return KnownClaim(replace(made_up(None).claim, id=number), lambda _: {}, judge, "")
+
+    few = tested("C98", 10)
+    suite.measure_all([few], setting, lambda _: None)
+    alone = suite.read(setting.claims / "C98.json")
+    suite.measure_all([few, *(tested(f"C{number}", 11) for number in range(60, 85))], setting, lambda _: None)
+    together = suite.read(setting.claims / "C98.json")
+    assert alone is not None
+    assert together is not None
+    assert (alone["verdict"], together["verdict"]) == ("inconclusive", "confirmed")
+    assert together["allowed_p"] > alone["allowed_p"]
+
+
+def test_the_family_is_what_the_claims_declare() -> None:
+    claims = suite.known_claims()
+    assert sum(known.claim.tests for known in claims) == FAMILY
+    for known in claims:
+        figures = judged(known.claim.id.lower()).figures
+        tests = [figure for figure in figures if figure.p is not None]
+        assert len(tests) <= known.claim.tests, known.claim.id
+        assert all(not figure.stand_in for figure in tests), known.claim.id
+        assert bool(tests) == bool(known.claim.tests), known.claim.id
+        assert not [figure.fault for figure in figures if figure.fault], known.claim.id
 
 
 def test_every_rule_is_the_one_that_was_fixed_on_its_day() -> None:
