@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -88,13 +89,18 @@ def functions_of(file: str) -> dict[str, Function]:
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods by their names; of an overloaded one the definition with the code."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if _has_code(node):
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
-                    yield f"{node.name}.{method.name}", method
+            yield from ((f"{node.name}.{method.name}", method) for method in node.body if _has_code(method))
+
+
+def _has_code(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
 
 
 @cache

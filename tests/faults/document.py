@@ -48,7 +48,7 @@ def run_tests(folder: Path) -> int:
 
 def is_of_processes(record: dict[str, Any]) -> bool:
     """Whether the record comes from a test that the matrix names."""
-    return any(record["test"].partition("[")[0] in row.tests for row in ROWS)
+    return any(name_of(record) in row.tests for row in ROWS)
 
 
 def known() -> list[dict[str, Any]]:
@@ -57,9 +57,14 @@ def known() -> list[dict[str, Any]]:
 
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new records, and the old records of all other tests."""
-    tests = {record["test"] for record in new}
-    return [*(record for record in old if record["test"] not in tests), *new]
+    """The new records, and the old records of all other tests (a test with other parameters is the same test)."""
+    tests = {name_of(record) for record in new}
+    return [*(record for record in old if name_of(record) not in tests), *new]
+
+
+def name_of(record: dict[str, Any]) -> str:
+    """The record's test without its parameters."""
+    return str(record["test"]).partition("[")[0]
 
 
 def write(records: list[dict[str, Any]]) -> None:
