@@ -21,10 +21,12 @@ FROM python AS requirements
 COPY pyproject.toml /
 RUN python3 -c "import tomllib; \
     project = tomllib.load(open('/pyproject.toml', 'rb'))['project']; \
-    extras = project['optional-dependencies']; \
-    open('/runtime.txt', 'w').write('\n'.join(project['dependencies'])); \
-    open('/sbom.txt', 'w').write('\n'.join(extras['sbom'])); \
-    open('/test.txt', 'w').write('\n'.join(extras['cluster'] + extras['test']))"
+    lists = {'needed': project['dependencies'], **project['optional-dependencies']}; \
+    write = lambda file, *names: open(file, 'w').write('\n'.join( \
+        line for name in names for line in lists[name] if not line.startswith('samebits'))); \
+    write('/runtime.txt', 'needed', 'digits', 'yaml', 'lab', 'report', 'tensorboard'); \
+    write('/sbom.txt', 'sbom'); \
+    write('/test.txt', 'cluster', 'test')"
 
 
 # Everything that changes rarely and weighs much. pip lives beside the environment, not in it, and is never copied into
@@ -58,11 +60,14 @@ COPY pyproject.toml README.md LICENSE ./
 COPY ddp_core ddp_core
 COPY ddp_lab ddp_lab
 COPY experiments experiments
+COPY launch launch
+COPY packages packages
 COPY docs/reference/portable-digests.json docs/reference/portable-digests.json
 # Editable, so that compose.yaml can lay the working tree's experiments over the image's. Compiled now, because nothing
 # can be written later.
 RUN --mount=type=bind,from=deps,source=/opt/pip,target=/opt/pip \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation --editable . \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install --no-cache-dir --no-deps --no-build-isolation \
+       --editable . --editable packages/lab \
     && rm -rf build *.egg-info \
     && python -m compileall -q ddp_core ddp_lab experiments
 # The user may have no name or home (any uid may run this), and the root is read-only: so all caches go to the tmpfs.

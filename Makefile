@@ -39,7 +39,7 @@ export GIT_DIRTY ?= $(shell if changes=$$(git status --porcelain 2>/dev/null); t
 export VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)-$(shell git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock sbom clean
+.PHONY: help setup cpu-cluster up image image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock dist sbom clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,18 +85,18 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[peers,datasets,foreign,loggers,export,notebooks,sweeps,schemas,recording,pyright,uv]'
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,pyright,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
 	$(NO_GPU) .venv-streams/bin/python -m pytest -m extras tests/house/test_use_streaming_libraries.py
 
 # Of the two files the first decides about a package.
-.venv-streams/.installed: pyproject.toml constraints.txt constraints-streams.txt | setup
+.venv-streams/.installed: pyproject.toml packages/lab/pyproject.toml constraints.txt constraints-streams.txt | setup
 	rm -rf .venv-streams && $(BIN)/python -m venv .venv-streams
 	awk -F'==' '!seen[$$1]++' constraints-streams.txt constraints.txt >.venv-streams/constraints.txt
 	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt pip hatchling
-	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[test]' \
+	.venv-streams/bin/python -m pip install -qq -c .venv-streams/constraints.txt --no-build-isolation -e '.[lab,test]' -e packages/lab \
 	  mosaicml-streaming litdata
 	touch $@
 
@@ -172,6 +172,13 @@ portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFI
 uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'
 	$(BIN)/uv lock $$(sed -n 's/^\([A-Za-z0-9_.-]*\)==\(.*\)/-P \1==\2/p' constraints.txt)
+
+dist: setup ## Both wheels and the sdist, as an index takes them, the same bytes each time: dist/; REPOSITORY_URL= CONTACT_EMAIL=
+	rm -rf dist
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[packaging]'
+	$(BIN)/python -m hatchling build --directory dist
+	cd packages/lab && $(abspath $(BIN))/python -m hatchling build --target wheel --directory ../../dist
+	$(BIN)/python -m twine check --strict dist/*
 
 sbom: setup ## What is in the image, Python and Debian packages, as CycloneDX JSON: outputs/sbom.json
 	@$(BIN)/python tools/sbom.py

@@ -23,18 +23,19 @@ from torch_build import Build, asked_build, choose_build, installed_version, is_
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 STAMP = ENVIRONMENT / ".installed"
-EXTRAS = ("cluster", "test", "lint")
+EXTRAS = ("report", "cluster", "tensorboard", "test", "lint")
+LABORATORY = Path("packages") / "lab"
 HOOK = ROOT / "tools" / "torchvision_hook.py"
 
 
 def fingerprint() -> str:
     """A digest over all that decides what is installed: pins, dependency lists, Python's version, this directory."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = ("dependencies", "optional-dependencies", "scripts", "entry-points")
+    names = ("dependencies", "optional-dependencies", "scripts")
     lists = {name: project["project"].get(name) for name in names}
     packages = [project["build-system"], project["tool"]["hatch"]]
-    pins = (ROOT / "constraints.txt").read_text()
-    record = [pins, HOOK.read_text(), lists, packages, sys.version_info[:2], str(ROOT)]
+    texts = [file.read_text() for file in (ROOT / "constraints.txt", HOOK, ROOT / LABORATORY / "pyproject.toml")]
+    record = [texts, lists, packages, sys.version_info[:2], str(ROOT)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -76,7 +77,7 @@ def make_environment(build: Build | None, uv: str | None = None) -> None:
         settings = os.environ | {"UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)}
         subprocess.run([*sync, *extras, "--python", python], cwd=ROOT, env=settings, check=True)
     # Without build isolation the pinned hatchling builds the project, not whatever is newest today.
-    project = ["--no-build-isolation", "-e", f".[{','.join(EXTRAS)}]"]
+    project = ["--no-build-isolation", "-e", f".[{','.join(EXTRAS)}]", "-e", str(LABORATORY)]
     subprocess.run([*install, *project, *choice.words], cwd=ROOT, check=True)
     require_imports(python)
     STAMP.write_text(wanted)

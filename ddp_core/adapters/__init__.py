@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ddp_core.base.extras import needs
 from ddp_core.base.torchvision_import import import_torchvision
 
 __all__: list[str] = []
@@ -24,7 +25,6 @@ def imports_of(adapter: str, package: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"ddp_core.adapters.{adapter} needs the package {package}: pip install {package}, "
-            "or install samebits with its extra `peers`",
+            f"{needs(f'ddp_core.adapters.{adapter}', 'peers', package)}, or {package} alone",
             name=package,
         ) from error

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from ddp_core.base.errors import ExitCode, UserError, in_words, internal
+from ddp_core.base.extras import missing_extra
 from ddp_core.base.refusals import refusal
 
 _P = ParamSpec("_P")
@@ -26,8 +27,9 @@ def take_off_bar() -> None:
 def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
     """Decorate a command's main function: exceptions become messages from `speaker`, and exit codes.
 
-    A UserError is printed in one line and gives its own exit code, what the system refuses gives 4, and an interrupt
-    gives 130. Any other exception is a fault of this program: it is printed with its traceback, and gives 70.
+    A UserError is printed in one line and gives its own exit code, a missing extra gives 2, what the system refuses
+    gives 4, and an interrupt gives 130. Any other exception is a fault of this program: it is printed with its
+    traceback, and gives 70.
     """
 
     def decorate(main: Callable[_P, int]) -> Callable[_P, int]:
@@ -45,7 +47,7 @@ def said_by(speaker: str) -> Callable[[Callable[_P, int]], Callable[_P, int]]:
                 return _INTERRUPTED
             except Exception as error:
                 take_off_bar()
-                if (known := refusal(error)) is not None:
+                if (known := missing_extra(error) or refusal(error)) is not None:
                     print(f"{speaker}: error: {known}", file=sys.stderr, flush=True)
                     return known.exit_code
                 traceback.print_exc()

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ddp_core.base.errors import UserError, near_names, nearest_name
+from ddp_core.base.extras import missing
 from ddp_core.cli.config import add_to_config
 
 if TYPE_CHECKING:
@@ -178,9 +179,12 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command of that name. Raises UserError for an unknown name."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            hint = nearest_name(args[0], self.list_commands(ctx))
-            raise UserError(f"{ctx.command_path} has no command {args[0]!r}; {hint}")
+            raise UserError(f"{ctx.command_path} has no command {args[0]!r}; {self.hint(ctx, args[0])}")
         return super().resolve_command(ctx, args)
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """What to do about a name that no command has."""
+        return nearest_name(name, self.list_commands(ctx))
 
 
 class OpenGroup(Group):
@@ -193,6 +197,11 @@ class OpenGroup(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names for the help: the own commands first."""
         return [*self.commands, *sorted(_offered().keys() - self.commands.keys())]
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """What to do about a name that no command has: without the laboratory, it may be one of its commands."""
+        lab = missing("it may be one of the laboratory's, which", "lab", "ddp_lab")
+        return super().hint(ctx, name) + (f"; {lab}" if lab else "")
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, None for an unknown one."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import get_completion_class
 
-from ddp_core.base.errors import ExitCode
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.click_kinds import (
     Group,
     OpenGroup,
@@ -161,9 +161,10 @@ def rehearse_(context: click.Context, /, **_: object) -> int:
 @ddp.command("list")
 def list_() -> int:
     """List the experiments and the questions they answer."""
-    from ddp_core.experiment.file import list_experiments
+    from ddp_core.experiment.file import NONE, list_experiments
 
-    found = list_experiments()
+    if not (found := list_experiments()):
+        raise UserError(NONE)
     width = max((len(entry.name) for entry in found), default=0)
     for entry in found:
         print(f"{entry.name:{width}}  {entry.question}")

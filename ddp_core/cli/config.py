@@ -25,6 +25,7 @@ import click
 from click.core import ParameterSource
 
 from ddp_core.base.errors import UserError, nearest_name
+from ddp_core.base.extras import require
 
 DEFAULT_MAP = ParameterSource.DEFAULT_MAP
 """The source that click names for a value of the file."""
@@ -119,10 +120,9 @@ def parse_file(path: Path, whose: str = "--config") -> dict[str, Any]:
 
 def _read_yaml(text: str) -> Any:
     """The content of a YAML text. Raises ValueError where it is none."""
-    try:
-        import yaml
-    except ImportError:
-        raise UserError("a YAML file needs pyyaml: pip install pyyaml, or write the file as TOML") from None
+    require("a YAML file, unlike TOML,", "yaml")
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

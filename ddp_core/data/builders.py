@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_core.data.augment import turn_shift_scale
 from ddp_core.data.characters import characters
 from ddp_core.data.image_folder import image_folder
@@ -107,9 +108,10 @@ def random_byte_images(
 
 def _digit_table() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Pixels [1797, 64] in 0..16 and labels, read from scikit-learn's file: importing it would cost each rank 0.5 s."""
+    require("data digits", "digits")
     spec = find_spec("sklearn")
-    if spec is None or spec.origin is None:
-        raise UserError("data digits needs scikit-learn, which is not installed: pip install scikit-learn")
+    assert spec is not None
+    assert spec.origin is not None
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
         raise UserError(

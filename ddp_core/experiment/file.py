@@ -20,14 +20,18 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_core.base.errors import UserError, nearest_name
+from ddp_core.base.extras import needs
 from ddp_core.base.keyed_draws import watch_draws
 
 if TYPE_CHECKING:  # `ddp list` answers without it
     from ddp_core.config.experiment import Experiment
 
 _BESIDE = Path(__file__).resolve().parents[2]
-INSTALLED = next(_BESIDE / name for name in ("ddp_experiments", "experiments") if (_BESIDE / name).is_dir())
-"""The experiments that come with this package: `experiments` in a checkout, `ddp_experiments` in an installation."""
+INSTALLED = _BESIDE / ("experiments" if (_BESIDE / "pyproject.toml").is_file() else "ddp_experiments")
+"""The project's own experiments: `experiments` in a checkout, else what the laboratory has installed, if anything."""
+
+NONE = f"no folder `experiments` is here, and {needs('any other name', 'lab', 'samebits-lab')}"
+"""What is said where no experiment can be found by a name."""
 
 MODULE_PREFIX = "ddp_experiment_"
 """The beginning of the names of the modules that experiment files are run as."""
@@ -100,8 +104,8 @@ def find_experiment(name_or_path: str, search: Sequence[Path] = SEARCH) -> Path:
     if path.name != name_or_path and path.with_suffix(".py").is_file():
         raise UserError(f"experiment {name_or_path}: a path ends in .py; did you mean {path.with_suffix('.py')}?")
 
-    hint = nearest_name(name_or_path, [listed.name for listed in list_experiments(search)])
-    raise UserError(f"unknown experiment {name_or_path}; {hint}")
+    names = [listed.name for listed in list_experiments(search)]
+    raise UserError(f"unknown experiment {name_or_path}; {nearest_name(name_or_path, names) if names else NONE}")
 
 
 def list_experiments(search: Sequence[Path] = SEARCH) -> list[Listed]:

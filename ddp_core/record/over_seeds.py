@@ -74,8 +74,28 @@ def over_seeds(records: Iterable[Mapping[str, Any]]) -> OverSeeds | None:
 
 
 def _figure(name: str, values: list[float]) -> Figure:
-    from scipy.special import stdtrit
-
     count, mean, deviation = len(values), statistics.fmean(values), statistics.stdev(values)
-    half = float(stdtrit(count - 1, (1 + _COVERAGE) / 2)) * deviation / math.sqrt(count)
+    half = students_t(count - 1) * deviation / math.sqrt(count)
     return Figure(name, count, mean, deviation, mean - half, mean + half)
+
+
+def students_t(degrees: int) -> float:
+    """The bound within which 95 % of Student's t with so many degrees of freedom lie, on both sides of 0.
+
+    For t = √degrees · tan(angle) the share within is a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4), which
+    grows with the angle; so halving finds the bound to the last digits.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _share_within(angle, degrees) < _COVERAGE else (low, angle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _share_within(angle: float, degrees: int) -> float:
+    odd = degrees % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for power in range(2 + odd, degrees + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 
 DRILLS = Path(__file__).parent / "drills"
 RENDEZVOUS = "rendezvous"
@@ -145,6 +145,9 @@ def load(name_or_path: str) -> Drill:
             near = get_close_matches(name_or_path, names(), n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names())}"
             raise UserError(f"no drill {name_or_path} ({hint}), and a file of your own ends in .yaml")
+    require("a drill, which is YAML,", "yaml")
+    import yaml
+
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:

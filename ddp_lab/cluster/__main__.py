@@ -14,13 +14,12 @@ from types import FrameType
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.extras import require
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
-from ddp_lab.cluster.containers import ContainerBackend, engine_version
 from ddp_lab.cluster.gain import explain_gain
-from ddp_lab.cluster.gpus import check_service
 from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
@@ -62,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     signal.signal(signal.SIGTERM, _as_interrupt)
     if known.command == "check":
+        from ddp_lab.cluster.gpus import check_service
+
         check_service(known.service)
         return ExitCode.DONE
     return train(known, tuple(options))
@@ -126,6 +127,9 @@ def choose_backend(wanted: str) -> Backend:
     reason = "asked for"
     if wanted != "local":
         try:
+            require("a cluster of containers", "cluster")
+            from ddp_lab.cluster.containers import ContainerBackend, engine_version
+
             reason = f"Docker Engine {engine_version()} answers"
         except UserError as error:
             if wanted == "docker":

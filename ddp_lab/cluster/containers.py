@@ -26,8 +26,16 @@ _ANSWER_SECONDS = 2
 _API_SECONDS = 60
 
 
+def compose_file() -> Path:
+    """The file that says what each container is. Raises UserError where this is an installed package, not a clone."""
+    if not (file := ROOT / "compose.yaml").is_file():
+        raise UserError("containers need compose.yaml and the Dockerfile: do this in a clone of the repository")
+    return file
+
+
 def engine_version() -> str:
     """The version of the engine that answers. Raises UserError saying what is missing."""
+    compose_file()
     if shutil.which("docker") is None:
         raise UserError("there is no docker command", ExitCode.RESOURCES)
     try:

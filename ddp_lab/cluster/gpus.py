@@ -6,10 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import yaml
-
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_lab.cluster.containers import ROOT, engine_version
+from ddp_core.base.extras import require
 
 
 def count_gpus() -> int:
@@ -24,7 +22,13 @@ def count_gpus() -> int:
 
 def check_service(service: str, found: int | None = None) -> None:
     """Raises UserError where the service is unknown, no engine answers, or there are too few GPUs for it."""
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    require("this check", "yaml")
+    require("this check", "cluster")
+    import yaml
+
+    from ddp_lab.cluster.containers import compose_file, engine_version
+
+    services = yaml.safe_load(compose_file().read_text())["services"]
     layouts = {name: body["environment"] for name, body in services.items() if "LAYOUT" in body.get("environment", {})}
     if service not in layouts:
         raise UserError(f"compose.yaml has no layout {service}; it has {', '.join(sorted(layouts))}")

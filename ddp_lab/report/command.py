@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode
-from ddp_lab.report.page import write_report
+from ddp_core.base.extras import require
 from ddp_lab.report.serving import address, serve
 from ddp_lab.report.values import plural
 
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = parser.parse_args(arguments)
     to = known.to or known.output / "report"
     place = address(known.serve) if known.serve else None
+    require("the report", "report")
+    from ddp_lab.report.page import write_report
+
     report = write_report(known.output, to)
     counts = {"run": len(report.inventory.runs), "experiment": len(report.families), "claim": len(report.claims)}
     print(f"report: {', '.join(plural(count, word) for word, count in counts.items())} -> {to / 'index.html'}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_lab.sweep.plan import Plan
 
 
@@ -20,12 +21,8 @@ class Study:
     """
 
     def __init__(self, plan: Plan) -> None:
-        try:
-            import optuna
-        except ImportError:
-            raise UserError(
-                f"{plan.path}: [search] needs Optuna: pip install 'optuna>=4.5'; a [grid] needs nothing"
-            ) from None
+        require(f"{plan.path}: [search], unlike a [grid],", "sweeps")
+        import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 

@@ -36,7 +36,10 @@ FLOORS = [
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
     ["ddp_lab.records"],
-    ["ddp_lab.claims.framework", "ddp_lab.kubernetes", "ddp_lab.probe", "ddp_lab.report.values"],
+    [
+        *("ddp_lab.claims.framework", "ddp_lab.kubernetes", "ddp_lab.launch_files", "ddp_lab.probe"),
+        "ddp_lab.report.values",
+    ],
     ["ddp_lab.claims.measuring", "ddp_lab.cluster", "ddp_lab.report.reading"],
     ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts", "ddp_lab.sweep"],
     ["ddp_lab.report"],

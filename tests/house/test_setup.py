@@ -25,20 +25,21 @@ pytestmark = pytest.mark.skipif(find_spec("pip") is None, reason="there is no pi
 
 PINS = {"torch": "2.13.0", "torchvision": "0.28.0"}
 
-# A build backend in the place of hatchling: the editable wheel that it makes depends on torch, and holds nothing.
+# A build backend in the place of hatchling: the editable wheels that it makes depend on torch, and hold nothing.
 BACKEND = """
 import zipfile
 from pathlib import Path
 
 def build_editable(folder, config_settings=None, metadata_directory=None):
-    name = "project-1-py3-none-any.whl"
-    with zipfile.ZipFile(Path(folder) / name, "w") as wheel:
-        wheel.writestr("project-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: project\\nVersion: 1\\n"
-            "Requires-Dist: torch>=2\\nRequires-Dist: torchvision\\nProvides-Extra: cluster\\nProvides-Extra: test\\n"
-            "Provides-Extra: lint\\n")
-        wheel.writestr("project-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("project-1.dist-info/RECORD", "")
-    return name
+    name = "lab" if Path.cwd().name == "lab" else "project"
+    described = f"{name}-1.dist-info"
+    with zipfile.ZipFile(Path(folder) / f"{name}-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{described}/METADATA", f"Metadata-Version: 2.1\\nName: {name}\\nVersion: 1\\n"
+            "Requires-Dist: torch>=2\\nRequires-Dist: torchvision\\nProvides-Extra: report\\nProvides-Extra: cluster\\n"
+            "Provides-Extra: tensorboard\\nProvides-Extra: test\\nProvides-Extra: lint\\n")
+        wheel.writestr(f"{described}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{described}/RECORD", "")
+    return f"{name}-1-py3-none-any.whl"
 """
 # A torch beside which torchvision's compiled operators load, or do not, and a torchvision that asks for them.
 TORCH = """
@@ -236,7 +237,9 @@ def test_the_build_in_an_environment_is_read_from_what_is_installed(tmp_path: Pa
 def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(index: Index, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "tools", project / "tools", ignore=shutil.ignore_patterns("__pycache__"))
-    (project / "pyproject.toml").write_text(PROJECT)
+    for place in (project, project / "packages" / "lab"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "pyproject.toml").write_text(PROJECT)
     (project / "constraints.txt").write_text("".join(f"{name}=={version}\n" for name, version in PINS.items()))
     hidden = {"PATH": str(tmp_path), "PIP_INDEX_URL": f"{index.url}/pypi", "TORCH_CPU_INDEX": f"{index.url}/cpu"}
 

@@ -1,22 +1,33 @@
-"""What `pip install` of the wheel brings: the command, the experiments, and no top-level name that others may use."""
+"""What `pip install` of the wheels brings, what their pages say, and that both are built the same each time."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ddp_core.record.directory import find_runs
-from tests.house.conftest import run
+from tests.house.conftest import build, run
 from tests.support.commands import ROOT
 from tests.support.layout_cases import ADAMW_MLP
 from tests.support.processes import HANG
+from tools.torch_build import choose_build
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PLACE = "https://example.org/somebody/samebits"
 
 # Two commands in one process, so that torch is imported once.
 TRAIN = """
@@ -31,45 +42,120 @@ for name in ("digits", "mine.py"):
 """
 
 
-# A user's file. The last line is a mistake, which mypy sees only if the package says that it is typed.
+# A user's file. The last lines are mistakes, which mypy sees only if the packages say that they are typed.
 TYPED = """
 from ddp_core.base.errors import ExitCode
+from ddp_lab.launch_files import SCHEDULERS
 code: str = ExitCode.DONE
+names: int = SCHEDULERS
 """
 
 
-def test_the_wheel_takes_no_name_that_could_be_anybodys(wheel: Path) -> None:
-    top = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"ddp_core", "ddp_lab", "ddp_experiments"}
+def files_of(wheel: Path) -> dict[str, bytes]:
+    """The files that a wheel puts beside other packages, but for its own description."""
+    with zipfile.ZipFile(wheel) as packed:
+        return {name: packed.read(name) for name in packed.namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_carries_the_book_as_it_is(wheel: Path) -> None:
-    book = zipfile.ZipFile(wheel).read("ddp_core/data/texts/alice.txt")
-    assert book == (ROOT / "ddp_core" / "data" / "texts" / "alice.txt").read_bytes()
+def page_of(wheel: Path) -> Message:
+    """What a wheel says of itself."""
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(packed.read(name))
 
 
-def test_the_wheel_carries_the_published_digests(wheel: Path) -> None:
-    table = zipfile.ZipFile(wheel).read("ddp_lab/probe/portable-digests.json")
-    assert table == (ROOT / "docs" / "reference" / "portable-digests.json").read_bytes()
+def below(folder: Path) -> dict[str, bytes]:
+    """The files below a folder of the working tree, without what Python has left there."""
+    files = (file for file in folder.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def test_the_wheels_hold_their_packages_whole_and_no_name_that_could_be_anybodys(built: dict[str, Path]) -> None:
+    library, lab = files_of(built["library"]), files_of(built["lab"])
+    assert library == {f"ddp_core/{name}": content for name, content in below(ROOT / "ddp_core").items()}
+    assert {"ddp_core/py.typed", "ddp_core/data/texts/alice.txt"} <= library.keys()
+    table = (ROOT / "docs" / "reference" / "portable-digests.json").read_bytes()
+    assert lab == {
+        **{f"ddp_lab/{name}": content for name, content in below(ROOT / "ddp_lab").items()},
+        **{f"ddp_lab/launch/{name}": content for name, content in below(ROOT / "launch").items()},
+        **{f"ddp_experiments/{name}": content for name, content in below(ROOT / "experiments").items()},
+        "ddp_lab/probe/portable-digests.json": table,
+    }
+
+
+def test_there_is_one_version_number(built: dict[str, Path]) -> None:
+    version, (library, lab) = PROJECT["version"], (page_of(built[name]) for name in ("library", "lab"))
+    assert library["Version"] == lab["Version"] == version
+    assert lab.get_all("Requires-Dist") == [f"samebits[lab]=={version}"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_the_page_on_the_index_has_no_link_that_leads_nowhere(built: dict[str, Path]) -> None:
+    """Where the repository can be read is said by whoever publishes; without that, its files are not linked."""
+
+    def links(text: str) -> set[str]:
+        return {target for target in re.findall(r"\]\(([^)]+)\)", text) if target[0] != "#"}
+
+    readme = links((ROOT / "README.md").read_text())
+    elsewhere = {target for target in readme if target.startswith("https://")}
+    assert links(str(page_of(built["library"]).get_payload())) == elsewhere
+    published = json.loads(run(ROOT, sys.executable, "-m", "hatchling", "metadata", REPOSITORY_URL=PLACE).stdout)
+    files = f"{PLACE}/blob/v{PROJECT['version']}/"
+    for target in {*links(published["readme"]["text"]) - elsewhere, *published["urls"].values()} - {PLACE}:
+        assert target.startswith((files, f"{PLACE}/issues"))
+        name = target.removeprefix(files).partition("#")[0].removesuffix("?raw=true")
+        assert target == f"{PLACE}/issues" or (ROOT / name).exists(), target
+    assert published["urls"]["Homepage"] == PLACE
+
+
+@pytest.mark.slow
+def test_two_builds_are_the_same_to_the_byte_and_so_is_one_from_the_sdist(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    again = build(tmp_path / "again")
+    assert {name: file.read_bytes() for name, file in again.items()} == {
+        name: file.read_bytes() for name, file in built.items()
+    }
+    with tarfile.open(built["source"]) as packed:
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / f"samebits-{PROJECT['version']}"
+    for name in ("CHANGELOG.md", "tests/conftest.py", "docs/README.md", "launch/slurm/train.sh", "Makefile"):
+        assert (source / name).is_file(), name
+    for name, place in (("library", source), ("lab", source / "packages" / "lab")):
+        run(place, sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path / "last")
+        assert (tmp_path / "last" / built[name].name).read_bytes() == built[name].read_bytes()
+
+
+@pytest.mark.extras("twine", "pyroma")
+def test_an_index_takes_what_is_built_and_its_readers_miss_nothing(tmp_path: Path) -> None:
+    files = build(tmp_path, REPOSITORY_URL=PLACE, CONTACT_EMAIL="somebody@example.org")
+    run(tmp_path, sys.executable, "-m", "twine", "check", "--strict", *files.values())
+    rated = run(tmp_path, sys.executable, "-m", "pyroma", "--file", files["source"]).stdout
+    assert "Final rating: 10/10" in rated, rated
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mypy") is None, reason="there is no mypy in this environment, as in the image")
-def test_a_users_mypy_sees_the_types_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:
+def test_a_users_mypy_sees_the_types_of_the_installed_packages(built: dict[str, Path], tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     venv.create(environment, with_pip=False)
     (packages,) = environment.glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(packages)
+    for name in ("library", "lab"):
+        zipfile.ZipFile(built[name]).extractall(packages)
     (tmp_path / "mine.py").write_text(TYPED)
     words = [sys.executable, "-m", "mypy", "--strict", "--python-executable", environment / "bin" / "python", "mine.py"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG, check=False)
     assert [line.rpartition("error: ")[2] for line in done.stdout.splitlines()[:-1]] == [
-        'Incompatible types in assignment (expression has type "ExitCode", variable has type "str")  [assignment]'
+        'Incompatible types in assignment (expression has type "ExitCode", variable has type "str")  [assignment]',
+        'Incompatible types in assignment (expression has type "tuple[str, str, str]", variable has type "int")  '
+        "[assignment]",
     ]
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheels_list_and_train_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
     listed = {line.split()[0] for line in run(tmp_path, installed / "ddp", "list").stdout.splitlines()}
     assert listed == {file.stem for file in (ROOT / "experiments").glob("*.py")}
 
@@ -79,3 +165,38 @@ def test_an_installed_wheel_lists_and_trains_from_an_empty_directory(installed: 
     records = [record for _, record in find_runs(tmp_path / "outputs")]
     assert sorted(record["experiment"]["name"] for record in records) == ["adamw_mlp", "digits"]
     assert {record["status"] for record in records} == {"completed"}
+    run(tmp_path, installed / "ddp", "launch-files")
+    assert below(tmp_path / "launch") == below(ROOT / "launch")
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@pytest.mark.timeout(1800)
+def test_a_stranger_installs_trains_ports_a_script_and_makes_a_report(built: dict[str, Path], tmp_path: Path) -> None:
+    """From a folder of wheels and the package index, without the repository; first the library alone, then the rest."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line[1:])
+    if subprocess.run([sys.executable, "-m", "pip", "index", "versions", "click"], capture_output=True).returncode:
+        pytest.skip("the package index cannot be reached")
+    venv.create(tmp_path / "environment", with_pip=True)
+    scripts = tmp_path / "environment" / "bin"
+    pip = [scripts / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    pip += [*choose_build(sys.executable, pins, "cpu", None).words, "--find-links", built["library"].parent]
+
+    def installs(what: str) -> None:
+        done = subprocess.run([*map(str, pip), what], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    installs("samebits")
+    shutil.copy(ROOT / "docs" / "tutorials" / "port-your-script" / "after.py", tmp_path)
+    (tmp_path / "mine.py").write_text((ROOT / "experiments" / "linear_regression.py").read_text())
+    run(tmp_path, scripts / "ddp", "train", "mine.py", "--layout", "ddp", "--nproc-per-node", "2", "--device", "cpu")
+    for words in (["train", "digits"], ["report"]):
+        done = subprocess.run([scripts / "ddp", *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "samebits-lab: pip install 'samebits[lab]'" in done.stderr
+    installs("samebits[report]")
+    torchrun = [scripts / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    assert run(tmp_path, *torchrun, "after.py", OMP_NUM_THREADS="1").stdout.startswith("48 steps, ")
+    run(tmp_path, scripts / "ddp", "report")
+    assert "linear_regression" in (tmp_path / "outputs" / "report" / "index.html").read_text()
+    assert os.fspath(ROOT) not in (tmp_path / "outputs" / "report" / "index.html").read_text()

@@ -10,23 +10,15 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_core.config.records import dotted
 
 Setting = bool | str | float | int
 Ending = Literal["completed", "stopped", "failed"]
 
-# The modules that each logger imports, with the packages that bring them.
-_NEEDS = {
-    "tensorboard": {"tensorboard": "tensorboard"},
-    "mlflow": {"mlflow": "mlflow-skinny", "sqlalchemy": "sqlalchemy", "alembic": "alembic"},
-    "wandb": {"wandb": "wandb"},
-    "prometheus": {"prometheus_client": "prometheus-client"},
-}
 _WAITING_RECORDS = 10_000
 _PATIENCE = 30.0  # seconds
 
@@ -68,10 +60,7 @@ def loggable(settings: Mapping[str, Any]) -> dict[str, Setting]:
 def check_loggers(names: Iterable[str]) -> None:
     """Raises UserError where a package is missing, with the command that installs it, or a login, or a folder."""
     for name in dict.fromkeys(names):
-        missing = [package for module, package in _NEEDS[name].items() if find_spec(module) is None]
-        if missing:
-            packages = " ".join(missing)
-            raise UserError(f"--log-to {name} needs packages that are not installed: pip install {packages}")
+        require(f"--log-to {name}", name)
         if name == "wandb":
             from ddp_core.observe.loggers.wandb import require_login
 

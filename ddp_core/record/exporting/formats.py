@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.extras import require
 from ddp_core.base.refusals import refusal
 from ddp_core.data.trees import Tree
 from ddp_core.record.exporting.graphs import exported_program
@@ -210,6 +210,5 @@ def write(name: str, subject: Subject, folder: Path) -> list[str]:
 
 def require_packages(name: str) -> None:
     """Raises UserError where a package is missing that the format needs."""
-    missing = [package for package in FORMATS[name].packages if find_spec(package) is None]
-    if missing:
-        raise UserError(f"--to {name} needs {' and '.join(missing)}: pip install 'samebits[export]'")
+    if needed := FORMATS[name].packages:
+        require(f"--to {name}", "export", *needed)

@@ -14,7 +14,7 @@ from ddp_core.base.errors import UserError
 from ddp_core.cli.compare import compare_runs
 from ddp_core.cli.seeds import seeds_in
 from ddp_core.record.directory import find_runs
-from ddp_core.record.over_seeds import over_seeds
+from ddp_core.record.over_seeds import over_seeds, students_t
 from tests.support.commands import Ended, ddp, forked, wait_until
 from tests.support.layout_cases import FILES
 from tests.support.processes import HANG
@@ -85,6 +85,11 @@ def test_what_contradicts_several_seeds_is_refused(tmp_path: Path, words: tuple[
     ended = seeds(tmp_path, "--seeds", "0-1", *words)
     assert (ended.code, "Traceback" in ended.errors) == (2, False)
     assert "--seeds" in ended.errors
+
+
+@pytest.mark.parametrize(("degrees", "bound"), [(1, 12.7062), (2, 4.3027), (9, 2.2622), (30, 2.0423), (999, 1.9623)])
+def test_the_bounds_are_those_of_the_tables_of_student(degrees: int, bound: float) -> None:
+    assert students_t(degrees) == pytest.approx(bound, abs=5e-5)
 
 
 def test_the_interval_is_students() -> None:

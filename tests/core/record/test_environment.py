@@ -106,7 +106,7 @@ def test_pins_are_requirements_of_what_is_installed() -> None:
 
 def test_what_pip_could_not_find_stands_in_a_comment() -> None:
     """This project itself is installed from its folder."""
-    (own,) = (line for line in pins(HERE).splitlines() if "samebits" in line)
+    (own,) = (line for line in pins(HERE).splitlines() if "samebits==" in line)
     assert own == f"# samebits=={version('samebits')}"
 
 

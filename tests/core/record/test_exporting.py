@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ddp_core import Run, load_model
+from ddp_core.base import extras
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torchvision_import import import_torchvision
@@ -193,7 +194,7 @@ def test_nothing_is_written_over_and_a_failure_leaves_nothing(
         written(run, "torch", tmp_path)
     assert no.value.exit_code == ExitCode.RESOURCES
     monkeypatch.undo()
-    monkeypatch.setattr(formats, "find_spec", lambda name: name)
+    monkeypatch.setattr(extras, "find_spec", lambda name: name)
     with pytest.raises(UserError, match=r"Net is no transformers\.PreTrainedModel"):
         written(run, "hf", tmp_path)
     assert [*tmp_path.iterdir()] == []
@@ -204,7 +205,7 @@ def _full(*_: object) -> None:
 
 
 def test_what_is_missing_for_a_format_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--to onnx needs onnx and onnxscript: pip install 'samebits\[export\]'"):
         written(run, "onnx", tmp_path)
 

@@ -213,7 +213,7 @@ def test_mistakes_are_one_line_and_exit_2(
 
 
 def test_too_few_gpus_are_told_with_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_lab.cluster.gpus.engine_version", lambda: "26")
+    monkeypatch.setattr("ddp_lab.cluster.containers.engine_version", lambda: "26")
     with pytest.raises(UserError, match=r"4 CUDA devices, .* has 0; .*compose.cpu.yaml up ddp-4gpu.*SERVICE=ddp-cpu"):
         check_service("ddp-4gpu", found=0)
     with pytest.raises(UserError, match=r"has 2;.*SERVICE=dp-2gpu"):

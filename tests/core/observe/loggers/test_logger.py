@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_core.base import extras
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers import logger as logger_module
@@ -120,7 +121,8 @@ def test_settings_are_flat_and_have_no_gaps() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger_module, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^--log-to mlflow .* pip install mlflow-skinny sqlalchemy alembic$") as caught:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    line = r"^--log-to mlflow needs mlflow-skinny, sqlalchemy and alembic: pip install 'samebits\[mlflow\]'$"
+    with pytest.raises(UserError, match=line) as caught:
         check_loggers(["mlflow"])
     assert caught.value.exit_code == 2
