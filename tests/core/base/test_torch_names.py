@@ -26,7 +26,8 @@ def take_away(name: str, patch: pytest.MonkeyPatch) -> None:
     if owner is None or word not in dir(owner):
         return
     if owner is torch.Tensor:  # a type of C, of which nothing can be taken away
-        patch.setattr(torch, "Tensor", object)
+        words = {each.rpartition(".")[2] for each, private in PRIVATE_NAMES.items() if private.owner == "torch.Tensor"}
+        patch.setattr(torch, "Tensor", type("Tensor", (), dict.fromkeys(words - {word})))
     else:
         patch.delattr(owner, word)
 
