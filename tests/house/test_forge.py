@@ -19,6 +19,7 @@ from tests.support.processes import HANG
 
 FORGE = ROOT / ".github"
 WORKFLOWS = sorted((FORGE / "workflows").glob("*.yml"))
+ZIZMOR = Path(sys.executable).parent / "zizmor"
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -85,12 +86,10 @@ def test_the_devcontainer_and_the_hooks_use_this_projects_own_programs() -> None
     assert programs == {".venv/bin/ruff", ".venv/bin/mypy", "sh"}
 
 
-@pytest.mark.extras("actionlint", "zizmor")
-def test_actionlint_and_zizmor_find_nothing() -> None:
-    folder = Path(sys.executable).parent
-    lint = subprocess.run([folder / "actionlint"], cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
-    assert (lint.returncode, lint.stdout) == (0, "")
-    words = [folder / "zizmor", "--offline", "--no-progress", "--format", "plain", ".github"]
+@pytest.mark.extras
+@pytest.mark.skipif(not ZIZMOR.exists(), reason="needs zizmor: `make test-extras` installs it")
+def test_zizmor_finds_nothing_that_could_be_turned_against_the_project() -> None:
+    words = [ZIZMOR, "--offline", "--no-progress", "--format", "plain", ".github"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
-    assert found.returncode == 0, found.stdout
+    assert found.returncode == 0, found.stdout + found.stderr
     assert "No findings to report" in found.stdout + found.stderr
