@@ -9,6 +9,8 @@ SERVICE ?= ddp-cpu
 # `make chaos DRILL=kill SEED=1`; a fresh seed is drawn and printed without one.
 DRILL ?= standard
 SEED ?=
+# `make test-newest RELEASE=2.14.1`
+RELEASE ?=
 # `make soak ROUNDS=5 SLOW=1` runs the slow tests, too.
 ROUNDS ?= 20
 SLOW ?=
@@ -41,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,20 +80,24 @@ image-test: setup
 test: setup ## Fast tests: no Docker, no network, under three minutes
 	$(NO_GPU) $(BIN)/python -m pytest @tests/fast.args
 
-test-oldest: setup .venv-oldest/.installed ## The fast tests on the oldest torch that pyproject.toml admits
+test-oldest: setup ## The fast tests on the oldest torch that pyproject.toml admits
+	@$(BIN)/python tools/other_environment.py .venv-oldest --torch oldest
 	$(NO_GPU) .venv-oldest/bin/python -m pytest @tests/fast.args
 
-# All other packages as constraints.txt pins them, but for those that torch itself pins.
-.venv-oldest/.installed: pyproject.toml packages/lab/pyproject.toml constraints.txt | setup
-	rm -rf .venv-oldest && $(BIN)/python -m venv .venv-oldest
-	grep -vE '^(torch|torchvision|setuptools|triton|cuda-|nvidia-)' constraints.txt >.venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt pip hatchling
-	.venv-oldest/bin/python -m pip install -qq -c .venv-oldest/constraints.txt --no-build-isolation -e '.[report,cluster,tensorboard,test]' -e packages/lab \
-	  $$(sed -n 's/^  "\(torch[a-z]*\)>=\([0-9.]*\),.*/\1==\2.*/p' pyproject.toml)
-	touch $@
+test-newest: setup ## The fast tests on the newest torch that pip finds, admitted or not, or on RELEASE=2.14.1
+	@$(BIN)/python tools/other_environment.py .venv-newest --torch $(or $(RELEASE),newest)
+	$(NO_GPU) .venv-newest/bin/python -m pytest @tests/fast.args
+
+test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that are installed here; says which are not
+	@for version in 3.11 3.12 3.13; do python=python$$version; \
+	  if $(BIN)/$$python -c '' 2>/dev/null; then continue; fi; \
+	  if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+	    echo "test-pythons: skipped Python $$version, which is not installed here"; continue; fi; \
+	  $(BIN)/python tools/other_environment.py .venv-$$version --python $$python && \
+	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,pyright,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,pyright,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -146,6 +152,7 @@ bench-gpu: setup ## Images per second on a GPU, against the article's own loop; 
 test-all: setup ## Every test that this machine can run; says what it skips and why
 	@if docker info >/dev/null 2>&1; then $(MAKE) --no-print-directory image image-cpu image-test; fi
 	$(NO_GPU) $(BIN)/python -m pytest -m "not gpu and not gpu2"
+	$(MAKE) --no-print-directory test-pythons
 	$(MAKE) --no-print-directory test-gpu
 
 lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
@@ -192,5 +199,5 @@ sbom sbom-cpu: setup
 
 clean: ## Remove .venv, caches and this project's containers; runs in outputs/ and data/ stay
 	@if docker info >/dev/null 2>&1; then docker compose --profile '*' down --remove-orphans; fi
-	rm -rf .venv .venv-oldest mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-* mutants build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_core.base import torch_internals
-from ddp_core.base.torch_internals import PRIVATE_NAMES, TorchDispatchMode
+from ddp_core.base.torch_internals import TorchDispatchMode
+from ddp_core.base.torch_names import PRIVATE_NAMES
 from ddp_core.launch.meeting import Meeting, join
 from tests.support.processes import run_processes
 

@@ -1,0 +1,95 @@
+"""What the public forge reads: its workflows call targets of the Makefile alone, and actions whose code is pinned."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.commands import ROOT
+from tests.support.processes import HANG
+
+FORGE = ROOT / ".github"
+WORKFLOWS = sorted((FORGE / "workflows").glob("*.yml"))
+ZIZMOR = Path(sys.executable).parent / "zizmor"
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def commands(path: Path) -> Iterator[str]:
+    """Each line that a workflow runs, with each value of the job's matrix in its place."""
+    for job in read(path)["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for values in itertools.product(*matrix.values()):
+            for step in job["steps"]:
+                text = step.get("run", "")
+                for name, value in zip(matrix, values, strict=True):
+                    text = text.replace(f"${{{{ matrix.{name} }}}}", str(value))
+                yield from text.splitlines()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_targets_of_the_makefile_alone(path: Path) -> None:
+    for line in commands(path):
+        called = re.fullmatch(r"make ([a-z-]+)( [A-Z]+=\w+)*", line)
+        assert called is not None, f"{line}: what a workflow does, `make` does on any machine"
+        assert called[1] in TARGETS, f"{line}: the Makefile has no such target"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_their_commit_and_jobs_may_do_little(path: Path) -> None:
+    used = re.findall(r"uses: (.*)", path.read_text())
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w.-]+/[\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action
+    content = read(path)
+    assert content["permissions"] in ({}, {"contents": "read"})
+    for name, job in content["jobs"].items():
+        assert "timeout-minutes" in job, name
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"]["persist-credentials"] is False, name
+
+
+def test_one_action_has_one_commit_everywhere() -> None:
+    used = {action for path in WORKFLOWS for action in re.findall(r"uses: (\S+)", path.read_text())}
+    assert len({action.partition("@")[0] for action in used}) == len(used)
+
+
+def test_forms_have_what_the_forge_asks_of_them() -> None:
+    forms = [path for path in (FORGE / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    assert forms
+    for path in forms:
+        form = read(path)
+        assert {"name", "description", "body"} <= form.keys(), path.name
+        named = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+        assert len(set(named)) == len(named), path.name
+
+
+def test_the_devcontainer_and_the_hooks_use_this_projects_own_programs() -> None:
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert container["postCreateCommand"].split()[:2] == ["make", "setup"]
+    hooks = [hook for repository in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    programs = {hook["entry"].split()[0] for hook in hooks}
+    assert programs == {".venv/bin/ruff", ".venv/bin/mypy", "sh"}
+
+
+@pytest.mark.extras
+@pytest.mark.skipif(not ZIZMOR.exists(), reason="needs zizmor: `make test-extras` installs it")
+def test_zizmor_finds_nothing_that_could_be_turned_against_the_project() -> None:
+    words = [ZIZMOR, "--offline", "--no-progress", "--format", "plain", ".github"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "No findings to report" in found.stdout + found.stderr
