@@ -97,7 +97,7 @@ def test_uv_makes_an_environment_in_which_ddp_trains(installer: str, tmp_path: P
         run(".venv/bin/python", "-c", "import torchvision")
         assert run("make", "setup", "INSTALLER=uv", f"PYTHON={sys.executable}", "TORCH=cpu") == ""
     else:
-        run("uv", "sync", "--quiet", "--inexact", "--locked", "--python", sys.executable)
+        run("uv", "sync", "--quiet", "--inexact", "--extra", "digits", "--locked", "--python", sys.executable)
         assert "torch is not installed" in run(*train, code=2)
         links = os.environ.get("PIP_FIND_LINKS")
         place = ["--find-links", links] if links else ["--torch-backend", "cpu"]
