@@ -34,7 +34,7 @@ SHOWN_BY_BROWSERS = {".json", ".txt", ".svg", ".png"}
 BEFORE_REPORT = """\
 # Report of the examples
 
-[Open the report](report/index.html){{ .md-button }}
+[Open the report](report/index.html){{ .md-button .md-button--primary }}
 
 `ddp report` has made it of the runs below, and of the [claims](docs/reference/claims.md) as they were measured last. It
 is one file that loads nothing, so that it can be mailed. `make site` trains the runs on the machine that builds the
@@ -62,8 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for looks in LOOKS.iterdir():
         shutil.copyfile(looks, (known.to if looks.suffix == ".yml" else pages) / looks.name)
     (pages / "colors.css").write_text(colors())
+    return build(known.to)
+
+
+def build(folder: Path) -> int:
+    """Build the site of the gathered pages in `folder`; returns mkdocs' exit code, 1 for a link that leads nowhere."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    return subprocess.run(command, cwd=known.to, check=False).returncode
+    # Material says at each start when its maintenance ends: pyproject.toml has it.
+    return subprocess.run(command, cwd=folder, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=False).returncode
 
 
 def sources() -> list[Path]:
@@ -133,7 +139,7 @@ def charts(source: Path) -> str:
         return ""
     plots = claim_plots(Claim.model_validate_json(record.read_text()))
     figures = [f"<figure>{plot.svg}<figcaption>{plot.title}</figcaption></figure>" for plot in plots]
-    return "\n## Charts\n\n<div class=\"charts\">\n{}\n</div>\n".format("\n".join(figures)) if figures else ""
+    return '\n## Charts\n\n<div class="charts">\n{}\n</div>\n'.format("\n".join(figures)) if figures else ""
 
 
 def listing(source: Path, files: Sequence[Path]) -> str:
