@@ -105,7 +105,7 @@ def test_a_killed_run_on_two_ranks_goes_on_in_one_process(folder: Path) -> None:
     kept = newest_valid(run / "checkpoints")
     assert kept is not None
     assert (kept.step, len(kept.data)) == (says["killed_after"], says["killed_files"])
-    ended = ddp("train", run / "source" / "tiny.py", "--device", "cpu", "--resume", run)
+    ended = ddp("train", run / "source" / "tiny.py", "--device", "cpu", "--resume", run, "--output", folder)
     assert ended.code == 0, ended.errors
     record = Run(run).record
     assert [each["step"] for each in Run(run).metrics if each["kind"] == "resume"] == [says["killed_after"]]
