@@ -180,11 +180,12 @@ report: setup ## All runs, claims and drills on one page: outputs/report/index.h
 
 site: setup $(if $(RUNS),,build/site/runs/.trained) ## The documentation as a site that needs no network: build/site/html/index.html; RUNS=outputs reports your runs
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[site]'
+	$(if $(RUNS),,cp -r docs/reference/claims build/site/runs)
 	$(BIN)/python -m tools.documentation_site --runs $(or $(RUNS),build/site/runs)
 
 # Trained anew when the code has changed.
 build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setup
-	rm -rf $(@D) && mkdir -p $(@D) && cp -r docs/reference/claims $(@D)
+	rm -rf $(@D) && mkdir -p $(@D)
 	for experiment in linear_regression digits; do for ranks in 1 2; do \
 	  $(BIN)/ddp train $$experiment --layout $$(test $$ranks = 1 && echo single || echo ddp --nproc-per-node $$ranks) \
 	  --device cpu --output $(@D) || exit $$?; done; done
