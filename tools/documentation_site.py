@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ddp_core.base.ending import said_by
+from ddp_core.base.errors import UserError
 from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.style import DARK, LIGHT
 from ddp_lab.report.page import write_report
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, required=True, help="the runs of the report")
     parser.add_argument("--to", type=Path, default=ROOT / "build" / "site", help="the site is built in its folder html")
     known = parser.parse_args(arguments)
+    if not known.runs.is_dir():
+        raise UserError(f"no folder {known.runs}; without RUNS, `make site` trains some runs for the report")
     pages = known.to / "pages"
     gather(pages)
     report(known.runs, pages)
@@ -169,10 +172,7 @@ def colors() -> str:
 
 
 def report(runs: Path, pages: Path) -> None:
-    """Put the report of these runs among the pages, and a page before it that says what they are.
-
-    Raises UserError (2) where there is no such folder.
-    """
+    """Put the report of these runs among the pages, and a page before it that says what they are."""
     with TemporaryDirectory() as folder:
         made = write_report(runs, Path(folder))
         (pages / "report").mkdir()
