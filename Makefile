@@ -43,7 +43,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report portable-digests uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,7 +97,7 @@ test-pythons: setup ## The fast tests on the other Pythons, 3.11 to 3.13, that a
 	  $(NO_GPU) .venv-$$version/bin/python -m pytest @tests/fast.args || exit 1; done
 
 test-extras: setup ## The tests that need other people's packages (peers, foreign, loggers, …), installed into .venv
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,pyright,uv]' -e packages/lab
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[all,foreign,notebooks,schemas,recording,packaging,workflows,site,pyright,uv]' -e packages/lab
 	$(NO_GPU) $(BIN)/python -m pytest -n 2 --dist load -m "extras and not slow" --durations=10
 
 test-streams: setup .venv-streams/.installed ## The tests that need MosaicML's streaming or LitData, which want older packages than the rest
@@ -177,6 +177,19 @@ claims: setup ## Measure what the articles claim, about ten minutes, and judge e
 
 report: setup ## All runs, claims and drills on one page: outputs/report/index.html
 	@$(BIN)/ddp report
+
+site: setup $(if $(RUNS),,build/site/runs/.trained) ## The documentation as a site that needs no network: build/site/html/index.html; RUNS=outputs reports your runs
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[site]'
+	$(if $(RUNS),,cp -r docs/reference/claims build/site/runs)
+	$(BIN)/python -m tools.documentation_site --runs $(or $(RUNS),build/site/runs)
+
+# Trained anew when the code has changed.
+build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setup
+	rm -rf $(@D) && mkdir -p $(@D)
+	for experiment in linear_regression digits; do for ranks in 1 2; do \
+	  $(BIN)/ddp train $$experiment --layout $$(test $$ranks = 1 && echo single || echo ddp --nproc-per-node $$ranks) \
+	  --device cpu --output $(@D) || exit $$?; done; done
+	touch $@
 
 portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
 	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)

@@ -1,0 +1,109 @@
+"""The site of the documentation: every page has a place, every link leads somewhere, and no page needs a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tools import documentation_site
+
+ROOT = Path(__file__).parents[2]
+PLACES = re.findall(r"^ +- (.+): (\S+\.md)$", (ROOT / "docs" / "site" / "mkdocs.yml").read_text(), re.MULTILINE)
+LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+"""Elements that load what an attribute of theirs names."""
+
+built = pytest.mark.extras("mkdocs", "material")
+
+
+class Page(HTMLParser):
+    """What a page loads, where its links lead, and the names of its places."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(file.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.names |= {values[name] for name in ("id", "name") if name in values}
+        if LOADING.get(tag) in values:
+            self.loads.append(values[LOADING[tag]])
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+
+
+def test_every_page_has_one_place_with_a_short_title() -> None:
+    pages = {str(documentation_site.place(source)) for source in documentation_site.sources()}
+    assert sorted(path for _, path in PLACES) == sorted({*pages, "report.md"}), "see nav in docs/site/mkdocs.yml"
+    assert [title for title, _ in PLACES if len(title) > 28] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, with a report of no runs."""
+    runs, folder = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("site")
+    assert documentation_site.main(["--runs", str(runs), "--to", str(folder)]) == 0
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {file: Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
+
+
+@built
+def test_nothing_is_loaded_from_a_network(site: Path, pages: dict[Path, Page]) -> None:
+    loaded = {url for page in pages.values() for url in page.loads}
+    assert {url for url in loaded if re.match(r"(\w+:)?//", url)} == set()
+    styles = "".join(file.read_text() for file in site.rglob("*.css"))
+    assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*", styles) == []
+
+
+@built
+def test_every_link_leads_somewhere(pages: dict[Path, Page]) -> None:
+    nowhere = set()
+    for file, page in pages.items():
+        for link in page.links:
+            url = urlsplit(link)
+            there = (file.parent / unquote(url.path)).resolve() if url.path else file
+            names = pages[there].names if there in pages else set()
+            if not url.scheme and not (there.is_file() and (not url.fragment or unquote(url.fragment) in names)):
+                nowhere.add(f"{file.name}: {link}")
+    assert nowhere == set()
+
+
+@built
+def test_the_search_knows_the_words_of_all_pages(site: Path) -> None:
+    documents = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {document["location"].partition("#")[0] for document in documents}
+    assert {re.sub(r"(README)?\.md$", "", path) for _, path in PLACES} <= {
+        re.sub(r"(index)?\.html$", "", location) for location in found
+    }
+    assert [location for location in found if re.search(r"\.(py|sbatch|yaml|diff)\.html$", location)] == []
+    assert any("micro_batch" in document["text"] for document in documents)
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+
+
+@built
+def test_a_claim_has_its_charts(site: Path) -> None:
+    assert "<svg" in (site / "docs" / "reference" / "claims" / "c05.html").read_text().partition("charts")[2]
+
+
+@built
+@pytest.mark.parametrize("link", ["nowhere.md", "docs/reference/api.md#nowhere", "docs/nowhere.py"])
+def test_a_link_that_leads_nowhere_fails_the_build(site: Path, link: str, capfd: pytest.CaptureFixture[str]) -> None:
+    page = site.parent / "pages" / "SECURITY.md"
+    text = page.read_text()
+    page.write_text(f"{text}\n[x]({link})\n")
+    try:
+        assert documentation_site.build(site.parent) == 1
+        assert link.partition("#")[0] in capfd.readouterr().err
+    finally:
+        page.write_text(text)
