@@ -36,14 +36,14 @@ class Slurm:
 
     environ: dict[str, str]
 
-    def call(self, line: str, job: str = "JOB", more: str = "") -> Ended:
-        """Run a line of the documentation, with this job and `more` words, to its end.
+    def call(self, line: str, job: str = "JOB", more: str = "", **variables: str) -> Ended:
+        """Run a line of the documentation, with this job, `more` words and these environment variables, to its end.
 
         Raises AssertionError where the documentation has no such line, and subprocess.TimeoutExpired after SECONDS.
         """
         assert line in COMMANDS, f"{PAGE.name} has no `{line}`"
         words = re.sub(r"\bdigits\b", TINY, re.sub(r"\bJOB\b", job, line))
-        return self.shell(f"{words} {more}")
+        return self.shell(f"{words} {more}", **variables)
 
     def shell(self, line: str, **variables: str) -> Ended:
         """Run a line of shell to its end. Raises subprocess.TimeoutExpired after SECONDS."""

@@ -99,7 +99,8 @@ def test_what_contradicts_itself_trains_nothing(
 
 
 def test_doctor_says_what_would_start(slurm: Slurm) -> None:
-    ended = slurm.call("srun --label --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp doctor")
+    # With labels, srun prints whole lines: otherwise one node's line may stand in the middle of the other's.
+    ended = slurm.call("srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 ddp doctor", SLURM_LABELIO="1")
     assert "this is node 1 of 2, started by SLURM; `ddp train` starts the 2 ranks of this node" in ended.output
     assert "the nodes meet at node1:" in ended.output
 
