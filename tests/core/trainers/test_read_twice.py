@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,6 +65,22 @@ def test_steps_1_2_4_8_are_looked_at_in_the_first_epoch_alone() -> None:
     assert again % 4 == 0, "whole micro-batches"
     assert read.is_on(0)
     assert not read.is_on(1)
+
+
+def test_reading_again_takes_the_time_that_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 0.4 s, and a millisecond for each of the four samples that are read again."""
+    rows = Rows()
+    rows.reads = [0] * 1600
+    all_batches, read = batches(rows), ReadTwice(batches(rows))
+    now = 0.0
+    monkeypatch.setattr("ddp_core.trainers.read_twice.time.perf_counter", lambda: now + 0.001 * sum(rows.reads))
+    for batch in all_batches.starting_at(0, 200):
+        # What the loop itself reads takes no time here.
+        now += 0.4 - 0.001 * 8
+        read.before_step(batch)
+    spent = 0.001 * (sum(rows.reads) - 1600)
+    powers_of_two = 8 * 4 * 0.001
+    assert 0.003 * now - 0.004 <= spent <= 0.003 * now + powers_of_two
 
 
 def test_a_data_set_that_cannot_be_read_again_is_told() -> None:

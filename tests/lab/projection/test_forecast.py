@@ -61,6 +61,9 @@ def test_the_page_says_what_the_held_out_runs_say() -> None:
     held = sorted(row["forecast_error"] for row in compare() if row["held_out"] and row["forecast_error"] is not None)
     assert f"the {len(held)} held-out forecasts are off by {100 * held[0]:+.1f} to {100 * held[-1]:+.1f} %" in page
     assert f"{100 * median(held):.1f} % in the median" in page
+    beyond = [row["modelled"] / row["published"] - 1 for row in ROWS.values()]
+    assert f"bound {100 * max(beyond):.0f} % too high to {-100 * min(beyond):.0f} % too low" in page
+    assert f"it is {100 * max(beyond):.0f} % too high" in page
     vgg = next(result for result in HELD_OUT if result.what == "Horovod, VGG-16")
     assert f"of 64 MiB the bound would be {100 * bound(replace(vgg, bucket_bytes=64 * 2**20)):.1f} %" in page
     # Li et al.: what batch, buckets and network would have to be for 50 %.

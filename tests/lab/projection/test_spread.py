@@ -52,12 +52,18 @@ class TestMaximum:
         assert measured([1.0, 3.0])(2) == pytest.approx(2.5 / 2 - 1)
         assert measured([2.0, 2.0])(64) == pytest.approx(0)
 
+    def test_one_late_step_in_a_hundred(self) -> None:
+        steps = [1.0] * 99 + [2.0]
+        assert expected_maximum(steps, 1) == pytest.approx(1.01)
+        assert expected_maximum(steps, 64) == pytest.approx(1.47, abs=0.005)
+
     def test_of_normal_times(self) -> None:
         # The maximum of 2 is 1/sqrt(pi), of 3 is 1.5/sqrt(pi); of 16 see David and Nagaraja, table of normal maxima.
         assert normal(0.02)(1) == pytest.approx(0, abs=1e-9)
         assert normal(0.02)(2) == pytest.approx(0.02 / math.sqrt(math.pi), rel=1e-3)
         assert normal(0.02)(3) == pytest.approx(0.03 / math.sqrt(math.pi), rel=1e-3)
         assert normal(0.02)(16) == pytest.approx(0.02 * 1.76599, rel=1e-3)
+        assert normal(0.02)(4096) == pytest.approx(0.02 * 3.6, rel=0.01)
         assert normal(0.0)(1024) == 0
 
 

@@ -1,0 +1,229 @@
+"""Each promise and each ratio of the README and of the explanations has a line that says what carries it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT
+
+KEPT = ROOT / "docs" / "reference" / "promises-kept.md"
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs" / "explanation").glob("*.md"))]
+
+WORDS = re.compile(r"\b(?:always|never|any|no more than|at most)\b", re.IGNORECASE)
+SAME = re.compile(
+    r"(?=.*\b(?:every|each|all)\b).*\b(?:same (?:bits|weights)|bit for bit|one digest|identical)\b",
+    re.IGNORECASE,
+)
+NUMBER = r"\d+(?:\.\d+)?"
+RATIO = r"\d\.\d\d"
+FIGURES = re.compile(
+    # Percent, times and the sign of multiplication; several may share it: "10 and 23 %".
+    rf"(?<![\w.])(?P<some>(?:{NUMBER}(?:,| and| to| beside) )*{NUMBER}) ?(?P<sign>%|x\b|times\b|\u00d7(?! ?\d))"
+    # A ratio such as 1.04, but no version, and nothing with a unit.
+    r"|(?<!torch )(?<!NCCL )(?<!Python )(?<!\d to )(?<![\d.=+-])"
+    rf"(?P<ratio>(?:{RATIO}(?:,| and| to) )*{RATIO})(?!\.?\d)(?! ?(?:ms|s|GB|million)\b)"
+)
+
+NO_PROMISE = {
+    "sums, dot products and statistics with the same bits in any order": "what bitrep says of itself",
+    "any cut of the batch": "what det-train says of itself",
+    "any batch size": "what batch_invariant_ops says of itself",
+    "a referee who finds the first step at which two parties differ": "what Verde says of itself",
+    "MKL's maker promises the same bits on all CPUs": "what Intel says of MKL",
+    "must never be used on one": "what PyTorch says of its files",
+    "74 times as fast on 448 times as many GPUs": "two quotients of figures that stand beside them",
+    "the ones that are left could go on without a restart": "a plan",
+    "will go on for 20 times as long as the rehearsal takes": "a setting",
+}
+"""Parts of sentences that the rule finds and that promise nothing of this project, and why."""
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of a page, or a row of a table after the table's head."""
+
+    page: Path
+    text: str
+
+    @property
+    def says(self) -> str:
+        """The sentence as the page of promises quotes it."""
+        return plain(self.text)
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """Its ratios and percentages with their signs; those of one list are together: `10 and 23`, `%`."""
+        row = plain(self.text.rpartition("\n")[2])
+        return [(found["some"] or found["ratio"], found["sign"] or "") for found in FIGURES.finditer(row)]
+
+    @property
+    def promises(self) -> bool:
+        """Whether it says a figure, or one of the words of a promise, not in the font of code."""
+        words = plain(re.sub(r"`[^`]*`", "", self.text.rpartition("\n")[2]))
+        return bool(WORDS.search(words) or SAME.search(words) or self.figures)
+
+
+def plain(text: str) -> str:
+    """Text without links' targets, stars and the marks of code, in one line."""
+    return " ".join(
+        re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("*", "").replace("`", "").replace(r"\|", "|").split()
+    )
+
+
+def sentences(page: Path) -> Iterator[Sentence]:
+    """What a page says, without its headings and blocks of code."""
+    text = re.sub(r"^#.*$", "", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    for block in re.split(r"\n\s*\n", text):
+        if block.lstrip().startswith("|"):
+            head, *rows = block.strip().splitlines()
+            yield Sentence(page, head)
+            yield from (Sentence(page, f"{head}\n{row}") for row in rows[1:])
+            continue
+        for item in re.split(r"\n *(?:[-*]|\d+\.) ", f"\n{block}"):
+            parts = re.split(r"(?<=[.!?])\s+", " ".join(item.split()))
+            yield from (Sentence(page, part) for part in parts if part)
+
+
+PROMISES = [sentence for page in SOURCES for sentence in sentences(page) if sentence.promises]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the page: a part of a sentence, and what carries it."""
+
+    page: Path
+    quote: str
+    carried_by: str
+
+    def fits(self, sentence: Sentence) -> bool:
+        """Whether the sentence is the quoted one."""
+        return self.page == sentence.page and self.quote in sentence.says
+
+    @property
+    def tests(self) -> list[tuple[Path, str]]:
+        """The named tests: file and function."""
+        return [(ROOT / path, name) for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", self.carried_by)]
+
+    @property
+    def results(self) -> list[list[float]]:
+        """The figures of the named entries of results."""
+        named = re.findall(r"\(\S+/results/(\w+)\.json\) `([^`]+)`", self.carried_by)
+        found = [(f"{name}.json: {entry}", entries(name, entry)) for name, entry in named]
+        assert [entry for entry, values in found if not values] == [], "no such entry"
+        return [values for _, values in found]
+
+    @property
+    def pages(self) -> list[str]:
+        """The texts of the named pages, whose figures tests or results hold."""
+        links = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", self.carried_by)
+        return [" ".join((KEPT.parent / link).read_text().split()) for link in links]
+
+    def missing(self, sentence: Sentence) -> list[str]:
+        """The figures of the sentence that are in no named result or page; none where a test asserts them."""
+        if self.tests:
+            return []
+        return [
+            f"{some} {sign}".strip()
+            for some, sign in sentence.figures
+            if not any(lies_in(values, some, sign) for values in self.results)
+            and not any(stands_on(page, some, sign) for page in self.pages)
+        ]
+
+
+def entries(name: str, wanted: str) -> list[float]:
+    """The numbers of `results/NAME.json` whose path, such as `sum.0.ratio`, fits the pattern."""
+
+    def walk(value: Any, path: str) -> Iterator[tuple[str, float]]:
+        if isinstance(value, dict | list):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from walk(inner, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, int | float):
+            yield path, value
+
+    results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return [value for path, value in walk(results, "") if fnmatchcase(path, wanted)]
+
+
+def lies_in(values: list[float], some: str, sign: str) -> bool:
+    """Whether these figures are among the values as they round; `a to b`: whether these are the ends of all values."""
+    numbers = re.findall(NUMBER, some)
+    if " to " in some:
+        return [
+            rounded(end, number, sign) for end, number in zip((min(values), max(values)), numbers, strict=True)
+        ] == numbers
+    return all(number in [rounded(value, number, sign) for value in values] for number in numbers)
+
+
+def rounded(value: float, like: str, sign: str) -> str:
+    """The value with as many digits as a figure, in percent where that is one."""
+    return f"{100 * value if sign == '%' else value:.{len(like.partition('.')[2])}f}"
+
+
+def stands_on(page: str, some: str, sign: str) -> bool:
+    """Whether each of these figures stands on a page."""
+    return all(re.search(rf"(?<![\d.]){number} {sign}", page) for number in re.findall(NUMBER, some))
+
+
+def kept() -> list[Row]:
+    """The lines of the page, below the headings that name the pages."""
+    rows = []
+    for section in KEPT.read_text().split("\n## ")[1:]:
+        (link,) = re.findall(r"^\[.*\]\((.*)\)$", section.partition("\n")[0])
+        page = (KEPT.parent / link).resolve()
+        rows += [
+            Row(page, plain(quote), carried)
+            for quote, carried in re.findall(r"^\| (.+?) \| (.+) \|$", section, re.M)[1:]
+        ]
+    return rows
+
+
+ROWS = kept()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It never waits.", True),
+        ("Every layout ends with the same bits.", True),
+        ("It takes 12 % longer.", True),
+        ("It takes 1.04 of the time, or 0.87x.", True),
+        ("| W = 2 | 1.10 |", True),
+        ("It needs torch 2.13 and Python 3.11 to 3.13, and 1.04 s.", False),
+        ("`--guard never` with images of 64 \u00d7 64.", False),
+    ],
+)
+def test_the_rule_finds_promises_and_ratios(text: str, found: bool) -> None:
+    assert Sentence(KEPT, text).promises is found
+
+
+def test_each_promise_has_its_line() -> None:
+    open_ones = [
+        f"{sentence.page.name}: {sentence.says}"
+        for sentence in PROMISES
+        if not any(row.fits(sentence) for row in ROWS) and not any(part in sentence.says for part in NO_PROMISE)
+    ]
+    assert open_ones == [], f"give each of them a line in {KEPT.name}, with the test or the figure that carries it"
+
+
+def test_each_line_has_its_promise() -> None:
+    assert [row.quote for row in ROWS if not any(row.fits(sentence) for sentence in PROMISES)] == []
+    assert [part for part in NO_PROMISE if not any(part in sentence.says for sentence in PROMISES)] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.quote[:40])
+def test_what_carries_a_promise_is_there(row: Row) -> None:
+    assert row.tests or row.results or row.pages, "a line without anything that carries it"
+    for path, name in row.tests:
+        assert f"def {name}(" in path.read_text(), f"no test {name} in {path.name}"
+    for sentence in PROMISES:
+        if row.fits(sentence):
+            assert row.missing(sentence) == []
