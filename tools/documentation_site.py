@@ -147,7 +147,7 @@ def charts(source: Path) -> str:
 
 def listing(source: Path, files: Sequence[Path]) -> str:
     """A page of links to the files of a folder."""
-    lines = [f"- [{file.name}]({place(file).name})" for file in files]
+    lines = [f"- [`{file.name}`]({place(file).name})" for file in files]
     return _aside(f"{source.relative_to(ROOT)}/", "\n".join(lines))
 
 
