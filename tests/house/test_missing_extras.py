@@ -26,13 +26,14 @@ from ddp_core import Component, Experiment
 data = Component(name="linear_data", options={"size": 64})
 experiment = Experiment(
     name="mine", model=Component(name="linear"), data=data, loss="mean_squared_error", global_batch_size=8,
-    micro_batch=8, epochs=1)
+    micro_batch=4, epochs=1)
 """
 
 # Every Python that is started with this file on its path, workers included, finds none of these modules.
 BLOCK = "import os, sys\nsys.modules.update(dict.fromkeys(os.environ['DDP_TEST_BLOCKED'].split(',')))\n"
 
-# Calls the mains in one process, so that torch is imported once. Prints, for each, its exit code and what it has said.
+# Calls the mains in one process, so that torch is imported once. Writes, for each, its exit code and what it has said
+# into a file: processes that a main starts may print, too.
 WALK = """
 import contextlib, importlib, io, json
 from pathlib import Path
@@ -44,7 +45,8 @@ for module, words in json.loads(Path("calls.json").read_text()):
             code = importlib.import_module(module).main(words)
         except SystemExit as ended:
             code = ended.code or 0
-    print(json.dumps([code, said.getvalue()]))
+    with open("ended.jsonl", "a") as ended:
+        print(json.dumps([code, said.getvalue()]), file=ended)
 """
 
 
@@ -85,7 +87,7 @@ def walk(folder: Path, calls: list[tuple[str, list[str]]]) -> list[tuple[int, st
     program = ("-W", "ignore", "-c", WALK)
     ended = command(env=env, program=program, cwd=folder)
     assert ended.code == 0, ended.errors
-    return [(code, said) for code, said in map(json.loads, ended.output.splitlines())]
+    return [(code, said) for code, said in map(json.loads, (folder / "ended.jsonl").read_text().splitlines())]
 
 
 def commands(inside: click.Group, *path: str) -> Iterator[list[str]]:
