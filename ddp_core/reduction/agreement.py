@@ -16,6 +16,12 @@ from ddp_core.base.digests import weights_digest
 from .flat import Gradients
 
 
+def refuse_unknown_shares(shares: object) -> None:
+    """Raise ValueError for a name that no way of dealing micro-batches has."""
+    if shares not in ("contiguous", "strided"):
+        raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
+
+
 def refuse_inexact(ddp: DistributedDataParallel) -> None:
     """Raise ValueError for options of DDP that no reduction can make exact."""
     if ddp.broadcast_buffers and any(True for _ in ddp.buffers()):

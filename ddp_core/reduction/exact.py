@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .agreement import refuse_inexact, require_agreement, require_equal_weights, warn_of_threads
+from .agreement import (
+    refuse_inexact,
+    refuse_unknown_shares,
+    require_agreement,
+    require_equal_weights,
+    warn_of_threads,
+)
 from .batch_statistics import BatchStatistics
 from .communication import Channel
 from .contiguous import ContiguousShares
@@ -120,8 +126,8 @@ class ExactReduction:
         node: str | int | None = None,
     ) -> None:
         own = None if isinstance(shares, str) else shares
-        if own is None and shares not in ("contiguous", "strided"):
-            raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
+        if own is None:
+            refuse_unknown_shares(shares)
         self.module = module
         ddp = module if isinstance(module, DistributedDataParallel) else None
         group: dist.ProcessGroup | None = process_group

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
-from ddp_core.reduction.agreement import require_agreement
+from ddp_core.reduction.agreement import refuse_unknown_shares, require_agreement
 from ddp_core.reduction.communication import Channel, in_one_phase
 from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, in_memory_order
@@ -57,8 +57,7 @@ class OwnsPieces(OwnsPart):
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] = "contiguous",
     ) -> None:
-        if shares not in ("contiguous", "strided"):
-            raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
+        refuse_unknown_shares(shares)
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
         gradients = Gradients(module)

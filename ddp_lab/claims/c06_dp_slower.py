@@ -184,7 +184,8 @@ class Clock:
         try:
             return self.function(*arguments)
         finally:
-            # Read inside the wall time, as it was before, so that a thread never runs longer than that.
+            # Both readings of the thread's clock lie between those of the wall clock, so that a thread cannot seem to
+            # run longer than the call took.
             self.running += time.thread_time() - running
             self.wall += time.perf_counter() - wall
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.record import RESULTS
 from tests.support.commands import ROOT
 
 KEPT = ROOT / "docs" / "reference" / "promises-kept.md"
-RESULTS = ROOT / "benchmarks" / "results"
 SOURCES = [ROOT / "README.md", *sorted((ROOT / "docs" / "explanation").glob("*.md"))]
 
 WORDS = re.compile(r"\b(?:always|never|any|no more than|at most)\b", re.IGNORECASE)
@@ -56,7 +56,7 @@ class Sentence:
 
     @property
     def says(self) -> str:
-        """The sentence as the page of promises quotes it."""
+        """The words of the sentence, of which a line of docs/reference/promises-kept.md quotes a part."""
         return plain(self.text)
 
     @property
@@ -67,13 +67,13 @@ class Sentence:
 
     @property
     def promises(self) -> bool:
-        """Whether it says a figure, or one of the words of a promise, not in the font of code."""
+        """Whether it has a figure or a word of a promise; words inside backquotes are code, and do not count."""
         words = plain(re.sub(r"`[^`]*`", "", self.text.rpartition("\n")[2]))
         return bool(WORDS.search(words) or SAME.search(words) or self.figures)
 
 
 def plain(text: str) -> str:
-    """Text without links' targets, stars and the marks of code, in one line."""
+    """The words of a Markdown text in one line, without its marks and without the addresses of its links."""
     return " ".join(
         re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("*", "").replace("`", "").replace(r"\|", "|").split()
     )
@@ -98,14 +98,14 @@ PROMISES = [sentence for page in SOURCES for sentence in sentences(page) if sent
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the page: a part of a sentence, and what carries it."""
+    """A line of promises-kept.md: the page that it quotes, a part of a sentence there, and what carries the promise."""
 
     page: Path
     quote: str
     carried_by: str
 
     def fits(self, sentence: Sentence) -> bool:
-        """Whether the sentence is the quoted one."""
+        """Whether the line quotes this sentence."""
         return self.page == sentence.page and self.quote in sentence.says
 
     @property
@@ -123,7 +123,7 @@ class Row:
 
     @property
     def pages(self) -> list[str]:
-        """The texts of the named pages, whose figures tests or results hold."""
+        """The texts of the pages that the line links to."""
         links = re.findall(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)", self.carried_by)
         return [" ".join((KEPT.parent / link).read_text().split()) for link in links]
 
@@ -154,7 +154,7 @@ def entries(name: str, wanted: str) -> list[float]:
 
 
 def lies_in(values: list[float], some: str, sign: str) -> bool:
-    """Whether these figures are among the values as they round; `a to b`: whether these are the ends of all values."""
+    """Whether each figure is a value, rounded; of `a to b`, whether a is the smallest value and b the largest."""
     numbers = re.findall(NUMBER, some)
     if " to " in some:
         return [
@@ -164,17 +164,17 @@ def lies_in(values: list[float], some: str, sign: str) -> bool:
 
 
 def rounded(value: float, like: str, sign: str) -> str:
-    """The value with as many digits as a figure, in percent where that is one."""
+    """A value written with as many decimals as the figure `like`, and in percent where `sign` is %."""
     return f"{100 * value if sign == '%' else value:.{len(like.partition('.')[2])}f}"
 
 
 def stands_on(page: str, some: str, sign: str) -> bool:
-    """Whether each of these figures stands on a page."""
+    """Whether the page has each of these figures, with this sign behind it."""
     return all(re.search(rf"(?<![\d.]){number} {sign}", page) for number in re.findall(NUMBER, some))
 
 
 def kept() -> list[Row]:
-    """The lines of the page, below the headings that name the pages."""
+    """The lines of promises-kept.md; the heading above them links to the page that they quote."""
     rows = []
     for section in KEPT.read_text().split("\n## ")[1:]:
         (link,) = re.findall(r"^\[.*\]\((.*)\)$", section.partition("\n")[0])
