@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,7 @@ def test_the_pages_show_the_rules_commit_and_the_start_of_the_run(setting: Setti
     )
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_rules_commit_and_its_changes_are_read_from_git(tmp_path: Path) -> None:
     file = tmp_path / "c99_made_up.py"
     file.write_text("rule = 1\n")
