@@ -126,8 +126,8 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         if ranks > 1:
             if not run.is_connected:
                 raise UserError(
-                    f"on {in_words(ranks)} the script makes no process group, so each rank trains for itself: is it one "
-                    "for several processes? (of one that starts its own ranks, write the number as {ranks})"
+                    f"on {in_words(ranks)} the script makes no process group, so each rank trains for itself: is it "
+                    "one for several processes? (of one that starts its own ranks, write the number as {ranks})"
                 )
             found += checks.of_run(run)
     if not runs:

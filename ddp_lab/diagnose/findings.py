@@ -22,8 +22,8 @@ KINDS: dict[str, Kind] = {
     "gradients-differ": Kind(
         "Ranks step with different gradients",
         True,
-        "let DDP wrap the whole model before training, call the wrapped one, and put forward and backward of all but the "
-        "last micro-batch into no_sync()",
+        "let DDP wrap the whole model before training, call the wrapped one, and put forward and backward of all but "
+        "the last micro-batch into no_sync()",
     ),
     "same-samples": Kind(
         "Ranks train on the same samples",
@@ -33,7 +33,7 @@ KINDS: dict[str, Kind] = {
     "weights-start-differently": Kind(
         "Ranks start from different weights",
         True,
-        "wrap the model in DDP, broadcast rank 0's weights before the first step, or set one seed before the model is made",
+        "wrap the model in DDP, or broadcast rank 0's weights before the first step",
     ),
     "weights-drift": Kind(
         "Weights drift apart though all ranks have the same gradients",
@@ -48,14 +48,14 @@ KINDS: dict[str, Kind] = {
     "step-grows-with-ranks": Kind(
         "The gradient grows or shrinks with the number of ranks",
         True,
-        "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide the "
-        "loss by the micro-batches that a step has on this number of ranks",
+        "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide "
+        "the loss by the micro-batches that a step has on this number of ranks",
     ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
         True,
-        "sum the loss, and divide by the number of elements of the whole step, over all micro-batches and ranks (times W "
-        "under DDP, which divides by W)",
+        "sum the loss, and divide by the number of elements of the whole step, over all micro-batches and ranks (times "
+        "W under DDP, which divides by W)",
     ),
     "samples-twice-or-never": Kind(
         "Some samples of an epoch are trained twice, others never",

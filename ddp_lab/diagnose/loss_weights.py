@@ -1,8 +1,8 @@
 """What one element of a loss, such as a token, weighs in the gradient: read off the backward pass, so it is exact.
 
 A mean of a loss function over n elements whose result is multiplied by w on its way to `backward` gives each element
-the weight w / n. Of the loss functions of torch.nn.functional, and of `Tensor.mean`, the n is counted when they are called,
-and w arrives as the gradient of their result.
+the weight w / n. Of the loss functions of torch.nn.functional, and of `Tensor.mean`, the n is counted when they are
+called, and w arrives as the gradient of their result.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Rank:
     steps: list[Step] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
     seed_at_start: int | None = None
-    has_stopped: bool = False
+    has_saved: bool = False
 
     @property
     def is_seeded(self) -> bool:
@@ -101,6 +101,11 @@ class Run:
     def world(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a rank has called torch.save."""
+        return any(rank.has_saved for rank in self.ranks)
 
     @property
     def is_connected(self) -> bool:
@@ -158,8 +163,8 @@ def _rank(events: Iterator[Event]) -> Rank:
             kept[kind].append(event)
         if kind == "start":
             rank.seed_at_start = event["seed"]
-        elif kind == "stopped":
-            rank.has_stopped = True
+        elif kind == "saved":
+            rank.has_saved = True
         elif kind == "pass":
             rank.passes.append(Pass(event))
         elif kind in ("batch", "end"):
