@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from ddp_lab.diagnose.checks import CLEAR, losses_of
 from ddp_lab.diagnose.findings import Finding
@@ -156,28 +157,35 @@ def _epoch(one: Run, run: Run) -> Iterator[Finding]:
     if any(each is None for each in passes):
         return
     alone, *ranks = [each for each in passes if each is not None]
-    kind = alone.begin["sampler"]
-    ids = alone.ids
-    every = [each.ids for each in ranks]
-    samples = alone.begin["samples"]
-    if kind in _DRAW_AGAIN or ids is None or None in every or samples is None or len(set(ids)) != len(ids):
+    if alone.begin["sampler"] in _DRAW_AGAIN:
         return
-    # A loader of something else than indices of the whole data set, as of each rank's own part, tells nothing here.
-    if any(each.begin["samples"] != samples for each in ranks):
+    event, padding = ranks[0].begin, -len(alone.rows) % run.world
+    # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
+    # augmentation hides it.
+    if len(set(alone.rows)) == len(alone.rows):
+        again = _more_than_once([each.rows for each in ranks])
+        if len(again) > padding:
+            evidence = f"in the first epoch {len(again)} samples are trained by two ranks, or twice by one"
+            yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
+            return
+    ids, every = alone.ids, [each.ids for each in ranks]
+    is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
+    if ids is None or None in every or not is_one_data_set or len(set(ids)) != len(ids):
         return
-    together = Counter(each for some in every if some is not None for each in some)
-    twice = sorted(each for each, count in together.items() if count > 1)
-    never = sorted(set(ids) - together.keys())
-    padding = -len(ids) % run.world
-    batch = max(1, len(ranks[0].batches[0]["ids"]))
-    event = ranks[0].begin
-    if len(twice) > max(padding, 0) or len(never) > max(run.world * batch - 1, padding):
+    known = [each for each in every if each is not None]
+    twice, never = _more_than_once(known), sorted(set(ids).difference(*known))
+    global_batch = sum(len(each.batches[0]["ids"]) for each in ranks)
+    if len(twice) > padding or len(never) >= max(global_batch, run.world):
         evidence = f"of {len(ids)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
         yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
     elif twice:
         yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, event["site"])
     elif never:
         yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, event["site"])
+
+
+def _more_than_once(ranks: Sequence[Sequence[Any]]) -> list[Any]:
+    return sorted(each for each, count in Counter(each for some in ranks for each in some).items() if count > 1)
 
 
 def _first_complete(passes: Sequence[Pass]) -> Pass | None:

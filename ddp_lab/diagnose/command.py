@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ _EPILOG = f"""what it does:
 examples:
   ddp diagnose -- train.py --batch-size 8
   ddp diagnose --ranks 1,2 --steps 10 -- train.py
-  ddp diagnose --resume-args "--resume last.pt" -- train.py
+  ddp diagnose --resume-args="--resume last.pt" -- train.py
   ddp diagnose -- spawns_its_ranks.py --gpus {RANKS_WORD}
 exit code: 0 no bug found, 1 bugs, 2 it cannot be run so, or makes no optimizer step
 """
@@ -71,8 +72,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the findings as an HTML page")
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own arguments")
     return parser
 
 
@@ -80,17 +79,21 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Diagnose a script; returns the exit code."""
     make_patient()
-    options = build_parser().parse_args(arguments)
-    script = Script(options.script.resolve(), tuple(options.arguments), Path.cwd())
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own, script_words = (words[: (at := words.index("--"))], words[at + 1 :]) if "--" in words else (words, [])
+    options = build_parser().parse_args(own)
+    if not script_words:
+        raise UserError("no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3")
+    script = Script(Path(script_words[0]).resolve(), tuple(script_words[1:]), Path.cwd())
     if not script.file.is_file():
-        raise UserError(f"{options.script}: no such file")
+        raise UserError(f"{script_words[0]}: no such file")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ddp-diagnose-", ignore_cleanup_errors=True) as scratch:
         runner = Runner(script, Path(scratch).resolve(), began + options.seconds)
         found, notes = _diagnose(runner, options)
     verdict = _verdict(found, options.ranks)
     told = {
-        **{"format": FORMAT, "script": str(options.script), "arguments": options.arguments, "verdict": verdict},
+        **{"format": FORMAT, "script": script_words[0], "arguments": script_words[1:], "verdict": verdict},
         **{"ranks": list(options.ranks), "seconds": round(time.monotonic() - began, 1), "notes": notes},
         "findings": [_as_json(each) for each in found],
     }
