@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -288,6 +289,7 @@ class _Loaders:
         self._batches: Counter[tuple[int, int]] = Counter()
         """By loader and pass, how many batches a model was trained on."""
         self._drawn: dict[int, list[Any]] = {}
+        """By id of a sampler whose loader is just making its iterator, what that one will draw."""
 
     def install(self) -> None:
         """Wrap `DataLoader.__iter__`."""
@@ -298,9 +300,9 @@ class _Loaders:
             number = self._numbers.setdefault(loader, len(self._numbers))
             index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             self._watch_sampler(index_sampler)
-            drawn: list[Any] = []
-            self._drawn[id(index_sampler)] = drawn
+            drawn = self._drawn[id(index_sampler)] = []
             batches = begin(loader)
+            del self._drawn[id(index_sampler)]
             this_pass = self._passes[number]
             self._passes[number] += 1
             self._lengths[number] = _length(loader)
@@ -320,11 +322,12 @@ class _Loaders:
     def handed_out(self, number: int, this_pass: int, index: int, ids: Any, batch: Any) -> None:
         """A batch goes to the script."""
         self._latest = None if number not in self._passes else number
-        listed = ids if isinstance(ids, list) else [ids]
-        known = all(isinstance(each, int) for each in listed)
+        listed = ids if isinstance(ids, list | tuple) else [ids]
+        known = all(isinstance(each, Integral) for each in listed)
         self._recorder.write(
             "batch",
-            **{"loader": number, "pass": this_pass, "index": index, "ids": listed if known else None},
+            **{"loader": number, "pass": this_pass, "index": index},
+            ids=[int(each) for each in listed] if known else None,
             rows=rows(batch),
         )
 
@@ -353,15 +356,12 @@ class _Loaders:
         if "__iter__" not in dir(kind) or getattr(kind.__iter__, "is_traced", False) or kind.__module__ == "builtins":
             return
         begin = kind.__iter__
-        drawn = self._drawn
 
         @wraps(begin)
         def traced(this: Any) -> Iterator[Any]:
-            for each in begin(this):
-                # A sampler may be gone through by another one, too: then nobody asks for what it draws.
-                if id(this) in drawn:
-                    drawn[id(this)].append(list(each) if isinstance(each, list | tuple) else each)
-                yield each
+            # A sampler may be gone through by another one, too: then nobody asks for what it draws.
+            drawn = self._drawn.get(id(this))
+            return begin(this) if drawn is None else _noting(begin(this), drawn)
 
         traced.is_traced = True  # type: ignore[attr-defined]
         kind.__iter__ = traced
@@ -395,6 +395,12 @@ class _Batches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def _noting(items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
+    for each in items:
+        drawn.append(each)
+        yield each
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
