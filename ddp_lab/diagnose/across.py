@@ -99,7 +99,7 @@ def reduction_factor(at: Sequence[Step]) -> float | None:
 
     None where it is no multiple of it, to one part in a hundred, or where the own gradients are unknown.
     """
-    factors = []
+    factors: list[float] = []
     for name, found in at[0].gradients.items():
         owns = [step.gradients.get(name, {}).get("own") for step in at]
         reduced = found["reduced"]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -97,12 +98,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def site() -> str | None:
     """The line of the script's own code that is being executed, as `train.py:31`; None where none is."""
     roots = [root for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _LAB)):
             for root in roots:
                 if file.startswith(root + os.sep):
                     return f"{file[len(root) + 1 :]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -22,10 +22,8 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
 from ddp_core.base.digests import optimizer_digest
 from ddp_core.base.process import die_with_parent
+from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
 from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, UNTIL
@@ -74,7 +72,7 @@ class Tracer:
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         self._is_in_schedule = False
-        self._loaders = _Loaders(recorder)
+        self._loaders = Loaders(recorder)
         self._root: nn.Module | None = None
         self._wrapped: nn.Module | None = None
         self._buffers: dict[str, str] = {}
@@ -96,7 +94,7 @@ class Tracer:
                 self._note_buffers(module)
             return call(module, *words, **named)
 
-        nn.Module.__call__ = traced_call  # type: ignore[method-assign,assignment]
+        nn.Module.__call__ = traced_call  # type: ignore[method-assign]
         _wrap(torch.autograd, "backward", self._begin_backward)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             _wrap(nn.utils, name, self._clip)
@@ -240,7 +238,7 @@ class Tracer:
 
     def _look_at_gradients(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """By parameter: the gradient that the optimizer uses, and what this rank's own samples gave."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters(optimizer):
             if parameter.grad is None:
                 found[name] = {"digest": "none", "own": None, "reduced": None}
@@ -275,132 +273,6 @@ class Tracer:
         sys.stderr.flush()
         # No exception: a script may catch it, and its cleaning up may wait for ranks that have ended.
         os._exit(0)
-
-
-class _Loaders:
-    """The DataLoaders of this process, each with how often it was gone through."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
-        self._passes: Counter[int] = Counter()
-        self._lengths: dict[int, int | None] = {}
-        self._latest: int | None = None
-        self._batches: Counter[tuple[int, int]] = Counter()
-        """By loader and pass, how many batches a model was trained on."""
-        self._drawn: dict[int, list[Any]] = {}
-        """By id of a sampler whose loader is just making its iterator, what that one will draw."""
-
-    def install(self) -> None:
-        """Wrap `DataLoader.__iter__`."""
-        begin = DataLoader.__iter__
-
-        @wraps(begin)
-        def traced(loader: DataLoader[Any]) -> Any:
-            number = self._numbers.setdefault(loader, len(self._numbers))
-            index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-            self._watch_sampler(index_sampler)
-            drawn = self._drawn[id(index_sampler)] = []
-            batches = begin(loader)
-            del self._drawn[id(index_sampler)]
-            this_pass = self._passes[number]
-            self._passes[number] += 1
-            self._lengths[number] = _length(loader)
-            sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-            self._recorder.write(
-                "pass",
-                **{"loader": number, "pass": this_pass, "length": self._lengths[number], "site": site()},
-                **{"samples": _length(loader.dataset), "sampler": type(sampler).__name__},
-                shuffles=getattr(sampler, "shuffle", type(sampler).__name__ == "RandomSampler"),
-                drops_last=bool(loader.drop_last),
-                batch_size=loader.batch_size,
-            )
-            return _Batches(self, batches, number, this_pass, drawn)
-
-        DataLoader.__iter__ = traced  # type: ignore[method-assign]
-
-    def handed_out(self, number: int, this_pass: int, index: int, ids: Any, batch: Any) -> None:
-        """A batch goes to the script."""
-        self._latest = None if number not in self._passes else number
-        listed = ids if isinstance(ids, list | tuple) else [ids]
-        known = all(isinstance(each, Integral) for each in listed)
-        self._recorder.write(
-            "batch",
-            **{"loader": number, "pass": this_pass, "index": index},
-            ids=[int(each) for each in listed] if known else None,
-            rows=rows(batch),
-        )
-
-    def ended(self, number: int, this_pass: int, batches: int) -> None:
-        """A loader has no more batches."""
-        self._recorder.write("end", **{"loader": number, "pass": this_pass, "batches": batches})
-
-    def trained(self) -> None:
-        """A model is trained on the latest batch."""
-        if self._latest is not None:
-            self._batches[self._latest, self._passes[self._latest] - 1] += 1
-
-    def second_pass_comes(self, steps: int, most: int) -> bool:
-        """Whether a training loader is to be gone through a second time within so many steps, and was not yet."""
-        for (number, _), batches in list(self._batches.items()):
-            length = self._lengths[number]
-            if self._batches[number, 1] >= 2 or length is None:
-                continue
-            if (length + 2) * steps <= most * max(batches, self._batches[number, 0]):
-                return True
-        return False
-
-    def _watch_sampler(self, sampler: Any) -> None:
-        """Note what samplers of this class draw; ids stay unknown where it is no class of Python's."""
-        kind = type(sampler)
-        if "__iter__" not in dir(kind) or getattr(kind.__iter__, "is_traced", False) or kind.__module__ == "builtins":
-            return
-        begin = kind.__iter__
-
-        @wraps(begin)
-        def traced(this: Any) -> Iterator[Any]:
-            # A sampler may be gone through by another one, too: then nobody asks for what it draws.
-            drawn = self._drawn.get(id(this))
-            return begin(this) if drawn is None else _noting(begin(this), drawn)
-
-        traced.is_traced = True  # type: ignore[attr-defined]
-        kind.__iter__ = traced
-
-
-class _Batches:
-    """A DataLoader's iterator, which says what it hands out."""
-
-    def __init__(self, loaders: _Loaders, batches: Any, number: int, this_pass: int, drawn: list[Any]) -> None:
-        self._loaders, self._inner, self._number, self._pass = loaders, batches, number, this_pass
-        self._drawn, self._index, self._is_over = drawn, 0, False
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._inner)
-        except StopIteration:
-            if not self._is_over:
-                self._is_over = True
-                self._loaders.ended(self._number, self._pass, self._index)
-            raise
-        ids = self._drawn[self._index] if self._index < len(self._drawn) else None
-        self._loaders.handed_out(self._number, self._pass, self._index, ids, batch)
-        self._index += 1
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-def _noting(items: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-    for each in items:
-        drawn.append(each)
-        yield each
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -440,20 +312,14 @@ def _state_digest(optimizer: Optimizer) -> str:
         return "unknown"
 
 
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except TypeError:
-        return None
-
-
 def _plain(name: str) -> str:
     """The parameter's name without what wrappers put into it."""
     parts = [part for part in name.split(".") if part not in ("module", "_orig_mod", "_fsdp_wrapped_module")]
     return ".".join(parts) or name
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    each: type[Any]
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
