@@ -23,7 +23,10 @@ def of_run(run: Run) -> list[Finding]:
     found = [*samples_of(run), *same_dropout(run), *unlike_weights(run), *rates(run)]
     if run.is_sharded:
         return [*found, Finding("sharded", "parameters are DTensors: each rank holds its part", run.world)]
-    return [*found, *weights_and_gradients(run), *buffers(run)]
+    differing = list(weights_and_gradients(run))
+    if any(each.name == "rates-differ" for each in found):  # weights drift then, too
+        differing = [each for each in differing if each.name != "weights-drift"]
+    return [*found, *differing, *buffers(run)]
 
 
 def weights_and_gradients(run: Run) -> Iterator[Finding]:

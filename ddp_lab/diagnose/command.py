@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ddp-diagnose-", ignore_cleanup_errors=True) as scratch:
         runner = Runner(script, Path(scratch).resolve(), began + options.seconds)
         found, notes = _diagnose(runner, options)
-    verdict = _verdict(found, options.ranks)
+    verdict = _verdict(found, options.ranks, notes)
     told = {
         **{"format": FORMAT, "script": script_words[0], "arguments": script_words[1:], "verdict": verdict},
         **{"ranks": list(options.ranks), "seconds": round(time.monotonic() - began, 1), "notes": notes},
@@ -182,13 +182,14 @@ def _lines(found: Sequence[Finding], notes: Sequence[str]) -> list[str]:
     return lines
 
 
-def _verdict(found: Sequence[Finding], ranks: Sequence[int]) -> str:
+def _verdict(found: Sequence[Finding], ranks: Sequence[int], notes: Sequence[str]) -> str:
     bugs = [each for each in found if each.kind.is_bug]
     if bugs:
         more = f", and {len(bugs) - 1} more" if len(bugs) > 1 else ""
         return f"{bugs[0].name}{more}: mend this first, then look again"
     said = f" ({len(found)} by design)" if found else ""
-    return f"no bug found on {', '.join(map(str, sorted(set(ranks))))} ranks{said}"
+    unseen = "; not all was seen, as the notes say" if notes else ""
+    return f"no bug found on {', '.join(map(str, sorted(set(ranks))))} ranks{said}{unseen}"
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:

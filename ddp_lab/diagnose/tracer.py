@@ -75,7 +75,7 @@ class Tracer:
         self._loaders = Loaders(recorder)
         self._root: nn.Module | None = None
         self._wrapped: nn.Module | None = None
-        self._buffers: dict[str, str] = {}
+        self._buffer_digests: dict[str, str] = {}
 
     def install(self) -> None:
         """Hook into everything that an event tells of."""
@@ -105,7 +105,7 @@ class Tracer:
 
     def _forward(self, call: Callable[..., Any], module: nn.Module, words: Any, named: Any) -> Any:
         is_training = torch.is_grad_enabled() and module.training
-        self._root, self._wrapped, self._buffers = module, getattr(module, "module", None), {}
+        self._root, self._wrapped, self._buffer_digests = module, getattr(module, "module", None), {}
         try:
             if not is_training:
                 return call(module, *words, **named)
@@ -117,7 +117,12 @@ class Tracer:
             self._loaders.trained()
             self._recorder.write(
                 "forward",
-                **{"samples": rows([words, named]), "sync": sync, "generators": before, "buffers": self._buffers},
+                **{
+                    "samples": rows([words, named]),
+                    "sync": sync,
+                    "generators": before,
+                    "buffers": self._buffer_digests,
+                },
                 moved=[name for name, state in _generators().items() if state != before[name]],
             )
             return result
@@ -125,7 +130,7 @@ class Tracer:
             self._root = self._wrapped = None
 
     def _note_buffers(self, module: nn.Module) -> None:
-        self._buffers = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}
+        self._buffer_digests = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}
 
     def _hook_parameters(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -313,9 +318,8 @@ def _state_digest(optimizer: Optimizer) -> str:
 
 
 def _plain(name: str) -> str:
-    """The parameter's name without what wrappers put into it."""
-    parts = [part for part in name.split(".") if part not in ("module", "_orig_mod", "_fsdp_wrapped_module")]
-    return ".".join(parts) or name
+    """The parameter's name without what DDP puts into it."""
+    return ".".join(part for part in name.split(".") if part != "module") or name
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

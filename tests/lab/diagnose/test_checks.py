@@ -77,6 +77,7 @@ def test_what_differs_between_ranks_has_a_name(changes: dict[str, Any], found: l
 def test_what_follows_from_another_bug_is_not_named_beside_it() -> None:
     other = {"w": {"digest": "other", "own": None, "reduced": None}}
     assert names(checks.of_run(two(gradients=other, weights={"w": "other"}))) == ["gradients-differ"]
+    assert names(checks.of_run(two(rates=[0.2], weights={"w": "other"}))) == ["rates-differ"]
 
 
 def test_weights_that_are_made_equal_again_are_local_sgd() -> None:
