@@ -146,23 +146,25 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
     if options.resume_args is not None:
-        found += _after_resume(runner, min(runs), options, repeatable, notes)
+        try:
+            found += _after_resume(runner, min(runs), options, repeatable)
+        except UserError as error:
+            notes.append(f"the resume was not looked at: {error}")
     return by_harm(found), notes
 
 
-def _after_resume(
-    runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool, notes: list[str]
-) -> list[Finding]:
-    """Stop the script after a checkpoint, go on in its folder, and compare with a run that has not stopped."""
+def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool) -> list[Finding]:
+    """Stop the script after a checkpoint, go on in its folder, and compare with a run that has not stopped.
+
+    Raises UserError where that cannot be done.
+    """
     if not repeatable:
-        notes.append("the resume was not looked at: two runs without a stop differ already")
-        return []
+        raise UserError("two runs without a stop differ already")
     print(f"running {in_words(ranks)} until a checkpoint, from it, and without a stop …", flush=True)
     folder = runner.folder()
     stopped = runner.run(ranks, options.steps, until="saved", folder=folder)
     if not stopped.has_saved:
-        notes.append(f"the resume was not looked at: {len(stopped.ranks[0].steps)} steps without a torch.save")
-        return []
+        raise UserError(f"{len(stopped.ranks[0].steps)} steps without a torch.save")
     resumed = runner.run(ranks, options.steps, folder=folder, more=shlex.split(options.resume_args))
     straight = runner.run(ranks, len(stopped.ranks[0].steps) + options.steps)
     return list(not_restored(straight, stopped, resumed))

@@ -112,7 +112,8 @@ KINDS: dict[str, Kind] = {
     "resume-generators": Kind(
         "After a resume the random numbers are others",
         True,
-        "save and load the states of the generators, or derive seeds from the step",
+        "save and load the states of the generators (a DataLoader draws from torch's when it begins), or derive seeds "
+        "from the step",
     ),
     "not-repeatable": Kind(
         "Two equal runs differ, though a seed is set",

@@ -128,3 +128,12 @@ def test_wrong_words_are_told_in_one_line(
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ddp: error: {message}")
+
+
+@pytest.mark.slow
+def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
+    script = write(tmp_path, "import torch\ntorch.manual_seed(0)\n" + TRAINS + STEP)
+    ended = diagnose(tmp_path, "--ranks", "1", "--resume-args=", "--", script)
+    assert ended.code == 0, ended.errors
+    assert "note: the resume was not looked at: 1 steps without a torch.save" in ended.output
+    assert ended.output.endswith("verdict: no bug found on 1 ranks; not all was seen, as the notes say\n")
