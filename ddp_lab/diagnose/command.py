@@ -191,7 +191,9 @@ def _verdict(found: Sequence[Finding], ranks: Sequence[int], notes: Sequence[str
         return f"{bugs[0].name}{more}: mend this first, then look again"
     said = f" ({len(found)} by design)" if found else ""
     unseen = "; not all was seen, as the notes say" if notes else ""
-    return f"no bug found on {', '.join(map(str, sorted(set(ranks))))} ranks{said}{unseen}"
+    counts = sorted(set(ranks))
+    listed = in_words(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
+    return f"no bug found on {listed}{said}{unseen}"
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:

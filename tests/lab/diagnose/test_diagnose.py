@@ -136,4 +136,4 @@ def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     ended = diagnose(tmp_path, "--ranks", "1", "--resume-args=", "--", script)
     assert ended.code == 0, ended.errors
     assert "note: the resume was not looked at: 1 steps without a torch.save" in ended.output
-    assert ended.output.endswith("verdict: no bug found on 1 ranks; not all was seen, as the notes say\n")
+    assert ended.output.endswith("verdict: no bug found on 1 rank; not all was seen, as the notes say\n")
