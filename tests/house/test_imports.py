@@ -41,7 +41,14 @@ LAB_FLOORS = [
         "ddp_lab.report.values",
     ],
     ["ddp_lab.claims.measuring", "ddp_lab.cluster", "ddp_lab.report.reading"],
-    ["ddp_lab.chaos", "ddp_lab.claims", "ddp_lab.projection", "ddp_lab.report.charts", "ddp_lab.sweep"],
+    [
+        "ddp_lab.chaos",
+        "ddp_lab.claims",
+        "ddp_lab.diagnose",
+        "ddp_lab.projection",
+        "ddp_lab.report.charts",
+        "ddp_lab.sweep",
+    ],
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}

@@ -19,6 +19,7 @@ PAGES = [
     "from-one-gpu-to-many-nodes",
     "hand-over-a-result",
     "my-training-hangs",
+    "my-loss-changes-with-the-number-of-gpus",
 ]
 INSTALLING = ("mkdir first-", "python3 -m venv", "source .venv", "pip install", "make ", "cp experiments/")
 """Commands that make the environment, for which the fixture `installed` stands, or that need a clone."""

@@ -35,7 +35,7 @@ COMMANDS = (
     "rendezvous",
     "completion",
 )
-OFFERED = ("chaos", "claims", "launch-files", "probe", "project", "report", "sweep")
+OFFERED = ("chaos", "claims", "diagnose", "launch-files", "probe", "project", "report", "sweep")
 EXPERIMENTS = ("digits", "linear_regression", "counter_buffer", "toy_mlp", "resnet18_synthetic", "fashion_mnist")
 
 

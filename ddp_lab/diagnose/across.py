@@ -1,0 +1,196 @@
+"""What changes with the number of ranks: a run on one rank, beside the same run again, and beside runs on more."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ddp_lab.diagnose.checks import CLEAR, losses_of
+from ddp_lab.diagnose.findings import Finding
+from ddp_lab.diagnose.trace import Pass, Run, Step
+
+_DRAW_AGAIN = ("WeightedRandomSampler",)
+"""Samplers that draw samples more than once on purpose."""
+
+
+def not_repeatable(one: Run, again: Run) -> Iterator[Finding]:
+    """What differs first between two runs that should be equal."""
+    for at, (step, other) in enumerate(zip(one.ranks[0].steps, again.ranks[0].steps, strict=False), start=1):
+        if what := _first_of_step(step, other):
+            name = "not-repeatable" if one.ranks[0].is_seeded else "no-seed"
+            yield Finding(name, f"step {at}: {what}", one.world, step.event["site"])
+            return
+
+
+def _first_of_step(step: Step, other: Step) -> str | None:
+    """The first thing in which two equal steps differ, in the order in which a step makes them."""
+    before, before_other = step.event["weights_before"], other.event["weights_before"]
+    if step.number == 1 and before != before_other:
+        return f"the weights differ from the start, the first of them {first_difference(before, before_other)}"
+    if step.samples != other.samples:
+        return "other samples, or the same ones otherwise augmented"
+    for forward, forward_other in zip(step.forwards, other.forwards, strict=False):
+        for generator in forward["moved"]:
+            if forward["generators"][generator] != forward_other["generators"].get(generator):
+                return f"forward draws from {generator}, which stands elsewhere"
+    digests = [{name: each["digest"] for name, each in each_step.gradients.items()} for each_step in (step, other)]
+    if digests[0] != digests[1]:
+        return f"the same weights and samples give another gradient of {first_difference(*digests)}"
+    if name := first_difference(step.event["weights"], other.event["weights"]):
+        return f"the same gradients give other weights of {name}"
+    return None
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first name with another digest; None where all are the same."""
+    return next((name for name in (*one, *other) if one.get(name) != other.get(name)), None)
+
+
+def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
+    """What a run on more ranks does otherwise than the run on one."""
+    yield from _step_grows(one, run)
+    yield from _schedule(one, run)
+    yield from _batch(one, run)
+    yield from _epoch(one, run)
+
+
+def _step_grows(one: Run, run: Run) -> Iterator[Finding]:
+    """What all elements of a step weigh together: a mean gives 1, on any number of ranks."""
+    if one.is_sharded or run.is_sharded:
+        return
+    at_one, at_all = _whole_weight([one.ranks[0].steps[0]]), _whole_weight(next(run.by_step()))
+    if at_one is None or at_all is None:
+        return
+    (alone, elements_alone), (together, elements) = at_one, at_all
+    factor, is_mean = together / alone, abs(alone - 1) < CLEAR
+    grows = elements / elements_alone
+    for expected, words in ((run.world, f"{run.world} times"), (1 / run.world, f"a {run.world}th of")):
+        # A sum that is meant grows with its elements; a mean never does.
+        if abs(factor / expected - 1) < CLEAR and (is_mean or abs(grows / expected - 1) > CLEAR):
+            evidence = (
+                f"step 1: all elements of the loss together weigh {together:.4g} on {run.world} ranks, {words} the "
+                f"{alone:.4g} on one"
+            )
+            yield Finding("step-grows-with-ranks", evidence, run.world, run.ranks[0].steps[0].event["site"])
+
+
+def _whole_weight(at: Sequence[Step]) -> tuple[float, int] | None:
+    """What the elements of a loss weigh together in the gradient that the optimizer uses, and how many they are."""
+    factor = reduction_factor(at)
+    if factor is None:
+        return None
+    weight: dict[tuple[str, int], float] = defaultdict(float)
+    elements: Counter[tuple[str, int]] = Counter()
+    for step in at:
+        for loss in losses_of(step):
+            key = loss["site"], loss["call"]
+            weight[key] += loss["weight"] * loss["elements"] / len(at)
+            elements[key] += loss["elements"]
+    if not weight:
+        return None
+    key = next(iter(weight))
+    return (factor * weight[key], elements[key]) if weight[key] else None
+
+
+def reduction_factor(at: Sequence[Step]) -> float | None:
+    """The gradient that the optimizer uses, before clipping, as a multiple of the mean of the ranks' own gradients.
+
+    None where it is no multiple of it, to one part in a hundred, or where the own gradients are unknown.
+    """
+    factors: list[float] = []
+    for name, found in at[0].gradients.items():
+        owns = [step.gradients.get(name, {}).get("own") for step in at]
+        reduced = found["reduced"]
+        if reduced is None or any(own is None for own in owns):
+            continue
+        mean = [sum(parts) / len(at) for parts in zip(*owns, strict=True)]
+        square = sum(each * each for each in mean)
+        if square <= 0:
+            continue
+        factor = sum(one * other for one, other in zip(mean, reduced, strict=True)) / square
+        rest = sum((factor * one - other) ** 2 for one, other in zip(mean, reduced, strict=True))
+        if rest > (CLEAR / 2) ** 2 * factor * factor * square:
+            return None
+        factors.append(factor)
+    if not factors or max(factors) - min(factors) > CLEAR * abs(median(factors)):
+        return None
+    return median(factors)
+
+
+def _schedule(one: Run, run: Run) -> Iterator[Finding]:
+    """A schedule that moves on W times a step on W ranks; else rates that are others than on one rank."""
+    # Before the second step a schedule may have made its first move when it was built, so count from there on.
+    counts = [[len(step.schedules) for step in each.ranks[0].steps[1:]] for each in (one, run)]
+    if all(counts) and set(counts[0]) == {1} and set(counts[1]) == {run.world}:
+        event = run.ranks[0].steps[1].schedules[0]
+        evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
+        yield Finding("schedule-steps-with-ranks", evidence, run.world, event["site"])
+        return
+    for step, other in zip(one.ranks[0].steps, run.ranks[0].steps, strict=False):
+        here, there = step.event["rates"], other.event["rates"]
+        if len(here) == len(there) and any(abs(a - b) > CLEAR * abs(a) for a, b in zip(here, there, strict=True)):
+            evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
+            yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
+            return
+
+
+def _batch(one: Run, run: Run) -> Iterator[Finding]:
+    """How many samples the first step has, and which."""
+    alone = one.ranks[0].steps[0].samples
+    together = [sample for step in next(run.by_step()) for sample in step.samples]
+    if not alone or not together:
+        return
+    if len(together) != len(alone):
+        evidence = f"step 1: {len(together)} samples on {run.world} ranks, {len(alone)} on one"
+        yield Finding("batch-grows", evidence, run.world)
+    elif sorted(together) != sorted(alone):
+        common = sum((Counter(together) & Counter(alone)).values())
+        evidence = f"step 1: {common} of {len(alone)} samples are those that one rank trains on"
+        yield Finding("order-depends-on-ranks", evidence, run.world)
+
+
+def _epoch(one: Run, run: Run) -> Iterator[Finding]:
+    """Samples that an epoch has twice or never, where one rank has each once."""
+    passes = [_first_complete(each.training_passes()) for each in (*one.ranks, *run.ranks)]
+    if any(each is None for each in passes):
+        return
+    alone, *ranks = [each for each in passes if each is not None]
+    if alone.begin["sampler"] in _DRAW_AGAIN:
+        return
+    event, padding = ranks[0].begin, -len(alone.rows) % run.world
+    # The samples' content tells what is trained twice, also where each rank counts its own part from 0; random
+    # augmentation hides it.
+    if len(set(alone.rows)) == len(alone.rows):
+        again = _more_than_once([each.rows for each in ranks])
+        if len(again) > padding:
+            evidence = f"in the first epoch {len(again)} samples are trained by two ranks, or twice by one"
+            yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
+            return
+    ids, every = alone.ids, [each.ids for each in ranks]
+    is_one_data_set = len({each.begin["samples"] for each in (alone, *ranks)}) == 1
+    if ids is None or None in every or not is_one_data_set or len(set(ids)) != len(ids):
+        return
+    known = [each for each in every if each is not None]
+    twice, never = _more_than_once(known), sorted(set(ids).difference(*known))
+    global_batch = sum(len(each.batches[0]["ids"]) for each in ranks)
+    if len(twice) > padding or len(never) >= max(global_batch, run.world):
+        evidence = f"of {len(ids)} samples {len(twice)} are trained by two ranks or twice, {len(never)} by none"
+        yield Finding("samples-twice-or-never", evidence, run.world, event["site"])
+    elif twice:
+        yield Finding("padding", f"samples {_some(twice)} come twice in the first epoch", run.world, event["site"])
+    elif never:
+        yield Finding("left-out", f"samples {_some(never)} are not in the first epoch", run.world, event["site"])
+
+
+def _more_than_once(ranks: Sequence[Sequence[Any]]) -> list[Any]:
+    return sorted(each for each, count in Counter(each for some in ranks for each in some).items() if count > 1)
+
+
+def _first_complete(passes: Sequence[Pass]) -> Pass | None:
+    return passes[0] if passes and passes[0].is_complete and passes[0].batches else None
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")

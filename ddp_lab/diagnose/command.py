@@ -1,0 +1,220 @@
+"""The command line of `ddp diagnose`: runs the script, prints what was found, the most harmful first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.process import make_patient
+from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.findings import Finding, by_harm
+from ddp_lab.diagnose.resumed import not_restored
+from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
+from ddp_lab.diagnose.trace import Run
+
+FORMAT = "ddp-diagnose/1"
+FOUND = 1
+"""The exit code where a bug was found."""
+_EPILOG = f"""what it does:
+  runs the script, unchanged, on CPU, over gloo, on each number of ranks, and on one rank twice; looks at what each rank
+  does in some steps; and ends it. Each run has its own copy of the folder that you are in, in a scratch folder.
+examples:
+  ddp diagnose -- train.py --batch-size 8
+  ddp diagnose --ranks 1,2 --steps 10 -- train.py
+  ddp diagnose --resume-args="--resume last.pt" -- train.py
+  ddp diagnose -- spawns_its_ranks.py --gpus {RANKS_WORD}
+exit code: 0 no bug found, 1 bugs, 2 it cannot be run so, or makes no optimizer step
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError, which is one line; argparse would print all options before it."""
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of `ddp diagnose`."""
+    parser = _Parser(
+        prog="ddp diagnose",
+        usage="ddp diagnose [OPTIONS] -- SCRIPT [ARGUMENTS]",
+        description="Say what makes the result of a PyTorch training script depend on the number of ranks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--steps",
+        type=_count,
+        default=5,
+        metavar="N",
+        help="optimizer steps to look at; more where a second epoch is near (default: 5)",
+    )
+    parser.add_argument(
+        "--ranks", type=_counts, default=(1, 2, 3), metavar="N,N,...", help="numbers of ranks (default: 1,2,3)"
+    )
+    parser.add_argument(
+        "--resume-args",
+        metavar="WORDS",
+        help="arguments by which the script goes on from its own checkpoint: then it is stopped and resumed, too",
+    )
+    parser.add_argument(
+        "--seconds", type=_count, default=600, metavar="N", help="end all runs after so many seconds (default: 600)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the findings as an HTML page")
+    return parser
+
+
+@said_by("ddp")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Diagnose a script; returns the exit code."""
+    make_patient()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own, script_words = (words[: (at := words.index("--"))], words[at + 1 :]) if "--" in words else (words, [])
+    options = build_parser().parse_args(own)
+    if not script_words:
+        raise UserError("no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3")
+    script = Script(Path(script_words[0]).resolve(), tuple(script_words[1:]), Path.cwd())
+    if not script.file.is_file():
+        raise UserError(f"{script_words[0]}: no such file")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ddp-diagnose-", ignore_cleanup_errors=True) as scratch:
+        runner = Runner(script, Path(scratch).resolve(), began + options.seconds)
+        found, notes = _diagnose(runner, options)
+    verdict = _verdict(found, options.ranks, notes)
+    told = {
+        **{"format": FORMAT, "script": script_words[0], "arguments": script_words[1:], "verdict": verdict},
+        **{"ranks": list(options.ranks), "seconds": round(time.monotonic() - began, 1), "notes": notes},
+        "findings": [_as_json(each) for each in found],
+    }
+    if options.json:
+        _write(options.json, json.dumps(told, indent=1) + "\n")
+    if options.html:
+        from ddp_lab.diagnose.page import page
+
+        _write(options.html, page(told))
+    for line in _lines(found, notes):
+        print(line)
+    print(f"verdict: {verdict}")
+    return FOUND if any(each.kind.is_bug for each in found) else ExitCode.DONE
+
+
+def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding], list[str]]:
+    """All findings by harm, and what could not be looked at."""
+    found: list[Finding] = []
+    notes: list[str] = []
+    runs: dict[int, Run] = {}
+    problems: list[str] = []
+    for ranks in sorted(set(options.ranks)):
+        print(f"running {in_words(ranks)} …", flush=True)
+        try:
+            run = runs[ranks] = runner.run(ranks, options.steps, until="epoch")
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if run.problem:
+            notes.append(
+                f"on {in_words(ranks)}, after {min(len(rank.steps) for rank in run.ranks)} steps: {run.problem}"
+            )
+        if ranks > 1:
+            if not run.is_connected:
+                raise UserError(
+                    f"on {in_words(ranks)} the script makes no process group, so each rank trains for itself: is it "
+                    "one for several processes? (of one that starts its own ranks, write the number as {ranks})"
+                )
+            found += checks.of_run(run)
+    if not runs:
+        raise UserError(problems[0])
+    notes += problems
+    repeatable = True
+    if 1 in runs:
+        print("running 1 rank again …", flush=True)
+        differing = list(across.not_repeatable(runs[1], runner.run(1, options.steps)))
+        found += differing
+        repeatable = not differing
+        for ranks, run in runs.items():
+            if ranks > 1:
+                found += across.with_ranks(runs[1], run)
+    if options.resume_args is not None:
+        try:
+            found += _after_resume(runner, min(runs), options, repeatable)
+        except UserError as error:
+            notes.append(f"the resume was not looked at: {error}")
+    return by_harm(found), notes
+
+
+def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool) -> list[Finding]:
+    """Stop the script after a checkpoint, go on in its folder, and compare with a run that has not stopped.
+
+    Raises UserError where that cannot be done.
+    """
+    if not repeatable:
+        raise UserError("two runs without a stop differ already")
+    print(f"running {in_words(ranks)} until a checkpoint, from it, and without a stop …", flush=True)
+    folder = runner.folder()
+    stopped = runner.run(ranks, options.steps, until="saved", folder=folder)
+    if not stopped.has_saved:
+        raise UserError(f"{len(stopped.ranks[0].steps)} steps without a torch.save")
+    resumed = runner.run(ranks, options.steps, folder=folder, more=shlex.split(options.resume_args))
+    straight = runner.run(ranks, len(stopped.ranks[0].steps) + options.steps)
+    return list(not_restored(straight, stopped, resumed))
+
+
+def _lines(found: Sequence[Finding], notes: Sequence[str]) -> list[str]:
+    lines = [""]
+    for each in found:
+        kind = each.kind
+        lines.append(f"{'BUG' if kind.is_bug else 'by design'}: {kind.title} ({each.name})")
+        lines.append(f"  seen on {in_words(each.ranks)}: {each.evidence}")
+        if each.site:
+            lines.append(f"  where: {each.site}")
+        lines += [f"  mend: {kind.mend}", f"  more: {each.link}", ""]
+    if notes:
+        lines += [*(f"note: {note}" for note in notes), ""]
+    return lines
+
+
+def _verdict(found: Sequence[Finding], ranks: Sequence[int], notes: Sequence[str]) -> str:
+    bugs = [each for each in found if each.kind.is_bug]
+    if bugs:
+        more = f", and {len(bugs) - 1} more" if len(bugs) > 1 else ""
+        return f"{bugs[0].name}{more}: mend this first, then look again"
+    said = f" ({len(found)} by design)" if found else ""
+    unseen = "; not all was seen, as the notes say" if notes else ""
+    counts = sorted(set(ranks))
+    listed = in_words(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
+    return f"no bug found on {listed}{said}{unseen}"
+
+
+def _as_json(finding: Finding) -> dict[str, Any]:
+    kind = finding.kind
+    severity = "bug" if kind.is_bug else "by design"
+    return asdict(finding) | {"title": kind.title, "severity": severity, "mend": kind.mend, "link": finding.link}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}", ExitCode.RESOURCES) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to 100000")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))

@@ -1,0 +1,109 @@
+"""The trace file of one process of a diagnosed script, and what is written of tensors: digests, and a few elements."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from ddp_core.base.digests import bytes_of
+from ddp_lab.diagnose.variables import ROOTS
+
+ELEMENTS = 64
+"""So many elements of each gradient are written: enough to tell a factor, and sums and means of them stay exact."""
+_TORCH = str(Path(torch.__file__).parent)
+_LAB = str(Path(__file__).parent)
+
+
+class Recorder:
+    """Writes events, one JSON line each, into a file of this process; a forked child gets a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: TextIO | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def write(self, event: str, **details: Any) -> None:
+        """Append one event; it is in the file when this returns."""
+        if self._file is None:
+            self._file = (self._folder / f"{os.getpid()}.jsonl").open("a")
+        self._file.write(json.dumps({"event": event} | details) + "\n")
+        self._file.flush()
+
+    def _forget(self) -> None:
+        # What the parent has written is flushed already, so the child's copy of the file has nothing left to write.
+        self._file = None
+
+
+def digest(tensor: Tensor) -> str:
+    """A short digest of shape, dtype and bytes; of a DTensor, of what this rank holds."""
+    here = dense(tensor)
+    found = blake2b(f"{here.dtype} {tuple(here.shape)}".encode(), digest_size=8)
+    found.update(bytes_of(here.cpu()).contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digest_of_bytes(content: bytes) -> str:
+    """A short digest of bytes."""
+    return blake2b(content, digest_size=8).hexdigest()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor without gradient, as an ordinary one."""
+    here = tensor.detach()
+    if hasattr(here, "to_local"):
+        here = here.to_local()
+    return here.to_dense() if here.layout != torch.strided else here
+
+
+def some_elements(tensor: Tensor) -> Tensor:
+    """ELEMENTS of the tensor at most, as float64, at the same places of each tensor of this shape."""
+    flat = dense(tensor).reshape(-1)
+    if len(flat) > ELEMENTS:
+        flat = flat[torch.linspace(0, len(flat) - 1, ELEMENTS).long()]
+    return flat.to("cpu", torch.float64)
+
+
+def rows(tree: Any) -> list[str]:
+    """A digest of each sample of a batch: of the rows of all tensors that are as long as the first one."""
+    tensors = [dense(each).cpu() for each in _tensors(tree) if each.dim()]
+    if not tensors:
+        return []
+    tensors = [each for each in tensors if len(each) == len(tensors[0])]
+    return [
+        digest_of_bytes(b"".join(bytes_of(each[row]).contiguous().numpy().tobytes() for each in tensors))
+        for row in range(len(tensors[0]))
+    ]
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for each in tree.values():
+            yield from _tensors(each)
+    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
+        for each in tree:
+            yield from _tensors(each)
+
+
+def site() -> str | None:
+    """The line of the script's own code that is being executed, as `train.py:31`; None where none is."""
+    roots = [root for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _LAB)):
+            for root in roots:
+                if file.startswith(root + os.sep):
+                    return f"{file[len(root) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None

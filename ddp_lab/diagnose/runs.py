@@ -1,0 +1,207 @@
+"""Starts a script, unchanged, on a number of ranks, in a copy of the folder that it is started in; reads its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.world import free_port
+from ddp_lab.diagnose.trace import Run, read_run
+from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, UNTIL
+
+RANKS_WORD = "{ranks}"
+"""Stands in the script's arguments for the number of ranks: then the script starts them itself."""
+_BOOTSTRAP = Path(__file__).parent / "bootstrap"
+_LEFT_OUT = {"__pycache__", "venv", "node_modules"}
+"""Folders that are not copied, beside those whose names begin with a dot."""
+_LARGEST_COPIED = 50 << 20
+_MOST_BYTES = 2 << 30
+_MOST_FILES = 20_000
+_PEERS_SECONDS = 10.0
+"""After one rank has failed, the others have so long to end by themselves."""
+_POLL_SECONDS = 0.05
+_TAIL_LINES = 200
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is to be diagnosed: a file, its arguments, and the folder that it is started in."""
+
+    file: Path
+    arguments: tuple[str, ...]
+    folder: Path
+
+    @property
+    def starts_its_ranks(self) -> bool:
+        """Whether its arguments say how many ranks it shall start itself."""
+        return any(RANKS_WORD in word for word in self.arguments)
+
+
+class Runner:
+    """Starts the script on some ranks, in folders below `scratch`, until `deadline` (of time.monotonic)."""
+
+    def __init__(self, script: Script, scratch: Path, deadline: float) -> None:
+        self._script = script
+        self._scratch = scratch
+        self._deadline = deadline
+        self._copies = 0
+        self._runs = 0
+
+    def folder(self) -> Path:
+        """A new copy of the folder that the script is started in."""
+        self._copies += 1
+        target = self._scratch / f"folder-{self._copies}"
+        _copy(self._script.folder, target)
+        return target
+
+    def run(self, ranks: int, steps: int, until: str = "", folder: Path | None = None, more: Sequence[str] = ()) -> Run:
+        """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
+
+        `folder` is that of an earlier run that is to be continued, with `more` arguments. Raises UserError where no
+        rank has made a step.
+        """
+        work = folder or self.folder()
+        self._runs += 1
+        traces = self._scratch / f"trace-{self._runs}"
+        traces.mkdir()
+        file = self._script.file
+        if file.is_relative_to(self._script.folder):
+            file = work / file.relative_to(self._script.folder)
+        words = [word.replace(RANKS_WORD, str(ranks)) for word in (*self._script.arguments, *more)]
+        port = str(free_port())
+        everywhere = {
+            **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
+            **{STEPS: str(steps), UNTIL: until, PARENT: str(os.getpid())},
+            **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            # Compiled code calls no hooks; and what it computes is not what is asked for here.
+            **{"TORCHDYNAMO_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            "PYTHONPATH": os.pathsep.join([str(_BOOTSTRAP), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(self._scratch)},
+        }
+        processes, logs = [], []
+        try:
+            for rank in range(1 if self._script.starts_its_ranks else ranks):
+                log = traces / f"{rank}.log"
+                logs.append(log)
+                own = {} if self._script.starts_its_ranks else _torchrun(rank, ranks)
+                with log.open("wb") as out:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, str(file), *words],
+                            cwd=work,
+                            env={**_environment(), **everywhere, **own},
+                            stdin=subprocess.DEVNULL,
+                            stdout=out,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            problem = self._wait(processes, logs)
+        finally:
+            for process in processes:
+                _end(process)
+        run = read_run(traces, problem)
+        if not run.ranks:
+            raise UserError(f"on {in_words(ranks)} no optimizer step was seen: {problem or _no_step(logs)}")
+        if run.world != ranks:
+            run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
+        return run
+
+    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> str:
+        """Wait for all to end; returns the reason where one failed, or not all have ended in time."""
+        failed, deadline = -1, self._deadline
+        while any(process.poll() is None for process in processes):
+            if failed < 0:
+                failed = next((rank for rank, process in enumerate(processes) if process.returncode), -1)
+                if failed >= 0:
+                    deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        if failed < 0:
+            failed = next((rank for rank, process in enumerate(processes) if process.returncode), -1)
+        if failed >= 0:
+            code = processes[failed].returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            return f"rank {failed} {how}: {_last_line(logs[failed])}"
+        if any(process.returncode is None for process in processes):
+            waiting = [str(rank) for rank, process in enumerate(processes) if process.returncode is None]
+            return f"rank {' and '.join(waiting)} had not ended when the time was up (more of it: --seconds)"
+        return ""
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without what another launcher may have left in it."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launchers and not name.startswith(("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_"))
+    }
+
+
+def _torchrun(rank: int, ranks: int) -> dict[str, str]:
+    """What torchrun would tell this rank."""
+    return {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0", "NODE_RANK": "0"},
+        **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "ROLE_WORLD_SIZE": str(ranks)},
+        **{"GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "ddp-diagnose"},
+        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it has started: they are one session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a folder; of large files a link, so that only what is small is there twice. Raises UserError (4)."""
+    files, size = 0, 0
+    target.mkdir()
+    for here, folders, names in os.walk(source):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
+        for name in folders:
+            (target / Path(here).relative_to(source) / name).mkdir()
+        for name in names:
+            file = Path(here) / name
+            if not file.is_file():
+                continue
+            copy = target / file.relative_to(source)
+            files, bytes_here = files + 1, file.stat().st_size
+            if bytes_here > _LARGEST_COPIED:
+                copy.symlink_to(file.resolve())
+                continue
+            size += bytes_here
+            if files > _MOST_FILES or size > _MOST_BYTES:
+                raise UserError(
+                    f"{source} holds more than {_MOST_FILES} files or {_MOST_BYTES >> 30} GiB, and each run gets a "
+                    "copy of the folder that it is started in: start `ddp diagnose` in one with the script alone",
+                    ExitCode.RESOURCES,
+                )
+            shutil.copy2(file, copy)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if line.strip()]
+    return lines[-1].strip() if lines else "it has printed nothing"
+
+
+def _no_step(logs: Sequence[Path]) -> str:
+    return f"it came to its end without one (it prints: {_last_line(logs[0])})"
+
+
+def in_words(count: int) -> str:
+    """The number of ranks, as `2 ranks`."""
+    return f"{count} rank" + "s" * (count != 1)

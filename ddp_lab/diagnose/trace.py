@@ -1,0 +1,186 @@
+"""What a run's ranks have written, put together: by rank, the optimizer steps and what each was made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.errors import UserError
+
+Event = dict[str, Any]
+_STEP_EVENTS = ("forward", "loss", "backward", "clip", "schedule", "batch")
+"""In the order of the fields of a Step."""
+
+
+@dataclass
+class Step:
+    """One optimizer step of a rank, and the events since the one before it."""
+
+    event: Event
+    forwards: list[Event] = field(default_factory=list)
+    losses: list[Event] = field(default_factory=list)
+    backwards: list[Event] = field(default_factory=list)
+    clips: list[Event] = field(default_factory=list)
+    schedules: list[Event] = field(default_factory=list)
+    batches: list[Event] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """The step's number, from 1."""
+        return int(self.event["step"])
+
+    @property
+    def samples(self) -> list[str]:
+        """Digests of the samples that the model was trained on, in their order."""
+        return [each for forward in self.forwards for each in forward["samples"]]
+
+    @property
+    def gradients(self) -> dict[str, dict[str, Any]]:
+        """By parameter: `digest`, `own` and `reduced` elements."""
+        return self.event["gradients"]  # type: ignore[no-any-return]
+
+
+@dataclass
+class Pass:
+    """A DataLoader of one rank, gone through once."""
+
+    begin: Event
+    batches: list[Event] = field(default_factory=list)
+    is_trained_on: bool = False
+    is_complete: bool = False
+
+    @property
+    def ids(self) -> list[int] | None:
+        """The indices of its samples, in their order; None where they are unknown."""
+        if not self.batches or any(each["ids"] is None for each in self.batches):
+            return None
+        return [each for batch in self.batches for each in batch["ids"]]
+
+    @property
+    def rows(self) -> list[str]:
+        """Digests of its samples' content, in their order."""
+        return [each for batch in self.batches for each in batch["rows"]]
+
+
+@dataclass
+class Rank:
+    """What one rank has done."""
+
+    rank: int
+    steps: list[Step] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    seed_at_start: int | None = None
+    has_saved: bool = False
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the script has set the seed of torch's generator."""
+        return bool(self.steps) and self.steps[0].event["seed"] != self.seed_at_start
+
+    def training_passes(self) -> list[Pass]:
+        """The passes of the loader that a model was trained on most often, in their order."""
+        trained = [each for each in self.passes if each.is_trained_on]
+        if not trained:
+            return []
+        most = max(trained, key=lambda each: len(each.batches)).begin["loader"]
+        return [each for each in trained if each.begin["loader"] == most]
+
+
+@dataclass
+class Run:
+    """What all ranks of one start of the script have done."""
+
+    ranks: list[Rank]
+    problem: str = ""
+    """Why it has not come to its end, in one line; empty where it has."""
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a rank has called torch.save."""
+        return any(rank.has_saved for rank in self.ranks)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have made a process group."""
+        return all(rank.steps[-1].event["distributed"] for rank in self.ranks)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the parameters, as with FSDP2: those are not compared."""
+        return any(step.event["sharded"] for rank in self.ranks for step in rank.steps)
+
+    def by_step(self) -> Iterator[list[Step]]:
+        """The steps of all ranks side by side, as far as all have come."""
+        for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
+            yield list(steps)
+
+
+def read_run(folder: Path, problem: str = "") -> Run:
+    """The run whose processes have written their traces into `folder`: those with at least one step, by rank.
+
+    Raises UserError where two processes have been the same rank.
+    """
+    ranks: dict[int, Rank] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        rank = _rank(_events(file))
+        if rank.steps and rank.rank in ranks:
+            raise UserError(
+                f"two processes of the script were rank {rank.rank}: where it starts its own ranks, put {{ranks}} in "
+                "the place of their number (`-- train.py --gpus {ranks}`)"
+            )
+        if rank.steps:
+            ranks[rank.rank] = rank
+    return Run([ranks[number] for number in sorted(ranks)], problem)
+
+
+def _events(file: Path) -> Iterator[Event]:
+    with file.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):  # the process may have been killed in the middle of its last one
+                yield json.loads(line)
+
+
+def _rank(events: Iterator[Event]) -> Rank:
+    rank = Rank(0)
+    kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
+    latest: Pass | None = None
+    for event in events:
+        kind = event["event"]
+        if kind == "step":
+            rank.steps.append(Step(event, *kept.values()))
+            kept = {name: [] for name in _STEP_EVENTS}
+            rank.rank = int(event["rank"])
+            continue
+        if kind in kept:
+            kept[kind].append(event)
+        if kind == "start":
+            rank.seed_at_start = event["seed"]
+        elif kind == "saved":
+            rank.has_saved = True
+        elif kind == "pass":
+            rank.passes.append(Pass(event))
+        elif kind in ("batch", "end"):
+            latest = _pass_of(rank.passes, event)
+            if kind == "end":
+                latest.is_complete = True
+            else:
+                latest.batches.append(event)
+        elif kind == "forward" and latest is not None:
+            latest.is_trained_on = True
+    return rank
+
+
+def _pass_of(passes: Sequence[Pass], event: Event) -> Pass:
+    return next(
+        each
+        for each in reversed(passes)
+        if (each.begin["loader"], each.begin["pass"]) == (event["loader"], event["pass"])
+    )

@@ -1,0 +1,329 @@
+"""Hooks into torch, in a process of a diagnosed script: what its optimizer steps are made of is written as a trace.
+
+The events, in the order in which they happen; all but `step` tell of what has happened since the last one:
+
+    start     once: the seed that torch has when it is loaded
+    pass      a DataLoader begins to go through its data: how many batches and samples it has, its sampler
+    batch     it has handed out a batch: the samples' indices, and digests of their content
+    end       it has handed out its last batch
+    forward   a model with trainable parameters was called: its samples, the generators, buffers, DDP's flag
+    loss      a backward pass has reached a loss function (`loss_weights`)
+    backward  a backward pass begins
+    clip      gradients are about to be clipped
+    schedule  a schedule has moved on
+    saved     torch.save was called
+    step      an optimizer has made its step: gradients, weights, learning rates
+    stopped   enough was seen; the process ends here
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp_core.base.digests import optimizer_digest
+from ddp_core.base.process import die_with_parent
+from ddp_lab.diagnose.loaders import Loaders
+from ddp_lab.diagnose.loss_weights import LossWeights
+from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
+from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, UNTIL
+
+LONGER = 6
+"""For a second epoch, or for a checkpoint, so many times the steps are seen at most."""
+_WAIT_SECONDS = 10.0
+
+
+def install() -> None:
+    """Hook into torch, which was just loaded."""
+    if os.environ.get(PARENT) == str(os.getppid()):
+        die_with_parent()
+    Tracer(Recorder(Path(os.environ[FOLDER])), int(os.environ[STEPS]), os.environ.get(UNTIL, "")).install()
+
+
+class Tracer:
+    """What is known of this process between two optimizer steps."""
+
+    def __init__(self, recorder: Recorder, steps: int, until: str) -> None:
+        self._recorder = recorder
+        self._wanted = steps
+        self._until = until
+        self._losses = LossWeights(recorder)
+        self._steps = 0
+        self._is_saved = False
+        self._names: dict[int, str] = {}
+        self._own: dict[int, Tensor] = {}
+        self._kept: set[int] = set()
+        self._unclipped: dict[int, Tensor] = {}
+        self._gradients: dict[str, dict[str, Any]] = {}
+        self._before: dict[str, str] = {}
+        self._state = ""
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._stepping: Optimizer | None = None
+        self._is_in_schedule = False
+        self._loaders = Loaders(recorder)
+        self._root: nn.Module | None = None
+        self._wrapped: nn.Module | None = None
+        self._buffer_digests: dict[str, str] = {}
+
+    def install(self) -> None:
+        """Hook into everything that an event tells of."""
+        self._recorder.write("start", seed=torch.initial_seed())
+        self._losses.install()
+        self._loaders.install()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        call = nn.Module.__call__
+
+        @wraps(call)
+        def traced_call(module: nn.Module, *words: Any, **named: Any) -> Any:
+            if self._root is None and any(each.requires_grad for each in module.parameters()):
+                return self._forward(call, module, words, named)
+            if module is self._wrapped:
+                self._note_buffers(module)
+            return call(module, *words, **named)
+
+        nn.Module.__call__ = traced_call  # type: ignore[method-assign]
+        _wrap(torch.autograd, "backward", self._begin_backward)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            _wrap(nn.utils, name, self._clip)
+        for kind in {lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)}:
+            if "step" in vars(kind):
+                self._watch_schedule(kind)
+        _wrap(torch, "save", self._save)
+
+    def _forward(self, call: Callable[..., Any], module: nn.Module, words: Any, named: Any) -> Any:
+        is_training = torch.is_grad_enabled() and module.training
+        self._root, self._wrapped, self._buffer_digests = module, getattr(module, "module", None), {}
+        try:
+            if not is_training:
+                return call(module, *words, **named)
+            self._hook_parameters(module)
+            before, sync = _generators(), getattr(module, "require_backward_grad_sync", None)
+            result = call(module, *words, **named)
+            if not isinstance(self._wrapped, nn.Module):
+                self._note_buffers(module)
+            self._loaders.trained()
+            self._recorder.write(
+                "forward",
+                **{
+                    "samples": rows([words, named]),
+                    "sync": sync,
+                    "generators": before,
+                    "buffers": self._buffer_digests,
+                },
+                moved=[name for name, state in _generators().items() if state != before[name]],
+            )
+            return result
+        finally:
+            self._root = self._wrapped = None
+
+    def _note_buffers(self, module: nn.Module) -> None:
+        self._buffer_digests = {_plain(name): digest(buffer) for name, buffer in module.named_buffers()}
+
+    def _hook_parameters(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self._names and parameter.requires_grad:
+                self._names[id(parameter)] = _plain(name)
+                if not hasattr(parameter, "to_local"):
+                    parameter.register_hook(self._own_gradient(parameter))
+
+    def _own_gradient(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        """Adds up what this rank's backward passes give, before anything is sent."""
+        number = id(parameter)
+
+        def arrived(gradient: Tensor) -> None:
+            if number not in self._own:
+                if parameter.grad is not None and bool((parameter.grad != 0).any()):
+                    self._kept.add(number)
+                self._own[number] = some_elements(gradient)
+            else:
+                self._own[number] = self._own[number] + some_elements(gradient)
+
+        return arrived
+
+    def _begin_backward(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
+        self._recorder.write("backward", site=site())
+        self._losses.new_backward()
+        try:
+            return function(*words, **named)
+        finally:
+            self._losses.backwards += 1
+
+    def _clip(self, function: Callable[..., Any], parameters: Any, *words: Any, **named: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        gradients = {each: each.grad for each in given if each.grad is not None}
+        for parameter, gradient in gradients.items():
+            self._unclipped.setdefault(id(parameter), some_elements(gradient))
+        self._recorder.write(
+            "clip",
+            site=site(),
+            gradients={self._names.get(id(each), "?"): digest(gradient) for each, gradient in gradients.items()},
+        )
+        return function(given, *words, **named)
+
+    def _watch_schedule(self, kind: Any) -> None:
+        step = kind.step
+
+        @wraps(step)
+        def traced(schedule: Any, *words: Any, **named: Any) -> Any:
+            if self._is_in_schedule:  # one that is made of others
+                return step(schedule, *words, **named)
+            self._is_in_schedule = True
+            try:
+                return step(schedule, *words, **named)
+            finally:
+                self._is_in_schedule = False
+                self._recorder.write("schedule", site=site(), kind=type(schedule).__name__)
+
+        kind.step = traced
+
+    def _save(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
+        result = function(*words, **named)
+        self._recorder.write("saved", site=site())
+        self._is_saved = True
+        return result
+
+    def _before_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:
+        if self._stepping is not None:  # an optimizer inside of another one
+            return
+        if self._until == "saved" and self._is_saved and self._steps >= min(2, self._wanted):
+            self._stop()
+        self._is_saved = False
+        self._stepping = optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                # With a closure, the gradients come later.
+                self._names.setdefault(id(parameter), f"a parameter of no model, number {len(self._names)}")
+        self._before = {name: digest(each) for name, each in self._parameters(optimizer)}
+        self._state = _state_digest(optimizer)
+        self._gradients = self._look_at_gradients(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, words: Any, named: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        self._steps += 1
+        closure = len(words) > 1 or named.get("closure") is not None  # the first word is the optimizer itself
+        rank, world, is_distributed = _place()
+        self._recorder.write(
+            "step",
+            **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
+            **{"optimizer": self._optimizers.setdefault(optimizer, len(self._optimizers)), "state": self._state},
+            gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
+            weights_before=self._before,
+            weights={name: digest(each) for name, each in self._parameters(optimizer)},
+            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            generators=_generators(),
+            seed=torch.initial_seed(),
+            sharded=any(hasattr(each, "to_local") for _, each in self._parameters(optimizer)),
+        )
+        self._own.clear()
+        self._kept.clear()
+        self._unclipped.clear()
+        self._losses.backwards = 0
+        if self._is_enough():
+            self._stop()
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self._names[id(parameter)], parameter
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """By parameter: the gradient that the optimizer uses, and what this rank's own samples gave."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._parameters(optimizer):
+            if parameter.grad is None:
+                found[name] = {"digest": "none", "own": None, "reduced": None}
+                continue
+            own, reduced = self._own.get(id(parameter)), self._unclipped.get(id(parameter))
+            known = own is not None and id(parameter) not in self._kept
+            found[name] = {
+                "digest": digest(parameter.grad),
+                "own": own.tolist() if own is not None and known else None,
+                "reduced": (some_elements(parameter.grad) if reduced is None else reduced).tolist() if known else None,
+            }
+        return found
+
+    def _is_enough(self) -> bool:
+        if self._steps < self._wanted:
+            return False
+        most = LONGER * self._wanted
+        if self._until == "saved":
+            return self._steps >= most
+        return self._until != "epoch" or self._steps >= most or not self._loaders.second_pass_comes(self._steps, most)
+
+    def _stop(self) -> None:
+        """End the process once every rank has come here: none loses a peer while it still needs it."""
+        self._recorder.write("stopped")
+        rank, world, _ = _place()
+        folder = Path(os.environ[FOLDER])
+        (folder / f"{rank}.stopped").touch()
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while len(list(folder.glob("*.stopped"))) < world and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No exception: a script may catch it, and its cleaning up may wait for ranks that have ended.
+        os._exit(0)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `around(function, …)` be called in the place of a function of torch, wherever its module keeps it."""
+    function = getattr(owner, name)
+
+    @wraps(function)
+    def traced(*words: Any, **named: Any) -> Any:
+        return around(function, *words, **named)
+
+    for module in {id(owner): owner, id(home := sys.modules[function.__module__]): home}.values():
+        setattr(module, name, traced)
+
+
+def _place() -> tuple[int, int, bool]:
+    """Rank, number of ranks, and whether a process group connects them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size(), True
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), False
+
+
+def _generators() -> dict[str, str]:
+    found = {
+        "torch": digest(torch.get_rng_state()),
+        "random": digest_of_bytes(repr(random.getstate()).encode()),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        _, keys, position, *_ = numpy.random.get_state(legacy=True)
+        found["numpy"] = digest_of_bytes(keys.tobytes() + str(position).encode())
+    return found
+
+
+def _state_digest(optimizer: Optimizer) -> str:
+    try:
+        return optimizer_digest(optimizer.state_dict())[:16]
+    except Exception:  # a script's own optimizer may hold anything, or refuse: then its state is not looked at
+        return "unknown"
+
+
+def _plain(name: str) -> str:
+    """The parameter's name without what DDP puts into it."""
+    return ".".join(part for part in name.split(".") if part != "module") or name
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    each: type[Any]
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)

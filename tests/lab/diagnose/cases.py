@@ -1,0 +1,90 @@
+"""Scripts with a bug that others have reported; with `--mended` each is its own clean twin.
+
+python -m tests.lab.diagnose.cases      writes the tables of docs/reference/diagnose.md
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+from ddp_lab.diagnose.findings import KINDS
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "diagnose.md"
+BEGIN, END = "<!-- begin: python -m tests.lab.diagnose.cases -->", "<!-- end -->"
+
+
+class Case(NamedTuple):
+    """What is to be named first, who has reported such a bug, and the options that it takes to see it."""
+
+    finding: str
+    reported: str
+    ranks: str = "1,2"
+    resumes: bool = False
+
+
+CASES = {
+    "no_sync_in_backward_only": Case("gradients-differ", "karpathy/build-nanogpt#30", "1,2,3"),
+    "around_ddp": Case("gradients-differ", "jingyaogong/minimind#853"),
+    "head_outside_ddp": Case("gradients-differ", ""),
+    "iterable_of_all": Case("same-samples", "Lightning-AI/pytorch-lightning#15734"),
+    "weights_of_each_rank": Case("weights-start-differently", ""),
+    "clip_before_reduce": Case("clipped-before-reduction", "mindspore-lab/mindcv#603"),
+    "sum_for_mean": Case("step-grows-with-ranks", "tensorflow/tensorflow#25806", "1,2,3"),
+    "divided_twice": Case("step-grows-with-ranks", "meta-pytorch/torchtune#2172"),
+    "mean_of_means": Case("unlike-weights", "huggingface/transformers#34191"),
+    "tokens_of_one_rank": Case("unlike-weights", "meta-pytorch/torchtune#1917"),
+    "order_of_each_rank": Case("samples-twice-or-never", "NVlabs/LongLive#71"),
+    "split_of_each_rank": Case("samples-twice-or-never", "TensorAuto/OpenTau#498"),
+    "batch_norm_of_each_rank": Case("buffers-drift", "pytorch/pytorch#13711"),
+    "plateau_of_each_rank": Case("rates-differ", "lucidrains/DALLE-pytorch#268"),
+    "schedule_once_per_rank": Case("schedule-steps-with-ranks", "huggingface/accelerate#2926"),
+    "no_set_epoch": Case("same-order-each-epoch", "pytorch/pytorch#31771"),
+    "order_of_a_set": Case("not-repeatable", "", "1"),
+    "resume_without_generator": Case("resume-generators", "huggingface/transformers#11504", "1", True),
+    "resume_at_the_epoch": Case("resume-samples", "allenai/allennlp#5220", "1", True),
+    "resume_without_optimizer": Case("resume-optimizer", "", "1", True),
+}
+
+
+def options(case: Case) -> list[str]:
+    """The words between `ddp diagnose` and the script."""
+    return ["--ranks", case.ranks, *(["--resume-args=--resume"] if case.resumes else []), "--"]
+
+
+def between_marks() -> str:
+    """What stands between the marks of the page: a section for each finding, and the table of the cases."""
+    sections = [
+        f"### {name}\n\n{kind.title}{'' if kind.is_bug else ' (by design)'}. Mend: {kind.mend}.\n"
+        for name, kind in KINDS.items()
+    ]
+    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows()])
+
+
+def write() -> None:
+    """Write the page's sections and table anew."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{between_marks()}\n\n{END}{after}")
+
+
+def _rows() -> list[str]:
+    lines = ["| script | what is wrong | reported | named first |", "|---|---|---|---|"]
+    for name, case in CASES.items():
+        script = f"[{name}](../../tests/lab/diagnose/fixtures/{name}.py)"
+        what = ast.get_docstring(ast.parse((FIXTURES / f"{name}.py").read_text()))
+        lines.append(f"| {script} | {what} | {_link(case.reported)} | [{case.finding}](#{case.finding}) |")
+    return lines
+
+
+def _link(reported: str) -> str:
+    if not reported:
+        return ""
+    repository, _, number = reported.partition("#")
+    return f"[{reported}](https://github.com/{repository}/issues/{number})"
+
+
+if __name__ == "__main__":
+    write()

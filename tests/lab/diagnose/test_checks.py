@@ -1,0 +1,209 @@
+"""What is read from traces: each trace is written by hand here, and says one thing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.base.errors import UserError
+from ddp_lab.diagnose import across, checks
+from ddp_lab.diagnose.findings import KINDS, Finding, by_harm
+from ddp_lab.diagnose.resumed import not_restored
+from ddp_lab.diagnose.trace import Pass, Rank, Run, Step, read_run
+
+
+def step(number: int = 1, rank: int = 0, world: int = 1, **changes: Any) -> Step:
+    """A step whose gradient is that of its own samples, and in which nothing is wrong."""
+    event = {
+        **{"event": "step", "step": number, "rank": rank, "world": world, "distributed": True, "site": "train.py:9"},
+        **{"gradients": {"w": {"digest": f"g{number}", "own": [1.0, 2.0], "reduced": [1.0, 2.0]}}},
+        **{"weights_before": {"w": f"w{number - 1}"}, "weights": {"w": f"w{number}"}, "state": f"s{number}"},
+        **{"rates": [0.1], "generators": {}, "seed": 0, "sharded": False},
+    }
+    parts = {name: changes.pop(name) for name in ("losses", "clips", "schedules") if name in changes}
+    samples = changes.pop("samples", [f"{rank}-{number}-{index}" for index in range(2)])
+    forward = {"samples": samples, "sync": None, "moved": [], "generators": {}, "buffers": {}}
+    return Step(event | changes, forwards=[forward | parts.pop("forward", {})], **parts)
+
+
+def run(*ranks: Sequence[Step], passes: Sequence[Sequence[Pass]] = ()) -> Run:
+    return Run(
+        [
+            Rank(number, list(steps), list(passes[number]) if passes else [], seed_at_start=1)
+            for number, steps in enumerate(ranks)
+        ]
+    )
+
+
+def names(findings: Iterator[Finding] | list[Finding]) -> list[str]:
+    return [each.name for each in findings]
+
+
+def two(**changes: Any) -> Run:
+    """Two ranks of which the second has other values."""
+    return run([step(world=2)], [step(rank=1, world=2, **changes)])
+
+
+def loss(weight: float, elements: int, micro: int = 0) -> dict[str, Any]:
+    return {
+        **{"site": "train.py:5", "call": 0, "function": "cross_entropy", "micro": micro},
+        **{"weight": weight, "elements": elements},
+    }
+
+
+def test_nothing_is_found_in_a_run_without_a_fault() -> None:
+    assert checks.of_run(two()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"weights_before": {"w": "other"}}, ["weights-start-differently"]),
+        ({"gradients": {"w": {"digest": "other", "own": None, "reduced": None}}}, ["gradients-differ"]),
+        ({"weights": {"w": "other"}}, ["weights-drift"]),
+        ({"rates": [0.2]}, ["rates-differ"]),
+        ({"samples": ["0-1-1", "0-1-0"]}, ["same-samples"]),
+        ({"weights": {"w": "other"}, "sharded": True}, ["sharded"]),
+    ],
+)
+def test_what_differs_between_ranks_has_a_name(changes: dict[str, Any], found: list[str]) -> None:
+    assert names(checks.of_run(two(**changes))) == found
+
+
+def test_what_follows_from_another_bug_is_not_named_beside_it() -> None:
+    other = {"w": {"digest": "other", "own": None, "reduced": None}}
+    assert names(checks.of_run(two(gradients=other, weights={"w": "other"}))) == ["gradients-differ"]
+    assert names(checks.of_run(two(rates=[0.2], weights={"w": "other"}))) == ["rates-differ"]
+
+
+def test_weights_that_are_made_equal_again_are_local_sgd() -> None:
+    other = {"w": {"digest": "other", "own": None, "reduced": None}}
+    first = [step(world=2), step(2, world=2)]
+    second = [step(rank=1, world=2, gradients=other, weights={"w": "x"}), step(2, rank=1, world=2, gradients=other)]
+    assert names(checks.of_run(run(first, second))) == ["local-steps"]
+
+
+def test_a_gradient_that_is_clipped_before_it_is_reduced() -> None:
+    one, other = ([{"site": "train.py:7", "gradients": {"w": digest}}] for digest in ("a", "b"))
+    found = checks.of_run(run([step(world=2, clips=one)], [step(rank=1, world=2, clips=other)]))
+    assert (names(found), found[0].site) == (["clipped-before-reduction"], "train.py:7")
+    assert checks.of_run(run([step(world=2, clips=one)], [step(rank=1, world=2, clips=one)])) == []
+
+
+def test_elements_that_weigh_more_on_one_rank() -> None:
+    even = run([step(world=2, losses=[loss(0.1, 10)])], [step(rank=1, world=2, losses=[loss(0.1001, 4)])])
+    assert checks.of_run(even) == []
+    uneven = run([step(world=2, losses=[loss(0.1, 10)])], [step(rank=1, world=2, losses=[loss(0.25, 4)])])
+    (found,) = checks.of_run(uneven)
+    assert found.name == "unlike-weights"
+    assert "weighs 0.25 in micro-batch 1 of rank 1 (4 elements), and 0.1 in micro-batch 1 of rank 0" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("factor", "found"), [(1.0, []), (2.0, ["step-grows-with-ranks"]), (0.5, ["step-grows-with-ranks"])]
+)
+def test_a_sum_where_a_mean_was_meant(factor: float, found: list[str]) -> None:
+    alone = run([step(losses=[loss(0.1, 10)])])
+    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [factor, 2 * factor]}}
+    ranks = [[step(rank=rank, world=2, gradients=reduced, losses=[loss(0.1, 10)])] for rank in range(2)]
+    assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == found
+
+
+def test_a_sum_that_is_meant_may_grow_with_its_elements() -> None:
+    alone = run([step(losses=[loss(1.0, 10)])])
+    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 4.0]}}
+    ranks = [[step(rank=rank, world=2, gradients=reduced, losses=[loss(1.0, 10)])] for rank in range(2)]
+    assert names(across.with_ranks(alone, run(*ranks))) == ["batch-grows"]
+
+
+def test_a_gradient_that_is_no_multiple_of_the_ranks_own_has_no_factor() -> None:
+    reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 1.0]}}
+    assert across.reduction_factor([step(gradients=reduced)]) is None
+
+
+def test_a_schedule_that_moves_once_per_rank() -> None:
+    move = {"site": "train.py:12", "kind": "LinearLR"}
+    alone = run([step(), step(2, schedules=[move])])
+    ranks = [[step(rank=rank, world=2), step(2, rank=rank, world=2, schedules=[move, move])] for rank in range(2)]
+    assert "schedule-steps-with-ranks" in names(across.with_ranks(alone, run(*ranks)))
+
+
+def one_pass(ids: Sequence[int], **changes: Any) -> Pass:
+    begin = {
+        **{"loader": 0, "pass": 0, "length": 2, "samples": 8, "sampler": "DistributedSampler", "shuffles": True},
+        **{"site": "train.py:3"},
+    }
+    batch = {"ids": list(ids), "rows": [f"row-{each}" for each in ids]}
+    return Pass(begin | changes, [batch], is_trained_on=True, is_complete=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ([0, 2, 4, 6], [1, 3, 5, 7], []),
+        ([0, 2, 4, 6], [0, 3, 5, 7], ["samples-twice-or-never"]),
+        ([0, 2, 4], [1, 3, 5], ["left-out"]),
+    ],
+)
+def test_samples_that_an_epoch_has_twice_or_never(first: list[int], second: list[int], found: list[str]) -> None:
+    alone = run([step(samples=[])], passes=[[one_pass(range(8))]])
+    ranks = run(*([step(rank=rank, samples=[])] for rank in range(2)), passes=[[one_pass(first)], [one_pass(second)]])
+    assert names(across.with_ranks(alone, ranks)) == found
+
+
+def test_padding_is_by_design() -> None:
+    alone = run([step(samples=[])], passes=[[one_pass(range(7), samples=7)]])
+    passes = [[one_pass([0, 2, 4, 6], samples=7)], [one_pass([1, 3, 5, 0], samples=7)]]
+    assert names(
+        across.with_ranks(alone, run(*([step(rank=rank, samples=[])] for rank in range(2)), passes=passes))
+    ) == ["padding"]
+
+
+def test_the_same_order_twice() -> None:
+    first, again = one_pass([3, 1, 0, 2]), one_pass([3, 1, 0, 2], **{"pass": 1})
+    other = one_pass([2, 1, 0, 3], **{"pass": 1})
+    same = run([step(world=2)], [step(rank=1, world=2)], passes=[[first, again], [first, again]])
+    assert names(checks.of_run(same)) == ["same-order-each-epoch"]
+    assert checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=[[first, other]] * 2)) == []
+
+
+def test_unlike_numbers_of_batches() -> None:
+    passes = [[one_pass([0, 1])], [one_pass([2, 3], length=1)]]
+    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == ["unlike-batches"]
+
+
+def test_what_a_resume_does_not_bring_back() -> None:
+    straight, stopped = run([step(), step(2), step(3)]), run([step()])
+    assert list(not_restored(straight, stopped, run([step(2), step(3)]))) == []
+    changed = step(2, weights_before={"w": "x"}, state="x", rates=[0.2], samples=["0-1-0", "0-1-1"])
+    found = list(not_restored(straight, stopped, run([changed])))
+    assert names(found) == ["resume-weights", "resume-optimizer", "resume-rate", "resume-samples"]
+    assert found[-1].evidence.endswith("has the samples of step 1")
+
+
+def test_two_equal_runs_that_differ_are_a_bug_only_with_a_seed() -> None:
+    one, other = run([step(seed=5)]), run([step(seed=5, samples=["x"])])
+    assert names(across.not_repeatable(one, one)) == []
+    assert names(across.not_repeatable(one, other)) == ["not-repeatable"]
+    unseeded = run([step(seed=1)])
+    assert names(across.not_repeatable(unseeded, other)) == ["no-seed"]
+
+
+def test_findings_come_once_by_harm_from_the_fewest_ranks() -> None:
+    found = [Finding("padding", "", 2), Finding("rates-differ", "", 3), Finding("rates-differ", "", 2)]
+    assert [(each.name, each.ranks) for each in by_harm(found)] == [("rates-differ", 2), ("padding", 2)]
+    bugs = [kind.is_bug for kind in KINDS.values()]
+    assert bugs == sorted(bugs, reverse=True), "bugs stand before what is by design"
+
+
+def test_a_line_that_was_cut_off_is_no_event_and_two_same_ranks_are_told(tmp_path: Path) -> None:
+    line = json.dumps(step().event) + "\n"
+    (tmp_path / "1.jsonl").write_text(line + '{"event": "st')
+    assert len(read_run(tmp_path).ranks[0].steps) == 1
+    (tmp_path / "2.jsonl").write_text(line)
+    with pytest.raises(UserError, match="two processes of the script were rank 0"):
+        read_run(tmp_path)

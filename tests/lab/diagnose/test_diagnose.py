@@ -1,0 +1,139 @@
+"""`ddp diagnose` on whole scripts: what it says, writes and leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.lab.diagnose.cases import FIXTURES
+from tests.support.commands import Ended, command
+
+TRAINS = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+STEP = """
+model(torch.ones(3, 2)).mean().backward()
+optimizer.step()
+"""
+
+
+def diagnose(folder: Path, *words: str) -> Ended:
+    return command(*words, program=("-m", "ddp_lab.diagnose"), cwd=folder)
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "train.py").write_text(text)
+    return "train.py"
+
+
+def test_a_bug_is_told_with_its_evidence_its_line_and_its_mend(tmp_path: Path) -> None:
+    script = write(tmp_path, (FIXTURES / "around_ddp.py").read_text())
+    ended = diagnose(tmp_path, "--ranks", "2", "--json", "a/found.json", "--html", "page.html", "--", script)
+    assert (ended.code, ended.errors) == (1, "")
+    line = 1 + (tmp_path / script).read_text().splitlines().index("    optimizer.step()")
+    lines = ended.output.splitlines()
+    assert lines[2] == "BUG: Ranks step with different gradients (gradients-differ)"
+    assert "step 1: the gradient of 0.weight differs between rank 0 and another (4 of 4 parameters)" in lines[3]
+    assert lines[4] == f"  where: train.py:{line}"
+    assert lines[5].startswith("  mend: let DDP wrap the whole model")
+    assert lines[-1] == "verdict: gradients-differ: mend this first, then look again"
+    told = json.loads((tmp_path / "a" / "found.json").read_text())
+    assert told["findings"][0]["site"] == f"train.py:{line}"
+    assert "gradients-differ" in (tmp_path / "page.html").read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {"train.py", "a", "page.html"}
+
+
+def test_a_script_without_a_step_cannot_be_diagnosed(tmp_path: Path) -> None:
+    ended = diagnose(tmp_path, "--ranks", "1", "--", write(tmp_path, "print('nothing to do')"))
+    assert (ended.code, ended.errors) == (
+        2,
+        "ddp: error: on 1 rank no optimizer step was seen: it came to its end without one (it prints: nothing to do)\n",
+    )
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_quoted(tmp_path: Path) -> None:
+    ended = diagnose(tmp_path, "--ranks", "1", "--", write(tmp_path, "raise ValueError('no GPU here')"))
+    assert ended.code == 2
+    assert "no optimizer step was seen: rank 0 ended with 1: ValueError: no GPU here" in ended.errors
+
+
+@pytest.mark.slow
+def test_a_script_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+    script = write(tmp_path, "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)")
+    ended = diagnose(tmp_path, "--ranks", "1", "--seconds", "3", "--", script)  # checks that no process is left
+    assert ended.code == 2
+    assert "rank 0 had not ended when the time was up" in ended.errors
+
+
+@pytest.mark.slow
+def test_a_script_for_one_process_is_not_taken_for_one_of_several(tmp_path: Path) -> None:
+    ended = diagnose(tmp_path, "--ranks", "2", "--", write(tmp_path, TRAINS + STEP))
+    assert ended.code == 2
+    assert "makes no process group" in ended.errors
+
+
+@pytest.mark.slow
+def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
+    script = write(tmp_path, TRAINS + STEP + "open('written.txt', 'w').write('into the scratch folder')")
+    ended = diagnose(tmp_path, "--ranks", "1", "--", script)
+    assert ended.code == 0
+    assert "by design: Two equal runs differ: no seed is set (no-seed)" in ended.output
+    assert "step 1: the weights differ from the start" in ended.output
+    assert not (tmp_path / "written.txt").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_a_script_starts_itself_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text((FIXTURES / "around_ddp.py").read_text())
+    script = write(
+        tmp_path,
+        """
+import os, runpy, sys
+import torch.multiprocessing as mp
+
+def work(rank, ranks):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    runpy.run_path("inner.py", run_name="__main__")
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1])
+    mp.spawn(work, (ranks,), ranks)
+""",
+    )
+    ended = diagnose(tmp_path, "--ranks", "2", "--", script, "{ranks}")
+    assert ended.code == 1, ended.errors
+    assert "gradients-differ" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "unrecognized arguments: train.py (see `ddp diagnose --help`)"),
+        ([], "no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3"),
+        (["--", "gone.py"], "gone.py: no such file"),
+        (["--ranks", "0", "--", "gone.py"], "argument --ranks: 0 is not a whole number from 1 to 100000"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ddp_lab.diagnose import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ddp: error: {message}")
+
+
+@pytest.mark.slow
+def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
+    script = write(tmp_path, "import torch\ntorch.manual_seed(0)\n" + TRAINS + STEP)
+    ended = diagnose(tmp_path, "--ranks", "1", "--resume-args=", "--", script)
+    assert ended.code == 0, ended.errors
+    assert "note: the resume was not looked at: 1 steps without a torch.save" in ended.output
+    assert ended.output.endswith("verdict: no bug found on 1 rank; not all was seen, as the notes say\n")
