@@ -45,11 +45,18 @@ def is_stand_in(machine: Mapping[str, Any]) -> bool:
     return any(str(name).startswith(STAND_IN) for name in machine.get("gpus", ()))
 
 
-def record(name: str, command: str | Sequence[str], results: Any, path: str | Path | None = None) -> Path:
+def record(
+    name: str,
+    command: str | Sequence[str],
+    results: Any,
+    path: str | Path | None = None,
+    rounds: int | None = None,
+) -> Path:
     """Write `results` (anything JSON can hold) to `path`, by default benchmarks/results/NAME.json; return where.
 
-    The file holds `benchmark`, `command`, `date` (UTC), `machine` and `results`. Raises ValueError where it would be a
-    published one, and a stand-in for CUDA was measured.
+    The file holds `benchmark`, `command`, `date` (UTC), `machine`, `rounds` and `results`. Rounds: how often each
+    contender was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was
+    measured.
     """
     target = Path(path) if path is not None else RESULTS / f"{name}.json"
     if is_stand_in(measured := machine()) and target.resolve().is_relative_to(RESULTS.resolve()):
@@ -59,6 +66,7 @@ def record(name: str, command: str | Sequence[str], results: Any, path: str | Pa
         "command": command if isinstance(command, str) else " ".join(command),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": measured,
+        "rounds": rounds,
         "results": results,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
