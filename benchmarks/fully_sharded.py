@@ -181,19 +181,19 @@ def measure(worlds: list[int], rounds: int, shares: tuple[int, ...], quick: bool
                 found = on_ranks(time_steps, world_size, rounds, net, own, quick)
                 seconds = {way: figures["seconds"] for way, figures in found.items()}
                 sent = {way: figures["sent_bytes"] for way, figures in found.items()}
-                of_plain, of_all_to_all = (
+                of_plain, of_fair = (
                     {way: _ratio(values, seconds[base]) for way, values in seconds.items()}
                     for base in (PLAIN, ALL_TO_ALL)
                 )
                 for way in WAYS:
                     print(
                         f"{net:<13} {parameters:11,} {world_size:6} {own:23}  {way:<18} "
-                        f"{1e3 * statistics.median(seconds[way]):9.1f} {of_plain[way]:15.2f} {of_all_to_all[way]:13.2f} "
+                        f"{1e3 * statistics.median(seconds[way]):9.1f} {of_plain[way]:15.2f} {of_fair[way]:13.2f} "
                         f"{'?' if sent[way] is None else f'{sent[way] / 1e6:.1f}':>8}",
                         flush=True,
                     )
                 row = {"model": net, "parameters": parameters, "world_size": world_size, "micro_batches_per_rank": own}
-                row |= {"target": TARGET, "ratios": of_plain, "ratios_to_all_to_all": of_all_to_all}
+                row |= {"target": TARGET, "ratios": of_plain, "ratios_to_all_to_all": of_fair}
                 rows.append(row | {"sent_bytes": sent, "seconds": seconds})
     return rows
 
