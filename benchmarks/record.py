@@ -16,6 +16,8 @@ import torch
 from ddp_core.base.fingerprint import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
+NOT_YET = "not measured yet"
+"""What a page has where a figure is not recorded."""
 STAND_IN = "stand-in"
 """How the name of a device begins that no GPU is, but a test's stand-in for CUDA: its figures are nobody's."""
 
@@ -72,3 +74,14 @@ def record(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=2) + "\n")
     return target
+
+
+def recorded(name: str) -> dict[str, Any] | None:
+    """What `record` wrote to benchmarks/results/NAME.json; None where nothing is there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def results_of(name: str) -> Any:
+    """The `results` of benchmarks/results/NAME.json, which must be there."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
