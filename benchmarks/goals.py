@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.compared import ACCUMULATING, exact_digits, of_best_bare, of_fair
+from benchmarks.compared import BEST_LOOP_TARGET, exact_digits, of_best_bare, of_fair
 from benchmarks.numerics import DEFAULT_GOAL
 from benchmarks.record import NOT_YET, results_of
+from benchmarks.whole_run import ACCUMULATING
+from benchmarks.whole_run import TARGET as WHOLE_RUN_TARGET
 from ddp_lab.probe.published import published
 
 # The text of the result file says "at least 4 times".
 LOADER_GOAL = 4.0
-# Older results were recorded with goals beside another contender.
-TRAINER_STEP_GOAL = 1.02
-WHOLE_RUN_GOAL = 1.05
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ def _trainer_step() -> Iterator[Goal]:
     for case in results_of("trainer_step"):
         if case["target"]:
             what = f"{case['title']}: step, of the best bare loop's"
-            yield Goal("trainer_step", what, TRAINER_STEP_GOAL, of_best_bare(case, "ours"))
+            yield Goal("trainer_step", what, BEST_LOOP_TARGET, of_best_bare(case, "ours"))
 
 
 def _whole_run() -> Iterator[Goal]:
     what = "digits, exact, from the command to its end, of a bare script that accumulates the same eight micro-batches"
-    yield Goal("whole_run", what, WHOLE_RUN_GOAL, exact_digits(ACCUMULATING))
+    yield Goal("whole_run", what, WHOLE_RUN_TARGET, exact_digits(ACCUMULATING))
 
 
 def _scaling() -> Iterator[Goal]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.compared import (
-    ACCUMULATING,
-    SCRIPT,
     best_loop,
     exact_digits,
     of_best_bare,
@@ -20,6 +18,7 @@ from benchmarks.compared import (
     whole_run_of,
 )
 from benchmarks.record import NOT_YET, recorded
+from benchmarks.whole_run import ACCUMULATING, SCRIPT
 
 ROUNDS = 5
 """The page promises so many rounds, where a row does not say fewer."""

@@ -7,8 +7,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks.compared import (
-    ACCUMULATING,
-    SCRIPT,
     best_loop,
     exact_digits,
     of_best_bare,
@@ -19,6 +17,7 @@ from benchmarks.compared import (
     whole_time_of,
 )
 from benchmarks.record import results_of
+from benchmarks.whole_run import ACCUMULATING, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 

@@ -63,11 +63,13 @@ def reduce_scattered(rank: int, world_size: int) -> tuple[list[float], list[floa
 
     from benchmarks.fully_sharded import AllToAll
 
+    dist.init_process_group("gloo")
     own = torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank))
     theirs, ours = torch.empty(5), AllToAll().allocate((5,), dtype=torch.float32, device=torch.device("cpu"))
     dist.reduce_scatter_tensor(theirs, own.clone())
     assert dist.group.WORLD is not None
     AllToAll()(ours, own, dist.group.WORLD, dist.ReduceOp.SUM)
+    dist.destroy_process_group()
     return theirs.tolist(), ours.tolist()
 
 
