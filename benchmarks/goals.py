@@ -18,6 +18,8 @@ from ddp_lab.probe.published import published
 
 # The text of the result file says "at least 4 times".
 LOADER_GOAL = 4.0
+# Shards must not cost more than plain DDP's sum.
+PARTS_GOAL = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ def _nodes() -> Iterator[Goal]:
         link = f"{row['mbit_per_second']} Mbit/s" if row["mbit_per_second"] else "unshaped"
         what = f"two levels, {row['nodes']}x{row['ranks_per_node']}, {link}, of all_reduce"
         yield Goal("nodes", what, row["target"], row["ratios"]["two levels"])
+        if "parts, two levels" in row["ratios"]:
+            what = what.replace("two levels", "two levels, strided shares and shards")
+            yield Goal("nodes", what, PARTS_GOAL, row["ratios"]["parts, two levels"])
 
 
 def _reduction() -> Iterator[Goal]:

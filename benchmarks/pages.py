@@ -50,6 +50,7 @@ PAGES: dict[Path, Contents] = {
         {
             "| ranks | pieces |": tables.one_sum,
             f"| nodes {tables.TIMES} ranks |": tables.across_nodes,
+            f"| parts: nodes {tables.TIMES} ranks |": tables.parts_across_nodes,
             "| micro-batches per rank | 1 |": tables.copies_of_gradients,
             "| micro-batches per rank | contiguous": tables.strided_shares,
             "| sum | sent per rank |": tables.sums,

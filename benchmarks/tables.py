@@ -16,7 +16,7 @@ from benchmarks.compared import (
     whole_run_of,
     whole_time_of,
 )
-from benchmarks.record import results_of
+from benchmarks.record import NOT_YET, results_of
 from benchmarks.whole_run import ACCUMULATING, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -160,20 +160,32 @@ def strided_shares() -> str:
 
 
 def across_nodes() -> str:
-    """Bytes out of a node, and times of one level and two, of gloo's all_reduce."""
+    """Bytes out of a node, and times of the ordered sum in one level and two, of gloo's all_reduce."""
+    return _across_nodes("one level", "two levels")
+
+
+def parts_across_nodes() -> str:
+    """The same of sums of which each rank gets its part, and the way back: strided shares and shards."""
+    return _across_nodes("parts, one level", "parts, two levels")
+
+
+def _across_nodes(*levels: str) -> str:
     found = results_of("nodes")
     shapes = list(dict.fromkeys((row["nodes"], row["ranks_per_node"]) for row in found))
     rates = list(dict.fromkeys(row["mbit_per_second"] for row in found))
     rows = []
     for shape in shapes:
         by_rate = {row["mbit_per_second"]: row for row in found if (row["nodes"], row["ranks_per_node"]) == shape}
-        ways = by_rate[rates[0]]["ways"].values()
-        sent = ", ".join(f"{median(way['bytes']) / 1e6:.1f}" for way in ways)
-        ratios = [by_rate[rate]["ratios"] for rate in rates]
-        cells = (f"{each['one level']:.2f}, **{each['two levels']:.2f}**" for each in ratios)
-        rows.append([f" {TIMES} ".join(map(str, shape)), f"{sent} MB", *cells])
+        name, ways = f" {TIMES} ".join(map(str, shape)), by_rate[rates[0]]["ways"]
+        if levels[0] not in ways:
+            rows.append([name, NOT_YET, *("-" for _ in rates)])
+            continue
+        sent = ", ".join(f"{median(ways[way]['bytes']) / 1e6:.1f}" for way in ("all_reduce", *levels))
+        ratios = ([by_rate[rate]["ratios"][level] for level in levels] for rate in rates)
+        rows.append([name, f"{sent} MB", *(f"{one:.2f}, **{two:.2f}**" for one, two in ratios)])
+    what = f"{'parts: ' if levels[0].startswith('parts') else ''}nodes {TIMES} ranks"
     links = (f"{_link(rate)}: one level, two" for rate in rates)
-    return _table([f"nodes {TIMES} ranks", "out of a node: all_reduce, one level, two", *links], rows)
+    return _table([what, "out of a node: all_reduce, one level, two", *links], rows)
 
 
 def _link(rate: int | None) -> str:
@@ -227,9 +239,24 @@ def costs() -> str:
         "the same, of a DDP step with one batch per rank": said(step["plain, one batch per rank"]["wall"]["ratio"]),
         "a whole small run (digits, eight micro-batches), of a bare script with one batch": said(exact_digits(SCRIPT)),
         "the same, of a bare script that accumulates the same eight": said(exact_digits(ACCUMULATING)),
-        "exact sum of gloo's all-reduce, 2 and 4 ranks": span([row["ratio"] for row in results_of("reduction")["sum"]]),
+        "exact sum of gloo's all-reduce, 2 and 4 ranks of one machine": span(
+            [row["ratio"] for row in results_of("reduction")["sum"]]
+        ),
+        "the same between nodes, on links of 200 Mbit/s and more": span(_across("two levels")),
+        **_parts_between_nodes(),
         "`--shard parameters` of FSDP2 over gloo, which sends 4/3 as much there": span(_of_fsdp2(fully_sharded)),
         "the same, of FSDP2 with an all-to-all, which sends as much": span([*map(of_fair, fully_sharded)]),
         "the guard, which computes some micro-batches twice, of a run": f"{span(guard, 1)} %",
     }
     return _table(["", "time"], rows.items())
+
+
+def _across(level: str) -> list[float | None]:
+    return [row["ratios"].get(level) for row in results_of("nodes")]
+
+
+def _parts_between_nodes() -> dict[str, str]:
+    parts = _across("parts, two levels")
+    if None in parts:
+        return {"the same in one level, as it still is with strided shares": span(_across("one level"))}
+    return {"the same with strided shares or shards": span(parts)}
