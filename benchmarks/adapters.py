@@ -284,7 +284,7 @@ def main() -> None:
         results += [measure(peer, case, ranks, rounds) for ranks in arguments.worlds]
     if results and (arguments.json or not arguments.quick):
         command = f"python -m benchmarks.adapters --rounds {rounds} --batch {batch} --micro-batch {micro_batch}"
-        print(record("adapters", command, results, arguments.json))
+        print(record("adapters", command, results, arguments.json, rounds))
 
 
 if __name__ == "__main__":

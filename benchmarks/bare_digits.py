@@ -1,7 +1,8 @@
 """A bare script that trains the small CNN on digits: what benchmarks.whole_run sets `ddp train digits` beside.
 
-    python benchmarks/bare_digits.py EPOCHS FILE
+    python benchmarks/bare_digits.py EPOCHS FILE [MICRO_BATCHES]
 
+A batch of 64 is computed at once, or in so many micro-batches, one after the other, whose gradients add up in `.grad`.
 Nothing of this project is imported. Prints one line of JSON with the times (as of time.time()) of the end of the first
 step, of the last step, and of the last evaluation with the weights saved to FILE.
 """
@@ -27,6 +28,7 @@ def convolution(inputs: int, outputs: int) -> list[nn.Module]:
 def main() -> None:
     """Train, evaluate, save; print the times."""
     epochs, path = int(sys.argv[1]), sys.argv[2]
+    parts = int(sys.argv[3]) if len(sys.argv) > 3 else 1
     torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
     images, targets = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(labels)
@@ -55,13 +57,15 @@ def main() -> None:
     criterion, times = nn.CrossEntropyLoss(), dict[str, float]()
     for _ in range(epochs):
         model.train()
-        for inputs, wanted in batches:
-            loss = criterion(model(inputs), wanted)
+        for images_of_batch, labels_of_batch in batches:
             optimizer.zero_grad()
-            loss.backward()
+            mean_loss = 0.0
+            for inputs, wanted in zip(images_of_batch.chunk(parts), labels_of_batch.chunk(parts), strict=True):
+                loss = criterion(model(inputs), wanted) / parts
+                loss.backward()
+                mean_loss += loss.item()
             optimizer.step()
             schedule.step()
-            loss.item()
             times.setdefault("first_step", time.time())
         times["last_step"] = time.time()
         model.eval()

@@ -222,7 +222,7 @@ def main() -> None:
             results["share"].append(shares(directory, neighbours, 5 if arguments.quick else 25))
             print(results["share"][-1], flush=True)
     command = "python -m benchmarks.checkpoint" + (" --quick" if arguments.quick else "")
-    print(f"recorded in {record('checkpoint', command, results, arguments.json)}")
+    print(f"recorded in {record('checkpoint', command, results, arguments.json, results['stall']['rounds'])}")
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def main() -> None:
         middle = {way: median(each) for way, each in ways.items()}
         print(f"{phase:6}{middle['with']:9.2f} ms, without waiting {middle['without']:7.2f} ms")
     command = f"python -m benchmarks.durable --rounds {rounds}"
-    print(f"recorded in {record('durable', command, results, options.json)}")
+    print(f"recorded in {record('durable', command, results, options.json, rounds)}")
 
 
 if __name__ == "__main__":

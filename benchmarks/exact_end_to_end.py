@@ -116,7 +116,7 @@ def main() -> None:
     results = [measure(case, world_size, rounds) for world_size in arguments.worlds]
     if arguments.json or not arguments.quick:
         command = f"python -m benchmarks.exact_end_to_end --batch {batch} --micro-batch {micro_batch}"
-        print(record("exact_end_to_end", command, results, arguments.json))
+        print(record("exact_end_to_end", command, results, arguments.json, rounds))
 
 
 if __name__ == "__main__":

@@ -206,8 +206,9 @@ def main() -> None:
     cases = ["plain fp32", TRACED] if arguments.quick else arguments.case
     target = arguments.json or RESULTS / "gpu.json"
     results: dict[str, Any] = {}
-    for results in measure(cases, 1 if arguments.quick else arguments.rounds, arguments.quick):
-        record("gpu", "python -m benchmarks.gpu", results, target)
+    rounds = 1 if arguments.quick else arguments.rounds
+    for results in measure(cases, rounds, arguments.quick):
+        record("gpu", "python -m benchmarks.gpu", results, target, rounds)
     for name, row in results["table"].items():
         print(f"{name:58} {row['images_per_second']:9} images/s   {row['ratio'] or 0:6.2f}x")
     print(results["summary"])

@@ -145,7 +145,7 @@ def main() -> None:
         print("benchmarks.gpu_files: torch finds no CUDA device; --quick shows that it runs", file=sys.stderr)
         raise SystemExit(4)
     device, size, batch, steps = ("cpu", 32, 8, 6) if options.quick else ("cuda", 224, 256, 100)
-    cores = len(os.sched_getaffinity(0))
+    cores, rounds = len(os.sched_getaffinity(0)), 1 if options.quick else options.rounds
     counts = [1] if options.quick else sorted({max(1, cores // 2), max(1, cores - 2), cores, cores + cores // 2})
     with tempfile.TemporaryDirectory(prefix="ddp-gpu-files-") as scratch:
         folder = Path(scratch)
@@ -156,7 +156,7 @@ def main() -> None:
         tried = {count: script_alone(photos, count, "fp32", size, batch, steps, device) for count in counts}
         workers = max(tried, key=lambda count: tried[count])
         turns: dict[str, list[float]] = {}
-        for _ in range(1 if options.quick else options.rounds):
+        for _ in range(rounds):
             loader = script_alone(photos, workers, "", size, batch, steps, device)
             turns.setdefault("the script's loader alone", []).append(loader)
             for precision in PRECISIONS:
@@ -181,7 +181,8 @@ def main() -> None:
         "turns": turns,
     }
     print(json.dumps({name: value for name, value in results.items() if name != "turns"}, indent=2))
-    print(f"recorded in {record('gpu_files', 'python -m benchmarks.gpu_files', results, options.json)}")
+    command = "python -m benchmarks.gpu_files"
+    print(f"recorded in {record('gpu_files', command, results, options.json, rounds)}")
 
 
 if __name__ == "__main__":

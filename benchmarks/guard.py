@@ -86,7 +86,7 @@ def main() -> None:
     results = measure(rounds, arguments.quick)
     if arguments.json or not arguments.quick:
         command = f"python -m benchmarks.guard --rounds {rounds}"
-        print(f"recorded in {record('guard', command, results, arguments.json)}")
+        print(f"recorded in {record('guard', command, results, arguments.json, rounds)}")
 
 
 if __name__ == "__main__":

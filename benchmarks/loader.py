@@ -202,7 +202,7 @@ def main() -> None:
             rates, ratios = "".join(f"{rate:11,.0f}" for rate in figures[0]), "".join(f"{x:8.2f}x" for x in figures[1])
             print(f"  {name:32}{rates}{ratios}")
     command = "python -m benchmarks.loader" + (" --quick" if arguments.quick else "")
-    print(f"recorded in {record('loader', command, results, arguments.json)}")
+    print(f"recorded in {record('loader', command, results, arguments.json, rounds)}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each builder returns a turn: a function that trains `steps + 1` steps on the same model, data and optimizer settings,
 and returns the seconds per step over all but the first. The bare loop is that of source 003 (forward, loss, zero_grad,
-backward, step, `loss.item()`, counts).
+backward, step, `loss.item()`, counts); `Tuning` says what a user of torch can make quicker about it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,24 @@ SETTINGS: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-4, "
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """What a bare loop does beyond source 003: options that torch has, or a few lines of one's own.
+
+    It keeps the memory that it frees (`keep_freed_memory`, as this project's runs do), updates with the optimizer's
+    fused kernel, and draws its batches from a `TensorDataset` by one `index_select` in place of a `DataLoader`.
+    """
+
+    keep_memory: bool = False
+    fused: bool = False
+    index_select: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """What is trained: model, shape of a sample, samples per step, cut into micro-batches (None: not), timed steps.
 
     With `data_loader` the loops that bring no data of their own draw from a shuffling `DataLoader` over a
-    `TensorDataset`; without, they use one batch in memory again and again.
+    `TensorDataset` (or by `Shuffled`); without, they use one batch in memory again and again.
     """
 
     title: str
@@ -74,9 +87,11 @@ class Case:
         inputs = torch.randn(samples, *self.shape, generator=generator)
         return inputs, torch.randint(0, CLASSES, (samples,), generator=generator)
 
-    def batches(self) -> Iterable[tuple[Tensor, Tensor]]:
+    def batches(self, index_select: bool = False) -> Iterable[tuple[Tensor, Tensor]]:
         """What an ordinary loop iterates over."""
         inputs, targets = self.tensors()
+        if self.data_loader and index_select:
+            return Shuffled(inputs, targets, self.global_batch_size)
         if self.data_loader:
             dataset = TensorDataset(inputs, targets)
             return DataLoader(dataset, batch_size=self.global_batch_size, shuffle=True)
@@ -94,6 +109,17 @@ class Again:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return repeat(self.batch, self.times)
+
+
+class Shuffled:
+    """The batches of a shuffling `DataLoader` over tensors, each taken by one `index_select`."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int) -> None:
+        self.inputs, self.targets, self.size = inputs, targets, size
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for ids in torch.randperm(len(self.inputs)).split(self.size):
+            yield self.inputs.index_select(0, ids), self.targets.index_select(0, ids)
 
 
 class Clock(StepObserver):
@@ -123,17 +149,17 @@ class Clock(StepObserver):
         return {"step": step, "cpu": cpu}
 
 
-def _parts(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), **SETTINGS)
+def _parts(model: nn.Module, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), fused=fused or None, **SETTINGS)
 
 
-def bare(case: Case, keep_memory: bool = False) -> Turn:
-    """The loop of source 003; with `keep_memory` it first calls `keep_freed_memory`, as this project's runs do."""
-    if keep_memory:
+def bare(case: Case, tuning: Tuning) -> Turn:
+    """The loop of source 003."""
+    if tuning.keep_memory:
         keep_freed_memory()
     model = case.build_model()
-    criterion, optimizer = _parts(model)
-    batches = case.batches()
+    criterion, optimizer = _parts(model, tuning.fused)
+    batches = case.batches(tuning.index_select)
 
     def turn() -> Seconds:
         clock = Clock(case.steps)
@@ -153,13 +179,15 @@ def bare(case: Case, keep_memory: bool = False) -> Turn:
     return turn
 
 
-def bare_accumulating(case: Case) -> Turn:
+def bare_accumulating(case: Case, tuning: Tuning) -> Turn:
     """The same with each batch cut into micro-batches, whose gradients add up in `.grad`."""
+    if tuning.keep_memory:
+        keep_freed_memory()
     model = case.build_model()
-    criterion, optimizer = _parts(model)
+    criterion, optimizer = _parts(model, tuning.fused)
     assert case.micro_batch is not None
     size, parts = case.micro_batch, case.global_batch_size // case.micro_batch
-    batches = case.batches()
+    batches = case.batches(tuning.index_select)
 
     def turn() -> Seconds:
         clock = Clock(case.steps)

@@ -136,7 +136,8 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     results = measure(arguments.shapes, arguments.rates, arguments.rounds)
-    print(f"recorded in {record('nodes', 'python -m benchmarks.nodes', results, arguments.json)}")
+    where = record("nodes", "python -m benchmarks.nodes", results, arguments.json, arguments.rounds)
+    print(f"recorded in {where}")
     return 0
 
 

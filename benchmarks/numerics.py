@@ -115,8 +115,9 @@ def main() -> None:
     arguments = parser.parse_args()
     from benchmarks.record import record  # it loads torch
 
-    found = measure(1 if arguments.quick else arguments.rounds, arguments.quick)
-    print(record("numerics", "python -m benchmarks.numerics", found, arguments.json))
+    rounds = 1 if arguments.quick else arguments.rounds
+    found = measure(rounds, arguments.quick)
+    print(record("numerics", "python -m benchmarks.numerics", found, arguments.json, rounds))
 
 
 if __name__ == "__main__":

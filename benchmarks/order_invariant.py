@@ -208,7 +208,7 @@ def main() -> None:
     results = measure(arguments.worlds, rounds, elements)
     if arguments.json or not arguments.quick:
         command = f"python -m benchmarks.order_invariant --worlds {' '.join(map(str, arguments.worlds))}"
-        print(f"recorded in {record('order_invariant', command, results, arguments.json)}")
+        print(f"recorded in {record('order_invariant', command, results, arguments.json, rounds)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import torch
 from ddp_core.base.fingerprint import cpu_model
 
 RESULTS = Path(__file__).parent / "results"
+NOT_YET = "not measured yet"
+"""What a page has where a figure is not recorded."""
 STAND_IN = "stand-in"
 """How the name of a device begins that no GPU is, but a test's stand-in for CUDA: its figures are nobody's."""
 
@@ -45,11 +47,18 @@ def is_stand_in(machine: Mapping[str, Any]) -> bool:
     return any(str(name).startswith(STAND_IN) for name in machine.get("gpus", ()))
 
 
-def record(name: str, command: str | Sequence[str], results: Any, path: str | Path | None = None) -> Path:
+def record(
+    name: str,
+    command: str | Sequence[str],
+    results: Any,
+    path: str | Path | None = None,
+    rounds: int | None = None,
+) -> Path:
     """Write `results` (anything JSON can hold) to `path`, by default benchmarks/results/NAME.json; return where.
 
-    The file holds `benchmark`, `command`, `date` (UTC), `machine` and `results`. Raises ValueError where it would be a
-    published one, and a stand-in for CUDA was measured.
+    The file holds `benchmark`, `command`, `date` (UTC), `machine`, `rounds` and `results`. Rounds: how often each
+    contender was measured, at least. Raises ValueError where it would be a published one, and a stand-in for CUDA was
+    measured.
     """
     target = Path(path) if path is not None else RESULTS / f"{name}.json"
     if is_stand_in(measured := machine()) and target.resolve().is_relative_to(RESULTS.resolve()):
@@ -59,8 +68,20 @@ def record(name: str, command: str | Sequence[str], results: Any, path: str | Pa
         "command": command if isinstance(command, str) else " ".join(command),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": measured,
+        "rounds": rounds,
         "results": results,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=2) + "\n")
     return target
+
+
+def recorded(name: str) -> dict[str, Any] | None:
+    """What `record` wrote to benchmarks/results/NAME.json; None where nothing is there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def results_of(name: str) -> Any:
+    """The `results` of benchmarks/results/NAME.json, which must be there."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]

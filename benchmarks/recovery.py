@@ -115,7 +115,8 @@ def main() -> int:
     load = os.getloadavg()[0]
     results = {name: measure(name, options.trials) for name in options.only or FAULTS}
     settings = {"timeout": TIMEOUT, "checkpoint_every": 4, "load_before": round(load, 2)}
-    print(record("recovery", "python -m benchmarks.recovery", {"settings": settings, "faults": results}, options.json))
+    found = {"settings": settings, "faults": results}
+    print(record("recovery", "python -m benchmarks.recovery", found, options.json, options.trials))
     return 0
 
 

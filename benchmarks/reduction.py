@@ -218,11 +218,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     arguments = parser.parse_args()
-    print(
-        record(
-            "reduction", "python -m benchmarks.reduction", measure(arguments.worlds, arguments.rounds), arguments.json
-        )
-    )
+    found = measure(arguments.worlds, arguments.rounds)
+    print(record("reduction", "python -m benchmarks.reduction", found, arguments.json, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def main() -> None:
     print_tables([*ours, *theirs], orders, uniform)
     command = "python -m benchmarks.sampler" + (" --quick" if options.quick else "")
     results = {"samplers": [*ours, *theirs], "global_order": orders, "uniformity": uniform}
-    print(f"\nwritten: {record('sampler', command, results, options.json)}")
+    print(f"\nwritten: {record('sampler', command, results, options.json, repeats)}")
 
 
 if __name__ == "__main__":

@@ -108,13 +108,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of a few steps; recorded with --json only")
     parser.add_argument("--json", type=Path, help="where to record the results (default: benchmarks/results)")
     arguments = parser.parse_args()
-    if arguments.quick:
-        results = measure([("7x7", 8, 24)], rounds=1)
-    else:
+    cases, rounds = [("7x7", 8, 24)], 1
+    if not arguments.quick:
         cases = [(stem, batch, STEMS[stem][1]) for stem in arguments.stem for batch in STEMS[stem][0]]
-        results = measure(cases, arguments.rounds)
+        rounds = arguments.rounds
+    results = measure(cases, rounds)
     if arguments.json or not arguments.quick:
-        print(record("scaling", "python -m benchmarks.scaling", results, arguments.json))
+        print(record("scaling", "python -m benchmarks.scaling", results, arguments.json, rounds))
 
 
 if __name__ == "__main__":

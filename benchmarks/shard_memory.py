@@ -82,7 +82,7 @@ def main() -> None:
         arguments.ranks, arguments.steps = [2], 2
     settings = [f"max_steps={arguments.steps}", *SHORT, *(() if arguments.quick else LARGE)]
     found = measure(arguments.ranks, settings)
-    print(record("shard_memory", "python -m benchmarks.shard_memory", found, arguments.json))
+    print(record("shard_memory", "python -m benchmarks.shard_memory", found, arguments.json, rounds=1))
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def main() -> None:
         arguments.worlds, arguments.rounds = [2], 3
     size: tuple[int, tuple[int, ...]] = (2, (1,)) if arguments.quick else (LAYERS, (1, 4))
     found = measure(arguments.worlds, arguments.rounds, *size, arguments.return_memory)
-    print(record("sharded", "python -m benchmarks.sharded", found, arguments.json))
+    print(record("sharded", "python -m benchmarks.sharded", found, arguments.json, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def main() -> int:
         ]
         print(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells))
     command = f"python -m benchmarks.slow_link --rates {options.rates} --steps {options.steps} --nproc-per-node {nproc}"
-    print(f"recorded in {record('slow_link', command, results, options.json)}")
+    print(f"recorded in {record('slow_link', command, results, options.json, rounds=1)}")
     return 0
 
 

@@ -70,7 +70,7 @@ def main() -> None:
     results = measure(arguments.ranks, arguments.rounds)
     ranks = " ".join(map(str, arguments.ranks))
     command = f"python -m benchmarks.startup --ranks {ranks} --rounds {arguments.rounds}"
-    print(f"recorded in {record('startup', command, results, arguments.json)}")
+    print(f"recorded in {record('startup', command, results, arguments.json, arguments.rounds)}")
 
 
 if __name__ == "__main__":

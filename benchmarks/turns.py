@@ -1,7 +1,7 @@
 """Contenders in processes of their own that take turns, so that what disturbs the machine disturbs all of them.
 
-Only ratios within one run are worth reporting: each is a contender's time divided by the first contender's in the same
-round, as the median over the rounds.
+Only ratios within one run are worth reporting: each is a contender's time divided by that of another, the first if
+nothing else is said, in the same round, as the median over the rounds.
 """
 
 from __future__ import annotations
@@ -87,17 +87,25 @@ def _answer(line: Connection, build: Callable[..., Turn], arguments: Sequence[An
             sys.exit(1)
 
 
-def summary(seconds: Mapping[str, Sequence[Seconds]], kind: str = "step") -> dict[str, dict[str, float]]:
-    """Per contender: median microseconds, and the median and quartiles of its ratio to the first contender.
+def best_bare(seconds: Mapping[str, Sequence[Seconds]]) -> str:
+    """The bare loop with the least median time, of all contenders whose name begins with "bare"."""
+    loops = [name for name in seconds if name.startswith("bare")]
+    return min(loops, key=lambda name: median(turn["step"] for turn in seconds[name]))
+
+
+def summary(
+    seconds: Mapping[str, Sequence[Seconds]], kind: str = "step", base: str | None = None
+) -> dict[str, dict[str, float]]:
+    """Per contender: median microseconds, and the median and quartiles of its ratio to `base`, by default the first.
 
     `fastest` is the ratio of the fastest turns, which other work disturbed least.
     """
-    base = next(iter(seconds.values()))
+    against = seconds[base or next(iter(seconds))]
     result = {}
     for name, turns in seconds.items():
-        ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(turns, base, strict=True)]
+        ratios = [ours[kind] / theirs[kind] for ours, theirs in zip(turns, against, strict=True)]
         low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         times = [1e6 * turn[kind] for turn in turns]
         result[name] = {"microseconds": median(times), "ratio": median(ratios), "low": low, "high": high}
-        result[name]["fastest"] = min(times) / min(1e6 * turn[kind] for turn in base)
+        result[name]["fastest"] = min(times) / min(1e6 * turn[kind] for turn in against)
     return result

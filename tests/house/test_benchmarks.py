@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.turns import Seconds, Turn, summary, take_turns
-from tests.support.processes import HANG
+from benchmarks.turns import Seconds, Turn, best_bare, summary, take_turns
+from ddp_lab.claims.measuring import namespaces, wire
+from tests.support.processes import HANG, run_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,34 @@ def test_contenders_take_turns_and_are_compared_round_by_round() -> None:
     assert table["second"]["microseconds"] == 5e6
 
 
+def test_the_best_bare_loop_is_that_of_the_least_median_and_ratios_are_to_it() -> None:
+    times = {"bare loop": (4.0, 4.0, 4.0), "bare, fused": (1.0, 2.0, 9.0), "ours": (0.5, 3.0, 9.0)}
+    seconds = {name: [{"step": each} for each in turns] for name, turns in times.items()}
+    assert best_bare(seconds) == "bare, fused"
+    assert summary(seconds, base="bare, fused")["ours"]["ratio"] == 1.0
+    assert summary(seconds)["ours"]["ratio"] == 0.75
+
+
+def all_to_all_sum(rank: int, world_size: int) -> list[float]:
+    """This rank's part of the sum of 0, 1, 2, … times each rank's number, by benchmarks.fully_sharded."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.fully_sharded import AllToAll
+
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    own = torch.arange(2.0 * world_size) * (rank + 1)
+    part = AllToAll().allocate((2,), dtype=torch.float32, device=torch.device("cpu"))
+    AllToAll()(part, own, dist.group.WORLD, dist.ReduceOp.SUM)
+    dist.destroy_process_group()
+    return part.tolist()
+
+
+def test_fsdp2_with_an_all_to_all_gives_each_rank_its_part_of_the_sum() -> None:
+    assert run_processes(all_to_all_sum, 3) == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
+
+
 @pytest.mark.slow
 def test_a_contender_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match="second: ValueError: no such peer"):
@@ -74,10 +103,13 @@ def test_a_contender_that_fails_is_named() -> None:
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),
         ("numerics", "convolution"),
+        ("train_on_nodes", "exact / DDP"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
 )
 def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_path: Path) -> None:
+    if benchmark == "train_on_nodes" and not namespaces.available():
+        pytest.skip("network namespaces need root, ip and tc")
     record = tmp_path / "record.json"
     done = subprocess.run(
         [sys.executable, "-m", *f"benchmarks.{benchmark} --quick --json {record}".split()],
@@ -89,4 +121,10 @@ def test_the_quick_run_of_a_benchmark_ends_well(benchmark: str, said: str, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
-    assert json.loads(record.read_text())["benchmark"] == benchmark.split()[0]
+    document = json.loads(record.read_text())
+    assert document["benchmark"] == benchmark.split()[0]
+    assert document["rounds"] >= 1
+    if benchmark == "fully_sharded" and wire.can_count():
+        (plain, all_to_all, _, exact) = next(iter(document["results"]))["sent_bytes"].values()
+        assert plain / exact == pytest.approx(4 / 3, rel=0.02)
+        assert all_to_all / exact == pytest.approx(1, rel=0.02)

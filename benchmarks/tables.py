@@ -1,0 +1,262 @@
+"""Tables of the docs that are made from recorded results; `python -m benchmarks.pages` puts them into their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.compared import (
+    best_loop,
+    exact_digits,
+    of_best_bare,
+    of_fair,
+    said,
+    span,
+    whole_run_of,
+    whole_time_of,
+)
+from benchmarks.record import NOT_YET, results_of
+from benchmarks.whole_run import ACCUMULATING, SCRIPT
+
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]).replace("|  |", "| |")
+
+
+def steps_in_parts() -> str:
+    """Steps of trainer_step's contenders, of the bare loop's, and the trainer's of the best bare loop's."""
+    cases = results_of("trainer_step")
+    names = list(dict.fromkeys(name for case in cases for name in case["turns"]))
+    names.sort(key=lambda name: (not name.startswith("bare"), not name.startswith("ours")))
+
+    def cell(case: Any, name: str) -> str:
+        if name not in case["turns"]:
+            return "-"
+        figure = said(case["wall"][name]["ratio"])
+        return f"**{figure}**" if name == best_loop(case) else figure
+
+    def of_best(case: Any, name: str) -> str:
+        return said(of_best_bare(case, name)) if name in case["turns"] else "-"
+
+    rows = [[name, *(cell(case, name) for case in cases)] for name in names]
+    own = (name for name in names if name.startswith("ours"))
+    rows += [[f"{name}: of the best bare loop", *(of_best(case, name) for case in cases)] for name in own]
+    return _table(["step, of the bare loop's", *(case["title"] for case in cases)], rows)
+
+
+def whole_runs() -> str:
+    """Whole runs beside the bare loop's step, and the best one's."""
+    rows = [
+        [
+            case["title"],
+            said(case["wall"][name]["ratio"]),
+            said(whole_run_of(case, name, "bare loop")),
+            said(of_best_bare(case, name)),
+            said(whole_run_of(case, name, best_loop(case))),
+        ]
+        for case in results_of("trainer_step")
+        for name in ("ours", "ours, exact")
+        if name in case["turns"]
+    ]
+    head = ("case", "step", "whole run, per step", "step, of the best bare loop's", "whole run, per step, of that")
+    return _table(head, rows)
+
+
+def saving() -> str:
+    """What saves cost at one per 50 steps."""
+    rows = (
+        ["all cores busy" if row["neighbours"] else "one core free"]
+        + [f"{100 * row['share_median'][way]:.1f} %" for way in ("asynchronous", "torch.save")]
+        for row in results_of("checkpoint")["share"]
+    )
+    return _table(["", "asynchronous save", "`torch.save`"], rows)
+
+
+def commands() -> str:
+    """Seconds of whole runs, from the command to its end, by phase."""
+    ways = results_of("whole_run")["ways"]
+    phases = list(ways[SCRIPT]["medians"])
+    rows = (
+        [way, *(f"{row['medians'][phase]:.2f}" for phase in phases)]
+        + [said(whole_time_of(ways, way, base)) for base in (SCRIPT, ACCUMULATING)]
+        for way, row in ways.items()
+    )
+    return _table(["seconds", *phases, "of the bare script", "of the one that accumulates"], rows)
+
+
+def sums() -> str:
+    """Sums that need no order, beside the ordered one and gloo's."""
+    found = results_of("order_invariant")
+    rows = [
+        [
+            row["way"],
+            f"{row['bytes_per_rank'] / 1e6:.0f} MB",
+            f"{1e3 * median(row['seconds']):.0f} ms",
+            said(row["ratio"], 1),
+        ]
+        for row in found["sums"]
+    ]
+    package = found["bitrep"]
+    if package:
+        seconds, size = (package[name] * found["elements"] for name in ("seconds_per_element", "bytes_per_element"))
+        rows.append(
+            [
+                f"bitrep {package['version']} `SumF32`, one accumulator per element, called from Python, unsent",
+                f"{size / 1e6:.0f} MB in all",
+                f"{1e3 * seconds:.0f} ms (of {package['elements']:,} elements)",
+                "-",
+            ]
+        )
+    return _table(["sum", "sent per rank", "time", "of all_reduce"], rows)
+
+
+def one_sum() -> str:
+    """The ordered sum beside gloo's all_reduce."""
+    rows = (
+        [
+            *(str(row[name]) for name in ("world_size", "pieces")),
+            *(f"{row[name]:.1f} ms" for name in ("all_reduce_ms", "ordered_ms")),
+            said(row["ratio"]),
+            f"≤ {row['target']:.2f}",
+        ]
+        for row in results_of("reduction")["sum"]
+    )
+    return _table(["ranks", "pieces", "gloo's all_reduce", "ordered sum", "ratio", "target"], rows)
+
+
+def copies_of_gradients() -> str:
+    """Memory of a rank above plain accumulation, in gradients."""
+    found = results_of("reduction")["memory"]
+    return _table(
+        ["micro-batches per rank", *(f"{row['micro_batches_per_rank']}" for row in found)],
+        [
+            ["measured", *(f"{row['extra_copies']:.1f}" for row in found)],
+            ["log₂(M/W)", *(f"{row['expected']:.0f}" for row in found)],
+        ],
+    )
+
+
+def strided_shares() -> str:
+    """Processor time of one of two ranks above that of accumulation alone."""
+    ways = ("contiguous, DDP", "contiguous", "strided")
+
+    def above(row: Any, way: str) -> str:
+        spent, alone = (median(row["ways"][each]["processor"]) for each in (way, "accumulation"))
+        return f"{1e3 * (spent - alone):.0f} ms"
+
+    rows = (
+        [f"{row['micro_batches_per_rank']}", *(above(row, way) for way in ways)]
+        for row in results_of("reduction")["shares"]
+        if row["world_size"] == 2
+    )
+    return _table(
+        ["micro-batches per rank", *(way if "DDP" in way else f"{way}, plain module" for way in ways)],
+        rows,
+    )
+
+
+def across_nodes() -> str:
+    """Bytes out of a node, and times of the ordered sum in one level and two, of gloo's all_reduce."""
+    return _across_nodes("one level", "two levels")
+
+
+def parts_across_nodes() -> str:
+    """The same of sums of which each rank gets its part, and the way back: strided shares and shards."""
+    return _across_nodes("parts, one level", "parts, two levels")
+
+
+def _across_nodes(*levels: str) -> str:
+    found = results_of("nodes")
+    shapes = list(dict.fromkeys((row["nodes"], row["ranks_per_node"]) for row in found))
+    rates = list(dict.fromkeys(row["mbit_per_second"] for row in found))
+    rows = []
+    for shape in shapes:
+        by_rate = {row["mbit_per_second"]: row for row in found if (row["nodes"], row["ranks_per_node"]) == shape}
+        name, ways = f" {TIMES} ".join(map(str, shape)), by_rate[rates[0]]["ways"]
+        if levels[0] not in ways:
+            rows.append([name, NOT_YET, *("-" for _ in rates)])
+            continue
+        sent = ", ".join(f"{median(ways[way]['bytes']) / 1e6:.1f}" for way in ("all_reduce", *levels))
+        ratios = ([by_rate[rate]["ratios"][level] for level in levels] for rate in rates)
+        rows.append([name, f"{sent} MB", *(f"{one:.2f}, **{two:.2f}**" for one, two in ratios)])
+    what = f"{'parts: ' if levels[0].startswith('parts') else ''}nodes {TIMES} ranks"
+    links = (f"{_link(rate)}: one level, two" for rate in rates)
+    return _table([what, "out of a node: all_reduce, one level, two", *links], rows)
+
+
+def _link(rate: int | None) -> str:
+    if not rate:
+        return "unshaped"
+    return f"{rate} Mbit/s" if rate < 1000 else f"{rate // 1000} Gbit/s"
+
+
+def steps_of_shards() -> str:
+    """Steps with shards, of torch's."""
+    optimizer = [row["ways"]["exact, optimizer"] for row in results_of("sharded")["steps"]]
+    fully_sharded = results_of("fully_sharded")
+    rows = {
+        "plain DDP": [row["of_plain"] for row in optimizer],
+        "plain DDP and torch's ZeroRedundancyOptimizer": [row["of_zero"] for row in optimizer],
+        "torch's FSDP2 as it is over gloo, which sends 4/3 as much": _of_fsdp2(fully_sharded),
+        "torch's FSDP2 with an all-to-all, which sends as much": [*map(of_fair, fully_sharded)],
+    }
+    head = ("`--shard`", "a step, of one with", "time")
+    return _table(
+        head, (["`parameters`" if "FSDP2" in what else "`optimizer`", what, span(each)] for what, each in rows.items())
+    )
+
+
+def _of_fsdp2(rows: Iterable[Any]) -> list[float | None]:
+    return [row["ratios"]["parameters, exact"] for row in rows]
+
+
+def memory_of_shards() -> str:
+    """What a rank needs in each shard mode."""
+    found = results_of("shard_memory")
+    modes = list(dict.fromkeys(row["shard"] for row in found))
+    return _table(
+        ["a rank of", *(f"`{mode}`" for mode in modes)],
+        (
+            [f"{ranks}", *(f"{row['measured_bytes'] / 1e6:.0f} MB" for row in found if row["ranks"] == ranks)]
+            for ranks in dict.fromkeys(row["ranks"] for row in found)
+        ),
+    )
+
+
+def costs() -> str:
+    """What exactness costs, for the README: ratios to torch's own way."""
+    (step,) = (row["exact_ratio"] for row in results_of("exact_end_to_end") if row["world_size"] == 2)
+    fully_sharded = results_of("fully_sharded")
+    guard = [100 * each["share"] for each in results_of("guard")["trainings"].values()]
+    rows = {
+        "an exact step, W = 2, of a DDP step with the same micro-batches": said(
+            step["plain, same micro-batches"]["wall"]["ratio"]
+        ),
+        "the same, of a DDP step with one batch per rank": said(step["plain, one batch per rank"]["wall"]["ratio"]),
+        "a whole small run (digits, eight micro-batches), of a bare script with one batch": said(exact_digits(SCRIPT)),
+        "the same, of a bare script that accumulates the same eight": said(exact_digits(ACCUMULATING)),
+        "exact sum of gloo's all-reduce, 2 and 4 ranks of one machine": span(
+            [row["ratio"] for row in results_of("reduction")["sum"]]
+        ),
+        "the same between nodes, on links of 200 Mbit/s and more": span(_across("two levels")),
+        **_parts_between_nodes(),
+        "`--shard parameters` of FSDP2 over gloo, which sends 4/3 as much there": span(_of_fsdp2(fully_sharded)),
+        "the same, of FSDP2 with an all-to-all, which sends as much": span([*map(of_fair, fully_sharded)]),
+        "the guard, which computes some micro-batches twice, of a run": f"{span(guard, 1)} %",
+    }
+    return _table(["", "time"], rows.items())
+
+
+def _across(level: str) -> list[float | None]:
+    return [row["ratios"].get(level) for row in results_of("nodes")]
+
+
+def _parts_between_nodes() -> dict[str, str]:
+    parts = _across("parts, two levels")
+    if None in parts:
+        return {"the same in one level, as it still is with strided shares": span(_across("one level"))}
+    return {"the same with strided shares or shards": span(parts)}
