@@ -7,7 +7,7 @@ order they are added; an `Exchange` carries them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ _PIECE_ELEMENTS = 1024 * 1024
 class Plan:
     """The order of additions where several members each bring subtrees of one tree over `leaves` leaves.
 
-    `spans` are each member's subtrees; `rest` are those that are left when all siblings have been added: the whole
-    tree, or what a part of the members can add up among themselves.
+    `spans` are each member's subtrees; `rest` are those that are left when all siblings have been added, from left to
+    right in the tree: the whole of it, or what a part of the members can add up among themselves.
     """
 
     def __init__(self, leaves: int, spans: Sequence[Sequence[Span]]) -> None:
-        self.spans = spans
+        self.leaves, self.spans = leaves, spans
         flat = [span for member in spans for span in member]
         # The members' subtrees, one member after the other, from left to right in the tree.
         self._order = sorted(range(len(flat)), key=flat.__getitem__)
@@ -84,6 +84,12 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
     every member sends its subtrees to all others and adds up everything itself, one piece while the next ones arrive.
     Raises RuntimeError when a peer is gone or silent for the group's timeout.
     """
+    for _ in phases_of_one_level(exchange, own, out, plan):
+        pass
+
+
+def phases_of_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan) -> Iterator[None]:
+    """`sum_in_one_level` in two phases: the first starts to send, the second waits."""
     members, elements = exchange.world_size, out.numel()
     counts = [len(spans) for spans in plan.spans]
     # A member with c subtrees sends c * (W-1) * N elements in one round, (c + 1) * (W-1)/W * N in two.
@@ -91,31 +97,15 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
     if extra_elements * out.element_size() <= exchange.one_round_bytes:
         pieces = cut(elements, -(-elements // _PIECE_ELEMENTS), out.dtype)
         on_their_way = [exchange.collect(own, out, counts, [piece] * members) for piece in pieces]
+        yield
         for collected in on_their_way:
             collected.wait_sent()
             plan.add_(collected.arrivals, collected.mine)
             collected.end()
     else:
         collected = exchange.collect(own, out, counts, cut(elements, members, out.dtype))
+        yield
         collected.expect_sums()
         plan.add_(collected.arrivals, collected.mine)
         collected.send_sum()
         collected.end()
-
-
-def sum_parts(
-    exchange: Exchange, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]
-) -> Generator[None, None, Tensor]:
-    """Sum the members' flat subtrees `own`, each member its own part (`cuts`, one for each); return this member's sum.
-
-    In two phases: the second waits. `like` is as large as a subtree, and is overwritten; it may be one of them. Raises
-    as `sum_in_one_level` does.
-    """
-    collected = exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
-    yield
-    # Others' parts may not be sent yet. This overwrites only this member's own part, which it sends to nobody.
-    total = torch.empty_like(collected.mine)
-    plan.add_(collected.arrivals, total)
-    collected.wait_sent()
-    collected.end()
-    return total.to(like.device)

@@ -34,9 +34,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, WholeExchange, cut, exchange_among, exchange_on
-from .one_level import Plan, plan_for, sum_in_one_level
+from .exchange import Exchange, WholeExchange, connect, cut, exchange_among, exchange_on
+from .one_level import Plan, phases_of_one_level, plan_for, sum_in_one_level
 
+_PIECE_BYTES = 2 * 1024 * 1024
+"""While one piece of so many bytes is on its way between nodes, the next one is on its way inside them."""
 MANY = 16
 """From so many ranks on one node, two levels save more messages than their further round costs."""
 
@@ -82,16 +84,14 @@ class OrderedSum:
             if device.type not in self._exchanges:
                 exchange, levels = exchange_on(self._group, device), None
                 if self.groups:
-                    # NCCL connects ranks in the first collective of all; after that some may send to each other.
-                    cuts = [slice(rank, rank + 1) for rank in range(self.world_size)]
-                    exchange.gather([(out.new_zeros(self.world_size), cuts)])
+                    connect(exchange, device)
                     levels = TwoLevels(self._group, self.groups, device)
                 self._exchanges[device.type] = exchange, levels
             exchange, levels = self._exchanges[device.type]
             if levels is None or levels.cost_of_one_round(out) <= exchange.one_round_bytes:
                 sum_in_one_level(exchange, own, out, plan)
             else:
-                yield from levels.phases(own, out, micro_batches)
+                yield from levels.phases(own, out, plan)
 
 
 def groups_of(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -135,32 +135,53 @@ class TwoLevels:
         messages = max(len(members) * (world_size - len(members)) for members in self._nodes)
         return (messages - 2 * (nodes - 1) / nodes) * out.numel() * out.element_size()
 
-    def phases(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> Iterator[None]:
+    def phases(self, own: Sequence[Tensor], out: Tensor, plan: Plan) -> Iterator[None]:
         """See `OrderedSum.phases`."""
-        within_nodes, across = two_level_plan(micro_batches, self._nodes)
+        within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
-        chunks = cut(out.numel(), self._chunks, out.dtype)
-        cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
-
-        node = self._node.collect(own, out, [len(spans) for spans in within.spans], cuts)
-        node.expect_sums()
-        subtrees = within.fold_(node.arrivals)
+        counts = [len(spans) for spans in within.spans]
+        pieces = cut(out.numel(), -(-out.nbytes // _PIECE_BYTES), out.dtype)
+        chunks = [cut(piece.stop - piece.start, self._chunks, out.dtype) for piece in pieces]
+        in_node = [
+            self._node.collect(
+                [flat[piece] for flat in own],
+                out[piece],
+                counts,
+                [slice(of_piece[owned.start].start, of_piece[owned.stop - 1].stop) for owned in self._owned],
+            )
+            for piece, of_piece in zip(pieces, chunks, strict=True)
+        ]
+        across_nodes = []
+        for collected, of_piece in zip(in_node, chunks, strict=True):
+            collected.expect_sums()
+            subtrees = within.fold_(collected.arrivals)
+            sizes = [of_piece[chunk].stop - of_piece[chunk].start for chunk in self._owned[self._node.rank]]
+            parts = [torch.split(subtree, sizes) for subtree in subtrees]
+            across_nodes.append(
+                [
+                    phases_of_one_level(lane, [part[position] for part in parts], mine, across)
+                    for position, (lane, mine) in enumerate(
+                        zip(self._lanes, torch.split(collected.mine, sizes), strict=True)
+                    )
+                    if mine.numel()
+                ]
+            )
+            for lane_sum in across_nodes[-1]:
+                next(lane_sum)
         yield
 
-        sizes = [chunks[chunk].stop - chunks[chunk].start for chunk in self._owned[self._node.rank]]
-        parts = [torch.split(subtree, sizes) for subtree in subtrees]
-        for position, (lane, mine) in enumerate(zip(self._lanes, torch.split(node.mine, sizes), strict=True)):
-            if mine.numel():
-                sum_in_one_level(lane, [part[position] for part in parts], mine, across)
-        node.send_sum()
+        for collected, lane_sums in zip(in_node, across_nodes, strict=True):
+            for _ in itertools.chain.from_iterable(lane_sums):
+                pass
+            collected.send_sum()
         yield
 
-        node.end()
+        for collected in in_node:
+            collected.end()
 
 
-@functools.lru_cache(maxsize=64)
-def two_level_plan(micro_batches: int, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
+@functools.lru_cache(maxsize=256)
+def in_two_levels(plan: Plan, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
     """The plan of each node, given by its ranks, and the plan across the nodes for what is left then; made once."""
-    ranks = plan_for(micro_batches, sum(map(len, nodes))).spans
-    within_nodes = [Plan(micro_batches, [ranks[rank] for rank in members]) for members in nodes]
-    return within_nodes, Plan(micro_batches, [node.rest for node in within_nodes])
+    within_nodes = [Plan(plan.leaves, [plan.spans[rank] for rank in members]) for members in nodes]
+    return within_nodes, Plan(plan.leaves, [node.rest for node in within_nodes])
