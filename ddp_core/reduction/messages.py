@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .exchange import Arrival, Collected
+    from .exchange import Arrival, Awaited, Collected
 
 
 class PointToPoint:
@@ -135,7 +135,7 @@ class Inboxes:
         self._free[inbox.dtype, inbox.device].append(inbox)
 
 
-def wait_for(works: Iterable[dist.Work | None]) -> None:
+def wait_for(works: Iterable[Awaited | None]) -> None:
     """Wait until all of these are done; None is done already."""
     for work in works:
         if work is not None:

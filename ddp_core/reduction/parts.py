@@ -338,7 +338,7 @@ def _size(each: slice) -> int:
 
 def _elements(cuts: Sequence[slice]) -> int:
     """The number of elements of a flat tensor that is cut in this way."""
-    return max(each.stop for each in cuts)
+    return max(int(each.stop) for each in cuts)
 
 
 def _are_whole(cuts: Sequence[slice]) -> bool:

@@ -41,9 +41,9 @@ def test_trainings_with_shards_on_nodes_end_with_the_digests_of_one_process(worl
     first, *others = run_processes(sharded_level_cases.with_shards, size, world, thorough)
     for name, (expected, *found) in first.items():
         assert found == [expected] * len(found), name
-        for other in others:
-            # The optimizer's state is whole on rank 0 alone, and so are rows.
-            assert other.get(name, []) == [weights for weights, _ in found] * ("rows" not in name), name
+        # The optimizer's state is whole on rank 0 alone, and so are rows.
+        of_others = [] if name.startswith("rows") else [weights for weights, _ in found]
+        assert all(other.get(name, []) == of_others for other in others), name
 
 
 def test_no_communication_thread_is_left() -> None:
@@ -52,7 +52,7 @@ def test_no_communication_thread_is_left() -> None:
 
 @pytest.mark.parametrize("world", ["2 x 2", "3 x 2"])
 def test_sums_in_two_levels_send_out_of_a_node_what_a_ring_sends(world: str) -> None:
-    nodes, elements = level_cases.WORLDS[world], 3 << 18
+    nodes, elements = level_cases.WORLDS[world], 3 << 17
     world_size = sum(map(len, nodes))
     sent = run_processes(level_cases.bytes_sent, world_size, nodes, elements)
     half_a_ring = 4 * elements * (len(nodes) - 1) / len(nodes)
