@@ -7,7 +7,7 @@ order they are added; an `Exchange` carries them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -84,12 +84,6 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
     every member sends its subtrees to all others and adds up everything itself, one piece while the next ones arrive.
     Raises RuntimeError when a peer is gone or silent for the group's timeout.
     """
-    for _ in phases_of_one_level(exchange, own, out, plan):
-        pass
-
-
-def phases_of_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, plan: Plan) -> Iterator[None]:
-    """`sum_in_one_level` in two phases: the first starts to send, the second waits."""
     members, elements = exchange.world_size, out.numel()
     counts = [len(spans) for spans in plan.spans]
     # A member with c subtrees sends c * (W-1) * N elements in one round, (c + 1) * (W-1)/W * N in two.
@@ -97,14 +91,12 @@ def phases_of_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, 
     if extra_elements * out.element_size() <= exchange.one_round_bytes:
         pieces = cut(elements, -(-elements // _PIECE_ELEMENTS), out.dtype)
         on_their_way = [exchange.collect(own, out, counts, [piece] * members) for piece in pieces]
-        yield
         for collected in on_their_way:
             collected.wait_sent()
             plan.add_(collected.arrivals, collected.mine)
             collected.end()
     else:
         collected = exchange.collect(own, out, counts, cut(elements, members, out.dtype))
-        yield
         collected.expect_sums()
         plan.add_(collected.arrivals, collected.mine)
         collected.send_sum()

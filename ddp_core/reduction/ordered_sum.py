@@ -35,10 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange import Exchange, WholeExchange, connect, cut, exchange_among, exchange_on
-from .one_level import Plan, phases_of_one_level, plan_for, sum_in_one_level
+from .one_level import Plan, plan_for, sum_in_one_level
 
-_PIECE_BYTES = 2 * 1024 * 1024
-"""While one piece of so many bytes is on its way between nodes, the next one is on its way inside them."""
 MANY = 16
 """From so many ranks on one node, two levels save more messages than their further round costs."""
 
@@ -139,45 +137,23 @@ class TwoLevels:
         """See `OrderedSum.phases`."""
         within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
-        counts = [len(spans) for spans in within.spans]
-        pieces = cut(out.numel(), -(-out.nbytes // _PIECE_BYTES), out.dtype)
-        chunks = [cut(piece.stop - piece.start, self._chunks, out.dtype) for piece in pieces]
-        in_node = [
-            self._node.collect(
-                [flat[piece] for flat in own],
-                out[piece],
-                counts,
-                [slice(of_piece[owned.start].start, of_piece[owned.stop - 1].stop) for owned in self._owned],
-            )
-            for piece, of_piece in zip(pieces, chunks, strict=True)
-        ]
-        across_nodes = []
-        for collected, of_piece in zip(in_node, chunks, strict=True):
-            collected.expect_sums()
-            subtrees = within.fold_(collected.arrivals)
-            sizes = [of_piece[chunk].stop - of_piece[chunk].start for chunk in self._owned[self._node.rank]]
-            parts = [torch.split(subtree, sizes) for subtree in subtrees]
-            across_nodes.append(
-                [
-                    phases_of_one_level(lane, [part[position] for part in parts], mine, across)
-                    for position, (lane, mine) in enumerate(
-                        zip(self._lanes, torch.split(collected.mine, sizes), strict=True)
-                    )
-                    if mine.numel()
-                ]
-            )
-            for lane_sum in across_nodes[-1]:
-                next(lane_sum)
+        chunks = cut(out.numel(), self._chunks, out.dtype)
+        cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
+
+        node = self._node.collect(own, out, [len(spans) for spans in within.spans], cuts)
+        node.expect_sums()
+        subtrees = within.fold_(node.arrivals)
         yield
 
-        for collected, lane_sums in zip(in_node, across_nodes, strict=True):
-            for _ in itertools.chain.from_iterable(lane_sums):
-                pass
-            collected.send_sum()
+        sizes = [chunks[chunk].stop - chunks[chunk].start for chunk in self._owned[self._node.rank]]
+        parts = [torch.split(subtree, sizes) for subtree in subtrees]
+        for position, (lane, mine) in enumerate(zip(self._lanes, torch.split(node.mine, sizes), strict=True)):
+            if mine.numel():
+                sum_in_one_level(lane, [part[position] for part in parts], mine, across)
+        node.send_sum()
         yield
 
-        for collected in in_node:
-            collected.end()
+        node.end()
 
 
 @functools.lru_cache(maxsize=256)
