@@ -60,6 +60,8 @@ class OwnsPieces(OwnsPart):
         shares: Literal["contiguous", "strided"] = "contiguous",
         node: str | int | None = None,
     ) -> None:
+        if shares not in ("contiguous", "strided"):
+            raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
         gradients = Gradients(module)
