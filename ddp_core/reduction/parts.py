@@ -114,7 +114,7 @@ class PartsInOneLevel:
         collected = self._exchange.collect(own, out, [len(spans) for spans in plan.spans], cuts)
         yield
         # Once: gloo would wait for a second message. First, where what is added to is also sent.
-        is_whole = _are_whole(cuts)
+        is_whole = are_whole(cuts)
         if is_whole:
             collected.wait_sent()
         sums = _folded(plan, collected.arrivals, torch.empty_like(collected.mine))
@@ -173,7 +173,7 @@ class PartsInTwoLevels:
 
     def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
         """See `Parts.fold`. The second phase waits for the node, the third for other nodes."""
-        if _are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._in_one.one_round_bytes:
+        if are_whole(cuts) or self._cost_of_one_level(cuts, like) <= self._in_one.one_round_bytes:
             return (yield from self._in_one.fold(own, like, plan, cuts))
         within_nodes, across = in_two_levels(plan, self._nodes)
         in_node = self._send_in_node(own, like, within_nodes[self._here], cuts)
@@ -341,6 +341,6 @@ def _elements(cuts: Sequence[slice]) -> int:
     return max(int(each.stop) for each in cuts)
 
 
-def _are_whole(cuts: Sequence[slice]) -> bool:
+def are_whole(cuts: Sequence[slice]) -> bool:
     """Whether all ranks' parts are the same; there are two ranks or more."""
     return cuts[0] == cuts[-1] and cuts[0].start < cuts[0].stop

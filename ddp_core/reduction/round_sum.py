@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from torch import Tensor
 
 from .one_level import Plan
-from .parts import Parts
+from .parts import Parts, are_whole
 from .tree import Span, Subtree, merge_
 
 
@@ -70,7 +70,7 @@ class RoundSum:
     def total(self) -> Tensor:
         """Return the sum over all leaves, in one flat tensor."""
         mine = self.own_total()
-        if self._cuts[0] == self._cuts[-1]:
+        if not self._elements or are_whole(self._cuts):
             return mine
         whole = self.empty()
         whole[self._cuts[self._parts.rank]] = mine
