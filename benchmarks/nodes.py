@@ -1,16 +1,18 @@
-"""What the ordered sum costs across nodes: in one level, in two, and gloo's all_reduce, on links of several speeds.
+"""What ordered sums cost across nodes: in one level, in two, and gloo's all_reduce, on links of several speeds.
 
     python -m benchmarks.nodes [--shapes 2x2 2x4 2x8 3x2] [--rates 200 1000 0] [--rounds 15] [--json PATH]
 
 Nodes are network namespaces of this machine, joined by a switch; each node's link is slowed down by a token bucket
-(needs root, `ip` and `tc`). One tensor of 1 million float32 (4 MB, a bucket of DDP) is summed, by the three ways in
-turns; the slowest rank counts, figures are medians. Processor time is that of all ranks together; bytes are those that
-left node 0, headers included.
+(needs root, `ip` and `tc`). One tensor of 1 million float32 (4 MB, a bucket of DDP) is summed, by all ways in turns;
+the slowest rank counts, figures are medians. "Parts" are sums of which each rank gets its part, and the way back: a
+round of strided shares and the end of its step, or what a step with --shard optimizer sends. Processor time is that of
+all ranks together; bytes are those that left node 0, headers included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import statistics
@@ -29,6 +31,8 @@ from torch import Tensor
 from benchmarks.record import record
 from ddp_core.distributed.world import free_port
 from ddp_core.reduction import OrderedSum
+from ddp_core.reduction.parts import Parts, parts_on
+from ddp_core.reduction.round_sum import RoundSum
 from ddp_lab.claims.measuring import namespaces
 
 ELEMENTS = 1_000_000
@@ -46,6 +50,10 @@ def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, di
         "one level": lambda part: flat([part], part, world_size),
         "two levels": lambda part: levels([part], part, world_size),
     }
+    for level, groups in (("one level", ()), ("two levels", levels.groups)):
+        ways[f"parts, {level}"] = functools.partial(
+            sum_parts, parts_on(dist.group.WORLD, groups, torch.device("cpu")), world_size
+        )
     found: dict[str, dict[str, list[float]]] = {way: {"seconds": [], "processor": [], "bytes": []} for way in ways}
     for turn in range(rounds + 2):
         for way, reduce in ways.items():
@@ -65,6 +73,14 @@ def time_ways(rank: int, nodes: int, per_node: int, rounds: int) -> dict[str, di
     return found
 
 
+def sum_parts(parts: Parts, world_size: int, part: Tensor) -> None:
+    """Sum one micro-batch of each rank, part by part, and gather the parts."""
+    total = RoundSum(parts, ELEMENTS, part, world_size)
+    for _ in total.push(part.clone()):
+        pass
+    part.copy_(total.total())
+
+
 def _enter(rank: int, port: int, nodes: int, per_node: int, rounds: int, results: Any) -> None:
     namespaces.enter(rank // per_node)
     torch.set_num_threads(1)
@@ -81,10 +97,7 @@ def _enter(rank: int, port: int, nodes: int, per_node: int, rounds: int, results
 def measure(shapes: list[str], rates: list[int], rounds: int) -> list[dict[str, Any]]:
     """All figures, printed as they come."""
     print(f"{ELEMENTS:,} float32, medians of {rounds} rounds in turns; processor ms of all ranks; MB out of node 0")
-    print(
-        "nodes x ranks        link            all_reduce             one level            two levels   ratios  target"
-    )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for shape in shapes:
         nodes, per_node = map(int, shape.split("x"))
         for rate in rates:
@@ -108,17 +121,13 @@ def measure(shapes: list[str], rates: list[int], rounds: int) -> list[dict[str, 
                     "ways": found,
                 }
             )
-            cells = [
-                f"{1e3 * medians[way]:5.0f} ms ({1e3 * statistics.median(values['processor']):4.0f}) "
-                f"{statistics.median(values['bytes']) / 1e6:4.1f} MB"
-                for way, values in found.items()
-            ]
-            link = f"{rate} Mbit/s" if rate else "unshaped"
-            print(
-                f"{shape:>13} {link:>11} {' '.join(cells)} {ratios['one level']:5.2f} {ratios['two levels']:5.2f} "
-                f"{TARGETS.get(rate, '-'):>6}",
-                flush=True,
-            )
+            print(f"{shape}, {f'{rate} Mbit/s' if rate else 'unshaped'}; target {TARGETS.get(rate, '-')}")
+            for way, values in found.items():
+                print(
+                    f"{way:>18} {1e3 * medians[way]:5.0f} ms ({1e3 * statistics.median(values['processor']):4.0f}) "
+                    f"{statistics.median(values['bytes']) / 1e6:4.1f} MB {ratios[way]:5.2f}",
+                    flush=True,
+                )
     return rows
 
 

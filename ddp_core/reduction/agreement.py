@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -41,13 +42,13 @@ def require_agreement(
     micro_batches: int,
     shares: str,
     gradients: Gradients,
-    node: str | int,
+    node: str | int | None,
 ) -> list[list[int]]:
     """Compare with the other ranks of `group` what the bits of a sum depend on; return its ranks, node by node.
 
-    A collective. `node` names this rank's node: the same on all its ranks, another on other nodes. Raises ValueError on
-    all ranks, naming the first rank that differs from rank 0 and in what. Without this, ranks that do not fit together
-    wait for each other, or end with bits that no other layout has.
+    A collective. `node` names this rank's node: the same on all its ranks, another on other nodes (None: by the name of
+    its host). Raises ValueError on all ranks, naming the first rank that differs from rank 0 and in what. Without this,
+    ranks that do not fit together wait for each other, or end with bits that no other layout has.
     """
     facts: dict[str, object] = {
         "torch": torch.__version__,
@@ -59,8 +60,9 @@ def require_agreement(
     for position, (name, parameter) in enumerate(zip(gradients.names, gradients.parameters, strict=True)):
         memory = "" if parameter.is_contiguous() else f", strides {parameter.stride()}"
         facts[f"parameter {position}"] = f"{name}, {parameter.dtype} {tuple(parameter.shape)}{memory}"
-    gathered = [(node, facts)] * group.size()
-    dist.all_gather_object(gathered, (node, facts), group=group)
+    here = socket.gethostname() if node is None else node
+    gathered = [(here, facts)] * group.size()
+    dist.all_gather_object(gathered, (here, facts), group=group)
     for fact, rank, first, other in _differences([facts for _, facts in gathered]):
         raise ValueError(
             f"the ranks do not agree, so their sums would not: {fact} is {first} on rank 0, but {other} on rank {rank}"

@@ -6,7 +6,7 @@ more devices yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,23 +63,6 @@ class CollectiveExchange:
         arrivals: list[Arrival] = [(tensor, None) for tensor in received]
         return _Arrived(arrivals, out[cuts[self.rank]], send_sum=lambda: self.gather([(out, cuts)]))
 
-    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
-        """See `Exchange.scatter`."""
-        sizes = [cut.stop - cut.start for cut in cuts]
-        size = sizes[self.rank]
-        outbox = like.new_empty(0)
-        if flat is not None:
-            outbox = flat if sum(sizes) == flat.numel() else torch.cat([flat[cut] for cut in cuts])
-        inbox = like.new_empty((senders, size))
-        dist.all_to_all_single(
-            inbox.view(-1),
-            outbox,
-            [size * (sender < senders) for sender in range(self.world_size)],
-            [each * (flat is not None) for each in sizes],
-            group=self._group,
-        )
-        yield from (arrival.clone() for arrival in inbox)
-
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """See `Exchange.gather`. All parts of a flat tensor travel as large as the largest."""
         for flat, cuts in flats:
@@ -123,6 +106,14 @@ class BatchedMessages:
 
         arrivals: list[Arrival] = [(tensor, None) for tensors in received for tensor in tensors]
         return _Arrived(arrivals, mine, send_sum)
+
+    def carry(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
+        """See `Carrier.carry`. Waits, so there is nothing left to wait for; `channel` means nothing here."""
+        expected = list(receives)
+        self._run(sends, expected)
+        return [], [None] * len(expected)
 
     def _run(self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]]) -> None:
         """Exchange tensors with other members, and wait; empty ones are left out."""

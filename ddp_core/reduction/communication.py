@@ -120,6 +120,13 @@ def in_one_phase(work: Callable[[], Tensor]) -> Transfer:
     return work()
 
 
+def in_last_phase(work: Callable[[], Tensor]) -> Transfer:
+    """A transfer that returns what `work` returns, which is done when all earlier transfers have ended."""
+    for _ in range(OrderedSum.PHASES - 1):
+        yield
+    return work()
+
+
 class Channel:
     """Runs transfers between the ranks of `group`, on a thread for each phase; for one rank alone, each at once.
 
@@ -146,6 +153,8 @@ class Channel:
         if device.type != "cpu":
             # On one CUDA device, phases are queued one after another in any case.
             phases = 1
+        self.phases = phases
+        """So many transfers are under way at a time."""
         self._threads = CommunicationThreads("exact-reduction", phases, device) if several else None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -89,8 +88,8 @@ class ExactReduction:
 
     With `shares="contiguous"` a rank computes neighbouring micro-batches. With `shares="strided"` rank r of W computes
     r, r + W, r + 2W, …, as the loaders of other libraries deal them; ranks then exchange gradients after every
-    backward, in the background. Both have the same bits. With contiguous shares, ranks of one node add up among
-    themselves before nodes exchange; `node` names this rank's node (None: by the name of its host).
+    backward, in the background. Both have the same bits. Ranks of one node add up among themselves before nodes
+    exchange; `node` names this rank's node (None: by the name of its host).
 
     A micro-batch in which a parameter gets no gradient adds nothing to it; without one in any it keeps `grad=None`
     (DDP needs `find_unused_parameters=True` for both, unless shares are strided). Batch-norm statistics: see
@@ -159,15 +158,14 @@ class ExactReduction:
             return
         self._gradients = Gradients(module)
         self._reduced = self._gradients.parameters
-        here = socket.gethostname() if node is None else node
         together = group if world_size > 1 else None
         nodes = (
-            None if together is None else require_agreement(together, micro_batches, str(shares), self._gradients, here)
+            None if together is None else require_agreement(together, micro_batches, str(shares), self._gradients, node)
         )
         share(micro_batches, rank, world_size)
         self._to_compare = together if ddp is None else None
         device = next((parameter.device for parameter in self._gradients.parameters), torch.device("cpu"))
-        self._channel = Channel(group, device, timeout, nodes if shares == "contiguous" else None)
+        self._channel = Channel(group, device, timeout, nodes)
         kind = StridedShares if shares == "strided" and world_size > 1 else ContiguousShares
         self._shares = kind(ddp, self._gradients, self._channel)
         self._full_share = self.share = self._shares.share(micro_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,7 +18,18 @@ LINE_BYTES = 512
 """The parts of a tensor begin at multiples of so many bytes, as tensors do where torch gets them memory on CUDA devices
 (kMinBlockSize in c10/cuda/CUDACachingAllocator.h): libraries choose kernels by how their operands are aligned."""
 
-Arrival = tuple[Tensor, dist.Work | None]
+
+class Awaited(Protocol):
+    """What can be waited for."""
+
+    def wait(self) -> object:
+        """Until it is done."""
+
+
+Folding = Generator[None, None, list[Tensor]]
+"""Sums on their way, in phases as those of an OrderedSum."""
+
+Arrival = tuple[Tensor, Awaited | None]
 """A tensor that another member sends, and the work to wait for until it is there (None: it is there already)."""
 
 
@@ -68,21 +79,33 @@ class Exchange(Protocol):
         """
 
 
-class WholeExchange(Exchange, Protocol):
-    """An exchange between all ranks of a group, which strided shares need."""
+class Gathers(Protocol):
+    """What brings all ranks' parts of tensors to every rank."""
 
-    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
-        """Send each rank its part of `flat`; yield this rank's parts of ranks 0 … `senders` - 1, in order.
-
-        `flat` is None on the other ranks. `cuts` are the parts, one for each rank: neighbours that make up `flat`, or
-        all the same. `like` shows the dtype and device. The tensors that are yielded belong to the caller, `flat` no
-        longer does.
-        """
+    rank: int
+    """The rank of this process."""
 
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """Fill flat tensors, of each of which every rank has one part: send this rank's part to all, receive theirs.
 
         Each tensor comes with its parts, one for each rank. All of them may be on their way at once.
+        """
+
+
+class WholeExchange(Exchange, Gathers, Protocol):
+    """An exchange between all ranks of a group."""
+
+
+class Carrier(Protocol):
+    """Carries tensors between any ranks of a process group."""
+
+    def carry(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
+        """Start to send tensors to other ranks, and to receive tensors from them; return the works of both.
+
+        Each tensor comes with its rank; empty ones are left out. Two ranks' tensors arrive in the sequence in which
+        they were sent, in each of the channels 0 and 1. A work of a tensor that is received is None if it is there.
         """
 
 
@@ -98,11 +121,33 @@ def exchange_among(group: dist.ProcessGroup, device: torch.device, members: Sequ
     return _messages(group, device, members, tag)
 
 
+def carrier_on(group: dist.ProcessGroup, device: torch.device, tag: int) -> Carrier:
+    """The carrier for tensors on `device`, in host memory if `goes_through_host`; for `tag` see `PointToPoint`.
+
+    A collective.
+    """
+    if _backend(group, device) != "nccl":
+        return PointToPoint(group, tag=tag)
+    connect(exchange_on(group, device), device)
+    return BatchedMessages(group, range(group.size()))
+
+
+def connect(exchange: WholeExchange, device: torch.device) -> None:
+    """NCCL connects ranks in the first collective of all; after that some may send to each other."""
+    cuts = [slice(rank, rank + 1) for rank in range(exchange.world_size)]
+    exchange.gather([(torch.zeros(exchange.world_size, device=device), cuts)])
+
+
+def goes_through_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on `device` are carried in host memory."""
+    return device.type != "cpu" and _backend(group, device) == "gloo"
+
+
 def _messages(
     group: dist.ProcessGroup, device: torch.device, members: Sequence[int] | None = None, tag: int = 0
 ) -> WholeExchange:
     messages = PointToPoint(group, members, tag)
-    return ThroughHost(messages) if device.type != "cpu" and _backend(group, device) == "gloo" else messages
+    return ThroughHost(messages) if goes_through_host(group, device) else messages
 
 
 def carries_host_memory(group: dist.ProcessGroup) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .exchange import Arrival, Collected, WholeExchange
+    from .exchange import Arrival, Collected, Folding, Gathers, WholeExchange
+    from .one_level import Plan
+    from .parts import PartsInTwoLevels
 
 
 class ThroughHost:
@@ -38,21 +40,9 @@ class ThroughHost:
         collected = self._exchange.collect(_on_host([flat[here] for flat in own]), copy, counts, shifted)
         return _Copied(collected, copy, out[here], shifted[self.rank])
 
-    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
-        """See `Exchange.scatter`."""
-        sent = None if flat is None else _on_host([flat])[0]
-        for arrival in self._exchange.scatter(sent, cuts, like.new_empty(0, device="cpu"), senders):
-            yield arrival.to(like.device)
-
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """See `Exchange.gather`. Flat tensors of a device travel one after the other."""
-        self._exchange.gather([(flat, cuts) for flat, cuts in flats if not is_elsewhere(flat)])
-        for flat, cuts in flats:
-            if is_elsewhere(flat):
-                whole, mine = _like_on_host(flat), cuts[self.rank]
-                whole[mine] = _on_host([flat[mine]])[0]
-                self._exchange.gather([(whole, cuts)])
-                flat.copy_(whole, non_blocking=True)
+        _gather(self._exchange, flats)
 
 
 @dataclass
@@ -88,9 +78,40 @@ class _Copied:
         self.out[self.summed].copy_(self.copy[self.summed], non_blocking=True)
 
 
+class PartsThroughHost:
+    """`Parts` for tensors of a device, made of those for host memory, as `ThroughHost` is. Not run on a GPU yet."""
+
+    def __init__(self, parts: PartsInTwoLevels) -> None:
+        self._parts = parts
+        self.rank, self.world_size = parts.rank, parts.world_size
+        self.cuts = parts.cuts
+
+    def fold(self, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]) -> Folding:
+        """See `Parts.fold`."""
+        if not is_elsewhere(like):
+            return (yield from self._parts.fold(own, like, plan, cuts))
+        sums = yield from self._parts.fold(_on_host(own), like.new_empty(0, device="cpu"), plan, cuts)
+        return [each.to(like.device) for each in sums]
+
+    def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+        """See `Gathers.gather`."""
+        _gather(self._parts, flats)
+
+
 def is_elsewhere(tensor: Tensor) -> bool:
     """Whether the tensor is not in host memory."""
     return tensor.device.type != "cpu"
+
+
+def _gather(exchange: Gathers, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
+    """Gather tensors of a device in host memory, one after the other, after those that are there already."""
+    exchange.gather([(flat, cuts) for flat, cuts in flats if not is_elsewhere(flat)])
+    for flat, cuts in flats:
+        if is_elsewhere(flat):
+            whole, mine = _like_on_host(flat), cuts[exchange.rank]
+            whole[mine] = _on_host([flat[mine]])[0]
+            exchange.gather([(whole, cuts)])
+            flat.copy_(whole, non_blocking=True)
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

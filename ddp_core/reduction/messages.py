@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .exchange import Arrival, Collected
+    from .exchange import Arrival, Awaited, Collected
 
 
 class PointToPoint:
@@ -29,18 +29,14 @@ class PointToPoint:
         self.rank, self.world_size = self._members.index(group.rank()), len(self._members)
         # Each member starts with another peer, so that they do not all send to the same member first.
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.inboxes: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        """Memory for what other members send, to be used again: as many flat tensors as were in use at once."""
+        self.inboxes = Inboxes()
 
     def collect(self, own: Sequence[Tensor], out: Tensor, counts: Sequence[int], cuts: Sequence[slice]) -> Collected:
         """See `Exchange.collect`. Waiting raises RuntimeError when a peer is gone or silent for the group's timeout."""
         mine = cuts[self.rank]
         size = mine.stop - mine.start
         foreign = (sum(counts) - counts[self.rank]) * size
-        free = self.inboxes.setdefault((out.dtype, out.device), [])
-        inbox = free.pop() if free else out.new_empty(0)
-        if inbox.numel() < foreign:
-            inbox = out.new_empty(foreign)
+        inbox = self.inboxes.take(foreign, out)
         parts = iter(torch.split(inbox[:foreign], size))
         arrivals: list[Arrival] = []
         for peer, count in enumerate(counts):
@@ -57,20 +53,6 @@ class PointToPoint:
         }
         return _Messages(self, out, cuts, out[mine], arrivals, inbox, sending)
 
-    def scatter(self, flat: Tensor | None, cuts: Sequence[slice], like: Tensor, senders: int) -> Iterator[Tensor]:
-        """See `Exchange.scatter`."""
-        sizes = [cut.stop - cut.start for cut in cuts]
-        mine = sizes[self.rank]
-        arrivals = {peer: like.new_empty(mine) for peer in self.peers if peer < senders}
-        receiving = [self.receive(arrival, peer) for peer, arrival in arrivals.items() if mine]
-        sending = []
-        if flat is not None:
-            sending = [self.send(flat[cuts[peer]], peer) for peer in self.peers if sizes[peer]]
-            # A view would keep the whole of `flat` alive.
-            arrivals[self.rank] = flat[cuts[self.rank]].clone() if mine < flat.numel() else flat
-        _wait(sending + receiving)
-        yield from (arrivals.pop(sender) for sender in range(senders))
-
     def gather(self, flats: Sequence[tuple[Tensor, Sequence[slice]]]) -> None:
         """See `Exchange.gather`."""
         works = []
@@ -78,7 +60,14 @@ class PointToPoint:
             parts = [flat[cut] for cut in cuts]
             works += [self.receive(parts[peer], peer) for peer in self.peers if parts[peer].numel()]
             works += [self.send(parts[self.rank], peer) for peer in self.peers if parts[self.rank].numel()]
-        _wait(works)
+        wait_for(works)
+
+    def carry(
+        self, sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], channel: int = 0
+    ) -> tuple[list[dist.Work], list[dist.Work | None]]:
+        """See `Carrier.carry`."""
+        arriving = [self.receive(tensor, peer, channel) if tensor.numel() else None for peer, tensor in receives]
+        return [self.send(tensor, peer, channel) for peer, tensor in sends if tensor.numel()], arriving
 
     def send(self, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
         """Start to send; `channel` is 0 or 1."""
@@ -108,13 +97,13 @@ class _Messages:
 
     def wait_sent(self) -> None:
         """See `Collected.wait_sent`."""
-        _wait(work for works in self.sending.values() for work in works)
+        wait_for(work for works in self.sending.values() for work in works)
 
     def expect_sums(self) -> None:
         """See `Collected.expect_sums`."""
         for peer, works in self.sending.items():
             # A peer's part of `out` may still be on its way there; then the peer's sum overwrites it.
-            _wait(works)
+            wait_for(works)
             if (part := self.out[self.cuts[peer]]).numel():
                 self.sums.append(self.exchange.receive(part, peer, 1))
 
@@ -125,10 +114,29 @@ class _Messages:
 
     def end(self) -> None:
         """See `Collected.end`."""
-        _wait(self.sums)
-        self.exchange.inboxes[self.inbox.dtype, self.inbox.device].append(self.inbox)
+        wait_for(self.sums)
+        self.exchange.inboxes.give_back(self.inbox)
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
+class Inboxes:
+    """Memory for what other members send, to be used again: as many flat tensors as were in use at once."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, elements: int, like: Tensor) -> Tensor:
+        """A flat tensor of so many elements or more, with the dtype and device of `like`."""
+        free = self._free.setdefault((like.dtype, like.device), [])
+        inbox = free.pop() if free else like.new_empty(0)
+        return inbox if inbox.numel() >= elements else like.new_empty(elements)
+
+    def give_back(self, inbox: Tensor) -> None:
+        """Let it be used again."""
+        self._free[inbox.dtype, inbox.device].append(inbox)
+
+
+def wait_for(works: Iterable[Awaited | None]) -> None:
+    """Wait until all of these are done; None is done already."""
     for work in works:
-        work.wait()
+        if work is not None:
+            work.wait()

@@ -7,7 +7,7 @@ order they are added; an `Exchange` carries them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ _PIECE_ELEMENTS = 1024 * 1024
 class Plan:
     """The order of additions where several members each bring subtrees of one tree over `leaves` leaves.
 
-    `spans` are each member's subtrees; `rest` are those that are left when all siblings have been added: the whole
-    tree, or what a part of the members can add up among themselves.
+    `spans` are each member's subtrees; `rest` are those that are left when all siblings have been added, from left to
+    right in the tree: the whole of it, or what a part of the members can add up among themselves.
     """
 
     def __init__(self, leaves: int, spans: Sequence[Sequence[Span]]) -> None:
-        self.spans = spans
+        self.leaves, self.spans = leaves, spans
         flat = [span for member in spans for span in member]
         # The members' subtrees, one member after the other, from left to right in the tree.
         self._order = sorted(range(len(flat)), key=flat.__getitem__)
@@ -101,21 +101,3 @@ def sum_in_one_level(exchange: Exchange, own: Sequence[Tensor], out: Tensor, pla
         plan.add_(collected.arrivals, collected.mine)
         collected.send_sum()
         collected.end()
-
-
-def sum_parts(
-    exchange: Exchange, own: Sequence[Tensor], like: Tensor, plan: Plan, cuts: Sequence[slice]
-) -> Generator[None, None, Tensor]:
-    """Sum the members' flat subtrees `own`, each member its own part (`cuts`, one for each); return this member's sum.
-
-    In two phases: the second waits. `like` is as large as a subtree, and is overwritten; it may be one of them. Raises
-    as `sum_in_one_level` does.
-    """
-    collected = exchange.collect(own, like, [len(spans) for spans in plan.spans], cuts)
-    yield
-    # Others' parts may not be sent yet. This overwrites only this member's own part, which it sends to nobody.
-    total = torch.empty_like(collected.mine)
-    plan.add_(collected.arrivals, total)
-    collected.wait_sent()
-    collected.end()
-    return total.to(like.device)

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, WholeExchange, cut, exchange_among, exchange_on
+from .exchange import Exchange, WholeExchange, connect, cut, exchange_among, exchange_on
 from .one_level import Plan, plan_for, sum_in_one_level
 
 MANY = 16
@@ -82,16 +82,14 @@ class OrderedSum:
             if device.type not in self._exchanges:
                 exchange, levels = exchange_on(self._group, device), None
                 if self.groups:
-                    # NCCL connects ranks in the first collective of all; after that some may send to each other.
-                    cuts = [slice(rank, rank + 1) for rank in range(self.world_size)]
-                    exchange.gather([(out.new_zeros(self.world_size), cuts)])
+                    connect(exchange, device)
                     levels = TwoLevels(self._group, self.groups, device)
                 self._exchanges[device.type] = exchange, levels
             exchange, levels = self._exchanges[device.type]
             if levels is None or levels.cost_of_one_round(out) <= exchange.one_round_bytes:
                 sum_in_one_level(exchange, own, out, plan)
             else:
-                yield from levels.phases(own, out, micro_batches)
+                yield from levels.phases(own, out, plan)
 
 
 def groups_of(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -135,9 +133,9 @@ class TwoLevels:
         messages = max(len(members) * (world_size - len(members)) for members in self._nodes)
         return (messages - 2 * (nodes - 1) / nodes) * out.numel() * out.element_size()
 
-    def phases(self, own: Sequence[Tensor], out: Tensor, micro_batches: int) -> Iterator[None]:
+    def phases(self, own: Sequence[Tensor], out: Tensor, plan: Plan) -> Iterator[None]:
         """See `OrderedSum.phases`."""
-        within_nodes, across = two_level_plan(micro_batches, self._nodes)
+        within_nodes, across = in_two_levels(plan, self._nodes)
         within = within_nodes[self._here]
         chunks = cut(out.numel(), self._chunks, out.dtype)
         cuts = [slice(chunks[owned.start].start, chunks[owned.stop - 1].stop) for owned in self._owned]
@@ -158,9 +156,8 @@ class TwoLevels:
         node.end()
 
 
-@functools.lru_cache(maxsize=64)
-def two_level_plan(micro_batches: int, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
+@functools.lru_cache(maxsize=256)
+def in_two_levels(plan: Plan, nodes: tuple[tuple[int, ...], ...]) -> tuple[list[Plan], Plan]:
     """The plan of each node, given by its ranks, and the plan across the nodes for what is left then; made once."""
-    ranks = plan_for(micro_batches, sum(map(len, nodes))).spans
-    within_nodes = [Plan(micro_batches, [ranks[rank] for rank in members]) for members in nodes]
-    return within_nodes, Plan(micro_batches, [node.rest for node in within_nodes])
+    within_nodes = [Plan(plan.leaves, [plan.spans[rank] for rank in members]) for members in nodes]
+    return within_nodes, Plan(plan.leaves, [node.rest for node in within_nodes])

@@ -2,21 +2,25 @@
 
 1. Cut the N elements into W parts; rank r sums part r.
 2. In each round every rank sends part r of its leaf to rank r: (W-1)/W * N elements.
-3. The leaves of a round are neighbours. Rank r pushes part r of them in order onto a binary counter, the canonical tree
-   for this part: N/W * (log2(M) + 1) elements at most, however the leaves lie.
+3. The leaves of a round are neighbours. Rank r adds part r of them up as far as the tree goes, and pushes the sums in
+   order onto a binary counter, the canonical tree for this part: N/W * (log2(M) + 1) elements at most, however the
+   leaves lie.
 4. After the last round every rank sends its part of the sum to all others: (W-1)/W * N elements.
 
 Each element sees the same additions as in `ordered_sum`. Where each rank needs its own part alone, step 4 is left out.
+On several nodes, steps 2 and 4 go in two levels (`parts`): the leaves of a node's ranks are neighbours, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Generator, Sequence
 
 from torch import Tensor
 
-from .exchange import WholeExchange, cut
-from .tree import GradientTree
+from .one_level import Plan
+from .parts import Parts, are_whole
+from .tree import Span, Subtree, merge_
 
 
 class RoundSum:
@@ -28,44 +32,37 @@ class RoundSum:
     """
 
     def __init__(
-        self,
-        exchange: WholeExchange,
-        elements: int,
-        like: Tensor,
-        leaves: int,
-        cuts: Sequence[slice] | None = None,
+        self, parts: Parts, elements: int, like: Tensor, leaves: int, cuts: Sequence[slice] | None = None
     ) -> None:
-        self._exchange, self._elements, self._like = exchange, elements, like
-        if cuts is None:
-            ranks = exchange.world_size
-            rounds = -(-leaves // ranks)
-            # Whole leaves are (W-1) * N elements a round in place of (W-1)/W * N, and save the (W-1)/W * N of step 4.
-            extra_elements = (rounds * (ranks - 1) - 1) * elements
-            sums_whole = extra_elements * like.element_size() <= exchange.one_round_bytes
-            cuts = [slice(0, elements)] * ranks if sums_whole else cut(elements, ranks, like.dtype)
-        self._cuts = cuts
-        self._tree = GradientTree(leaves)
+        self._parts, self._elements, self._like, self._leaves = parts, elements, like, leaves
+        self._cuts = parts.cuts(elements, like.dtype, -(-leaves // parts.world_size)) if cuts is None else cuts
+        self._next_leaf = 0
+        self._subtrees: list[Subtree] = []
+        """The binary counter."""
 
     def empty(self) -> Tensor:
         """Memory for one leaf: a flat tensor whose values are arbitrary."""
         return self._like.new_empty(self._elements)
 
-    def push(self, flat: Tensor | None) -> None:
-        """Exchange the leaves of the next round. This rank's leaf is `flat`, which it may not use any more.
+    def push(self, flat: Tensor | None) -> Generator[None, None, None]:
+        """Exchange the leaves of the next round, in phases as those of `OrderedSum`. This rank's leaf is `flat`.
 
-        None on a rank without a leaf in the last round.
+        It may not be used any more. None on a rank without a leaf in the last round.
         """
         if not self._elements:
             return
-        senders = min(self._exchange.world_size, self._tree.leaves - self._tree.next_leaf)
-        for part in self._exchange.scatter(flat, self._cuts, self._like, senders):
-            self._tree.push([part])
+        plan = _plan_of_round(self._leaves, self._next_leaf, self._parts.world_size)
+        self._next_leaf += self._parts.world_size
+        sums = yield from self._parts.fold([] if flat is None else [flat], self._like, plan, self._cuts)
+        for span, part in zip(plan.rest, sums, strict=True):
+            self._subtrees.append(Subtree(span, [part]))
+            merge_(self._subtrees, self._leaves)
 
     def own_total(self) -> Tensor:
         """Return this rank's part of the sum over all leaves."""
         if not self._elements:
             return self._like.new_empty(0)
-        (root,) = self._tree.subtrees
+        (root,) = self._subtrees
         (mine,) = root.tensors
         assert mine is not None
         return mine
@@ -73,9 +70,16 @@ class RoundSum:
     def total(self) -> Tensor:
         """Return the sum over all leaves, in one flat tensor."""
         mine = self.own_total()
-        if self._cuts[0] == self._cuts[-1]:
+        if not self._elements or are_whole(self._cuts):
             return mine
         whole = self.empty()
-        whole[self._cuts[self._exchange.rank]] = mine
-        self._exchange.gather([(whole, self._cuts)])
+        whole[self._cuts[self._parts.rank]] = mine
+        self._parts.gather([(whole, self._cuts)])
         return whole
+
+
+@functools.lru_cache(maxsize=256)
+def _plan_of_round(leaves: int, first: int, world_size: int) -> Plan:
+    """The plan of the round that begins with the leaf `first`; made once."""
+    ranks = range(first, first + world_size)
+    return Plan(leaves, [[Span(leaf, leaf + 1)] if leaf < leaves else [] for leaf in ranks])

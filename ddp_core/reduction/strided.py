@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.torch_internals import keep_static_graph_from_reducing, rebuild_buckets
 
 from .communication import Channel
-from .exchange import exchange_on
 from .flat import Gradients, scale_gradients_
 from .leaf_sum import LeafSum
+from .parts import parts_on
 
 
 class StridedShares:
@@ -31,7 +31,7 @@ class StridedShares:
     def __init__(self, ddp: DistributedDataParallel | None, gradients: Gradients, channel: Channel) -> None:
         assert channel.group is not None
         self._ddp, self._gradients, self._channel = ddp, gradients, channel
-        self._exchange = exchange_on(channel.group, channel.device)
+        self._parts = parts_on(channel.group, channel.ordered_sum.groups, channel.device)
         self._leaves = self._rounds = 0
         self._sum: LeafSum | None = None
         self._under_way: list[torch.futures.Future[Tensor]] = []
@@ -41,7 +41,7 @@ class StridedShares:
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return range(self._exchange.rank, micro_batches, self._exchange.world_size)
+        return range(self._parts.rank, micro_batches, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
@@ -67,7 +67,7 @@ class StridedShares:
         """Set every `.grad` to the sum over all micro-batches times `scale`, and `statistics` to theirs."""
         self._gradients.refuse_foreign()
         total = self._sum_like(statistics)
-        while self._rounds * self._exchange.world_size < self._leaves:
+        while self._rounds * self._parts.world_size < self._leaves:
             self._start_round(total, None)
         *sums, summed_statistics, used = total.totals()
         self._wait()
@@ -82,7 +82,7 @@ class StridedShares:
         self._silence.close()
         self._sum = None
         if not self._channel.closed:
-            del self._exchange
+            del self._parts
 
     def _sum_like(self, statistics: Tensor) -> LeafSum:
         """The sum of this step, made for its first leaf; a leaf is all gradients and the two tensors below."""
@@ -91,7 +91,7 @@ class StridedShares:
             present = torch.empty(len(parameters), device=self._channel.device)
             # The last two are the batch-norm statistics, and for each parameter how many micro-batches have used it.
             leaf = [*(parameter.detach() for parameter in parameters), statistics, present]
-            self._sum = LeafSum(self._exchange, self._channel, leaf, self._leaves)
+            self._sum = LeafSum(self._parts, self._channel, leaf, self._leaves)
         return self._sum
 
     def _start_round(self, total: LeafSum, leaf: Sequence[Tensor | None] | None) -> None:

@@ -32,8 +32,9 @@ class BlockParcel(Parcel):
         self.rows = [rows[id(sharded)] for sharded, _ in members]
         self.count = len(members)
         self.like = self.rows[0].local.new_empty(0)
-        elements = sum(row.reach for row in self.rows)
-        self.cuts = [slice(rank * elements, (rank + 1) * elements) for rank in range(world_size)]
+        own = sum(row.reach for row in self.rows)
+        self.cuts = [slice(rank * own, (rank + 1) * own) for rank in range(world_size)]
+        self.elements = world_size * own
         self._world_size = world_size
         self._sharded = [sharded for sharded, _ in members]
         self._present: set[int] = set()
@@ -46,7 +47,7 @@ class BlockParcel(Parcel):
         part.set_force_sum_reduction_for_comms(True)
         if world_size > 1:
             reduce_zeros_too(part)
-        part.set_custom_reduce_scatter(_Handover(self._receive, self.cuts[-1].stop, unread))  # type: ignore[arg-type]
+        part.set_custom_reduce_scatter(_Handover(self._receive, self.elements, unread))  # type: ignore[arg-type]
 
     def open(self) -> None:
         super().open()
@@ -70,7 +71,7 @@ class BlockParcel(Parcel):
 
     def flattened(self, taken: Tensor | None) -> Tensor:
         record_use([taken])
-        return self.like.new_full((self.cuts[-1].stop,), -0.0) if taken is None else taken
+        return self.like.new_full((self.elements,), -0.0) if taken is None else taken
 
     def give(self, total: Tensor, used: Sequence[bool]) -> None:
         parts = total.split([row.reach for row in self.rows])

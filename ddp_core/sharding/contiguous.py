@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction.communication import Channel, Transfer
-from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients, record_use, scale_
-from ddp_core.reduction.one_level import plan_for, sum_parts
+from ddp_core.reduction.one_level import plan_for
+from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.tree import GradientTree, Span, add_, are_siblings
 
 from .early_additions import EarlyAdditions
@@ -31,7 +31,10 @@ from .parcels import Turns, group_parcels
 from .shards import FlatGroup, Shards
 
 PHASES = 2
-"""A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time."""
+"""A group is folded and sent while the one before it arrives and is added up; no more are on their way at a time.
+
+In two levels, one more is on its way between nodes.
+"""
 
 
 class ContiguousPieces:
@@ -44,20 +47,20 @@ class ContiguousPieces:
         shards: Shards,
         owned: Sequence[Owned],
         gradients: Gradients,
+        parts: Parts,
         channel: Channel,
         weights_to_compare: dist.ProcessGroup | None,
     ) -> None:
-        self.gradients, self.channel = gradients, channel
+        self.gradients, self.channel, self._parts = gradients, channel, parts
         self.weights_to_compare = weights_to_compare
         self._owned = owned
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in owned if each.tensor is not None]
         self._rank, self._world_size = channel.ordered_sum.rank, channel.ordered_sum.world_size
-        self._exchange = None if channel.group is None else exchange_on(channel.group, channel.device)
         # Its hooks run before those of the parcels: what is sent is the sum.
         self._additions = EarlyAdditions(gradients.parameters)
         self._parcels = group_parcels(shards, self._rank, gradients)
         self._turns = Turns(self._parcels, self._send)
-        self._under_way = threading.BoundedSemaphore(PHASES)
+        self._under_way = threading.BoundedSemaphore(channel.phases)
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
@@ -142,15 +145,12 @@ class ContiguousPieces:
 
         def job() -> Transfer:
             own = _folded(group, subtrees, tree.leaves)
-            plan = plan_for(tree.leaves, self._world_size)
-            if self._exchange is None:
-                (total,) = plan.fold_([(flat, None) for flat in own])
-                return total
-            if not group.flat.numel():
+            if not parcel.elements:
                 return group.empty()
             with self._under_way:
-                like = own[-1] if own else group.empty()
-                return (yield from sum_parts(self._exchange, own, like, plan, group.cuts))
+                plan = plan_for(tree.leaves, self._world_size)
+                (total,) = yield from self._parts.fold(own, parcel.like, plan, group.cuts)
+                return total
 
         self._totals.append(self.channel.submit(job(), group.flat))
 

@@ -26,6 +26,8 @@ class Parcel(ABC):
     cuts: Sequence[slice]
     like: Tensor
     """An empty tensor with the dtype and device of the gradients."""
+    elements: int
+    """Of the flat tensor."""
     count: int
     """The number of parameters."""
     is_open = is_ready = is_sent = False
@@ -106,7 +108,7 @@ class GroupParcel(Parcel):
 
     def __init__(self, group: FlatGroup, pieces: Sequence[Piece], rank: int, gradients: Gradients) -> None:
         self.group, self.cuts, self.count = group, group.cuts, len(group.positions)
-        self.like = group.flat[:0]
+        self.like, self.elements = group.flat[:0], group.flat.numel()
         self._pieces, self._first, self._gradients = pieces, group.cuts[rank].start, gradients
         self._hooks = [
             gradients.parameters[position].register_post_accumulate_grad_hook(partial(self._made, position))

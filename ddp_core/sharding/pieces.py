@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import refuse_unknown_shares, require_agreement
-from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.exchange import exchange_on
+from ddp_core.reduction.communication import Channel, in_last_phase
 from ddp_core.reduction.flat import Gradients, in_memory_order
+from ddp_core.reduction.ordered_sum import groups_of
+from ddp_core.reduction.parts import order_of, parts_on
 
 from .contiguous import PHASES, ContiguousPieces
 from .owned import Owned
 from .owns_part import OwnsPart
 from .parcels import group_parcels
 from .rounds import Rounds
-from .shards import Shards
+from .shards import Shards, shard_groups
 from .updates import OwnUpdates
 
 _UNDER_WAY = 4
@@ -39,7 +40,8 @@ class OwnsPieces(OwnsPart):
         optimizer.step()                                       # then all ranks gather the parameters
 
     With contiguous shares a rank keeps whole gradients until its last backward of a step, and sends them in that one.
-    With strided shares it sends them in every backward, which frees them. No DistributedDataParallel around the module.
+    With strided shares it sends them in every backward, which frees them. Ranks of one node add up among themselves
+    before nodes exchange; `node` is that of `ExactReduction`. No DistributedDataParallel around the module.
     The parameters stay the same objects with the same values and strides, in new memory: do not move the module
     afterwards. The same on every rank. Raises UserError (2) for an optimizer that does not treat each element by
     itself, and ValueError for ranks that do not agree, and for parameters that share memory.
@@ -56,17 +58,21 @@ class OwnsPieces(OwnsPart):
         process_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] = "contiguous",
+        node: str | int | None = None,
     ) -> None:
         refuse_unknown_shares(shares)
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
         gradients = Gradients(module)
-        self._shards = Shards(gradients.parameters, world_size)
+        nodes: list[list[int]] = []
         if self.group is not None:
-            kind = f"{shares}, in {len(self._shards.groups)} flat tensors"
-            require_agreement(self.group, micro_batches, kind, gradients, 0)
+            kind = f"{shares}, in {len(shard_groups(gradients.parameters))} flat tensors"
+            nodes = require_agreement(self.group, micro_batches, kind, gradients, node)
+        groups = groups_of(nodes)
+        self._shards = Shards(gradients.parameters, order_of(groups, world_size))
         is_strided = shares == "strided" and self.group is not None
-        self._channel = Channel(self.group, self.device, timeout, phases=None if is_strided else PHASES)
+        self._channel = Channel(self.group, self.device, timeout, nodes, None if is_strided or groups else PHASES)
+        self._parts = parts_on(self._channel.group, groups, self.device)
         own = {piece.position: piece for piece in self._shards.pieces(rank)}
         named = enumerate(zip(gradients.names, gradients.parameters, strict=True))
         self.owned = [
@@ -76,20 +82,18 @@ class OwnsPieces(OwnsPart):
             for position, (name, parameter) in named
         ]
         self._owned_by_id = dict(zip(map(id, gradients.parameters), self.owned, strict=True))
-        self._exchange = None if self._channel.group is None else exchange_on(self._channel.group, self.device)
         if is_strided:
-            assert self._exchange is not None
             of_ranks: Rounds | ContiguousPieces = Rounds(
                 group_parcels(self._shards, rank, gradients),
                 self.owned,
                 gradients,
-                self._exchange,
+                self._parts,
                 self._channel,
                 _UNDER_WAY,
                 weights_to_compare=self.group,
             )
         else:
-            of_ranks = ContiguousPieces(self._shards, self.owned, gradients, self._channel, self.group)
+            of_ranks = ContiguousPieces(self._shards, self.owned, gradients, self._parts, self._channel, self.group)
         self.reduction = ExactReduction(module, micro_batches, process_group=self.group, shares=of_ranks)
         self.updates = OwnUpdates(optimizer, self._owned_by_id, self.group)
         self._hook = optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
@@ -110,16 +114,16 @@ class OwnsPieces(OwnsPart):
 
     def gather_parameters(self) -> None:
         """Bring all ranks' pieces of the parameters to every rank, and wait; a collective."""
-        if (exchange := self._exchange) is None:
+        if self.group is None:
             return
         flats = [(group.flat, group.cuts) for group in self._shards.groups if group.flat.numel()]
         like = torch.empty(0, device=self.device)
 
         def gather() -> Tensor:
-            exchange.gather(flats)
+            self._parts.gather(flats)
             return like
 
-        self._channel.submit(in_one_phase(gather), like).wait()
+        self._channel.submit(in_last_phase(gather), like).wait()
 
     def close(self) -> None:
         """Gather no more after `optimizer.step()`."""

@@ -2,9 +2,9 @@
 
 Rank r of W computes the micro-batches r, r + W, r + 2W, … In every backward each parcel of gradients is sent as soon as
 it is complete, part r of it to rank r, in the background; then its gradients are freed. The W arrivals are neighbouring
-leaves of the canonical tree, so their owner pushes them onto a binary counter (`round_sum`): the same additions as on
-one process, in N/W * (log2(M) + 1) elements at most. A rank sends M / W halves of an all-reduce in a step, where
-contiguous shares send one.
+leaves of the canonical tree, so their owner adds them up and pushes the sums onto a binary counter (`round_sum`): the
+same additions as on one process, in N/W * (log2(M) + 1) elements at most. A rank sends M / W halves of an all-reduce in
+a step, where contiguous shares send one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.reduction.communication import Channel, in_one_phase
-from ddp_core.reduction.exchange import WholeExchange
+from ddp_core.reduction.communication import Channel, Transfer, in_last_phase
 from ddp_core.reduction.flat import Gradients, scale_
 from ddp_core.reduction.leaf_sum import LeafSum
+from ddp_core.reduction.parts import Parts
 from ddp_core.reduction.round_sum import RoundSum
 
 from .norm import norm_of_owned
@@ -44,7 +44,7 @@ class Rounds:
         parcels: Sequence[Parcel],
         owned: Sequence[Owned],
         gradients: Gradients,
-        exchange: WholeExchange,
+        parts: Parts,
         channel: Channel,
         under_way: int,
         needs_passes: bool = False,
@@ -55,7 +55,7 @@ class Rounds:
         self.weights_to_compare = weights_to_compare
         self._trained = [each for each in owned if each.is_trained]
         self.reduced: Sequence[nn.Parameter] = [each.tensor for each in self._trained if each.tensor is not None]
-        self._parcels, self._exchange, self._under_way_at_most = parcels, exchange, under_way
+        self._parcels, self._parts, self._under_way_at_most = parcels, parts, under_way
         self._needs_passes, self._in_pass = needs_passes, in_pass
         self._turns = Turns(parcels, self._send)
         self._sums: list[RoundSum]
@@ -69,15 +69,14 @@ class Rounds:
 
     def share(self, micro_batches: int) -> range:
         """The micro-batches of a step that this rank computes, in order."""
-        return range(self._exchange.rank, micro_batches, self._exchange.world_size)
+        return range(self._parts.rank, micro_batches, self._parts.world_size)
 
     def begin(self, micro_batches: int) -> None:
         """Start a step."""
         self._wait_for_all_but(0)
         self._leaves, self._rounds, self._notes = micro_batches, 0, None
         self._sums = [
-            RoundSum(self._exchange, parcel.cuts[-1].stop, parcel.like, micro_batches, parcel.cuts)
-            for parcel in self._parcels
+            RoundSum(self._parts, parcel.elements, parcel.like, micro_batches, parcel.cuts) for parcel in self._parcels
         ]
         for parcel in self._parcels:
             parcel.discard()
@@ -131,7 +130,7 @@ class Rounds:
             count = sum(parcel.count for parcel in self._parcels)
             self._push_notes([statistics, torch.empty(count, device=self.channel.device)], counts=False)
         totals = [
-            self.channel.submit(in_one_phase(total.own_total), parcel.like)
+            self.channel.submit(in_last_phase(total.own_total), parcel.like)
             for parcel, total in zip(self._parcels, self._sums, strict=True)
         ]
         assert self._notes is not None
@@ -147,7 +146,7 @@ class Rounds:
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as on one process; a collective."""
-        return norm_of_owned(self._trained, self.channel, self._exchange.world_size)
+        return norm_of_owned(self._trained, self.channel, self._parts.world_size)
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -156,7 +155,7 @@ class Rounds:
 
     @property
     def _idle_rounds(self) -> int:
-        rounds, own = -(-self._leaves // self._exchange.world_size), len(self.share(self._leaves))
+        rounds, own = -(-self._leaves // self._parts.world_size), len(self.share(self._leaves))
         return rounds - max(self._rounds, own)
 
     @contextlib.contextmanager
@@ -186,15 +185,15 @@ class Rounds:
         parcel, total, counts = self._parcels[number], self._sums[number], self._counts
         taken, self._used[number] = parcel.take()
 
-        def push() -> Tensor:
-            total.push(parcel.flattened(taken) if counts else None)
+        def push() -> Transfer:
+            yield from total.push(parcel.flattened(taken) if counts else None)
             return parcel.like
 
-        self._under_way.append(self.channel.submit(in_one_phase(push), parcel.like))
+        self._under_way.append(self.channel.submit(push(), parcel.like))
 
     def _push_notes(self, leaf: list[Tensor], counts: bool = True) -> None:
         if self._notes is None:
-            self._notes = LeafSum(self._exchange, self.channel, leaf, self._leaves)
+            self._notes = LeafSum(self._parts, self.channel, leaf, self._leaves)
         self._under_way += self._notes.push(leaf if counts else None)
 
     def _wait_for_all_but(self, count: int) -> None:

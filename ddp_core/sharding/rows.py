@@ -28,11 +28,11 @@ from ddp_core.checkpoint import CutTensor
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction.agreement import require_agreement, require_equal_weights
 from ddp_core.reduction.communication import Channel, own_group
-from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients
-from ddp_core.reduction.messages import PointToPoint
+from ddp_core.reduction.parts import parts_on
 
 from .block_calls import BlockCalls
+from .block_gather import gather_by_messages
 from .block_parcel import BlockParcel, UnreadMemory
 from .blocks import FEWEST_ELEMENTS, blocks_of, exact_pass, refusal, refuse_unsuitable
 from .owned import Rows
@@ -59,8 +59,9 @@ class OwnsRows(OwnsPart):
         optimizer.step()
 
     The module is called as before. `fewest_elements` is the size from which a part of the model is gathered by itself
-    (`blocks_of`). Every forward gathers, so all ranks must run as many of them, also in an evaluation. Without `exact`
-    the sums are torch's own.
+    (`blocks_of`). Every forward gathers, so all ranks must run as many of them, also in an evaluation. Ranks of one
+    node add up among themselves before nodes exchange; `node` is that of `ExactReduction`. Without `exact` the sums are
+    torch's own.
 
     The same on every rank. Drop the module and this object, and collect garbage, before the process group is destroyed.
     Raises UserError (2) for a module that fully_shard cannot wrap and for an optimizer that does not treat each element
@@ -79,12 +80,14 @@ class OwnsRows(OwnsPart):
         timeout: timedelta | None = None,
         exact: bool = True,
         fewest_elements: int = FEWEST_ELEMENTS,
+        node: str | int | None = None,
     ) -> None:
         refuse_unsuitable(module)
         super().__init__(module, optimizer, process_group)
+        nodes: list[list[int]] = []
         if self.group is not None:
             if exact:
-                require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), 0)
+                nodes = require_agreement(process_group, micro_batches, "strided, in rows", Gradients(module), node)
             require_equal_weights(process_group, module)
         # Gathers are in another sequence than what the caller sends, such as losses, and the two must not mix.
         own = own_group(process_group, self.device, timeout)
@@ -105,13 +108,13 @@ class OwnsRows(OwnsPart):
         if exact:
             # All ranks send in this sequence, that of a usual backward, whichever gradients are there first.
             unread, parts = UnreadMemory(), reversed(self._parts)
-            channel = Channel(process_group, self.device, timeout)
+            channel = Channel(process_group, self.device, timeout, nodes)
+            gather_by_messages(self._parts, own, channel.ordered_sum.groups, self.device)
             self._rounds = Rounds(
                 [BlockParcel(part, by_parameter, own.size(), unread) for part in parts if sent_together(part)],
                 list(by_parameter.values()),
                 _GradientsOfRows(list(by_parameter.values())),
-                # One rank alone sends nothing, and its channel has no group.
-                PointToPoint(process_group) if channel.group is None else exchange_on(channel.group, self.device),
+                parts_on(channel.group, channel.ordered_sum.groups, self.device),
                 channel,
                 _UNDER_WAY,
                 needs_passes=True,

@@ -115,8 +115,9 @@ class Sharding:
         micro_batches: int,
         process_group: dist.ProcessGroup,
         exact: bool = True,
+        node: int | None = None,
     ) -> OwnsPart:
-        """Let this rank keep its part; the result has the reduction, and the state as one process has it.
+        """Let this rank, which is on node `node`, keep its part; the result has the reduction, and all ranks' state.
 
         `gradients` is not `parameters` with weights that are kept: it takes what fully_shard refuses (averaged weights,
         channels_last, single numbers, blocks whose parameters are used without a call), and shares the memory of the
@@ -126,7 +127,7 @@ class Sharding:
             # Loads torch's FSDP, which takes a second.
             from .rows import OwnsRows
 
-            return OwnsRows(module, optimizer, micro_batches, process_group=process_group, exact=exact)
+            return OwnsRows(module, optimizer, micro_batches, process_group=process_group, exact=exact, node=node)
         from .pieces import OwnsPieces
 
         return OwnsPieces(
@@ -135,4 +136,5 @@ class Sharding:
             micro_batches,
             process_group=process_group,
             shares="strided" if self.cuts_gradients else "contiguous",
+            node=node,
         )

@@ -1,7 +1,7 @@
 """Which rank owns which elements of the parameters, where each rank updates a part of them.
 
 1. Parameters of one dtype and device are laid out one after the other in a flat tensor, a few of them in each.
-2. Every flat tensor is cut into W neighbouring ranges of about one size; rank r owns range r.
+2. Every flat tensor is cut into W neighbouring ranges of about one size; each rank owns one.
 3. What a range has of one parameter is a *piece*: the unit that a rank reduces, updates and sends.
 
 A cut lies at a multiple of `BLOCK` elements from the start of the parameter in which it lies, or at its end. So an
@@ -49,7 +49,7 @@ class Piece:
 class FlatGroup:
     """Parameters that lie in one flat tensor, and the ranges of it that the ranks own."""
 
-    def __init__(self, positions: Sequence[int], parameters: Sequence[nn.Parameter], world_size: int) -> None:
+    def __init__(self, positions: Sequence[int], parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
         self.positions = list(positions)
         """The group's parameters, as positions among all parameters."""
         self.like = [parameters[position] for position in positions]
@@ -59,8 +59,10 @@ class FlatGroup:
         self.starts = [0, *itertools.accumulate(-(-size // line) * line for size in sizes)]
         """Where each parameter begins in the flat tensor, and at last the flat tensor's size."""
         self.starts[-1] = self.starts[-2] + sizes[-1]
-        borders = [_border(self.starts[-1] * rank // world_size, self.starts) for rank in range(world_size + 1)]
-        self.cuts = [slice(*pair) for pair in itertools.pairwise(borders)]
+        world_size = len(order)
+        borders = [_border(self.starts[-1] * place // world_size, self.starts) for place in range(world_size + 1)]
+        ranges = dict(zip(order, itertools.pairwise(borders), strict=True))
+        self.cuts = [slice(*ranges[rank]) for rank in range(world_size)]
         """The range of each rank."""
         self.flat = self.like[0].detach().new_zeros(self.starts[-1])
         """The parameters' memory."""
@@ -100,17 +102,17 @@ class FlatGroup:
 
 
 class Shards:
-    """All pieces of all ranks: `parameters`, moved into flat tensors (`groups`) that are cut for `world_size` ranks.
+    """All pieces of all ranks: `parameters`, moved into flat tensors (`groups`) that are cut for ranks in `order`.
 
     The parameters stay the same objects with the same values and strides; their memory is new. So make it when the
     model is on its device, and do not move the model afterwards. The same on every rank that has the same parameters.
     Raises ValueError for no or several equal parameters, and for parameters that share memory.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world_size: int) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], order: Sequence[int]) -> None:
         self.parameters = list(parameters)
         _refuse_shared_memory(self.parameters)
-        self.groups = [FlatGroup(positions, self.parameters, world_size) for positions in shard_groups(self.parameters)]
+        self.groups = [FlatGroup(positions, self.parameters, order) for positions in shard_groups(self.parameters)]
         """In the sequence of their first parameters."""
         self._pieces: dict[int, list[Piece]] = {}
 

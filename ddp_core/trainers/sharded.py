@@ -40,7 +40,10 @@ class ShardedTrainer(DistributedTrainer):
         self.module = self.model
         whole = self.pass_before_the_cut()
         state.optimizer.register_step_post_hook(lambda *_: self.clock.lap("optimizer"))
-        self.owned: OwnsPart = sharding.cut(self.model, state.optimizer, self.cut.micro_batches, group, self.exact)
+        node = self.job.collectives.world.node_rank
+        self.owned: OwnsPart = sharding.cut(
+            self.model, state.optimizer, self.cut.micro_batches, group, self.exact, node
+        )
         # The parameters are other objects where each rank has a part of them.
         self.trained = TrainedParameters(self.model)
         state.ownership, self.reduction = self.owned, self.owned.reduction

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_core.base.seeds import share_of
 from ddp_core.reduction import ExactReduction, GradientTree, OrderedSum, Subtree, canonical_subtrees, fold
 from ddp_core.reduction.collectives import CollectiveExchange
-from ddp_core.reduction.exchange import WholeExchange
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.one_level import plan_for, sum_in_one_level
+from ddp_core.reduction.parts import Parts, PartsInOneLevel
 from ddp_core.reduction.round_sum import RoundSum
 
 SAMPLES = 3
@@ -277,7 +277,7 @@ def random_sum(seed: int, group: dist.ProcessGroup) -> list[str]:
         messages = PointToPoint(group)
         for way in (messages, CollectiveExchange(group), ThroughHost(messages)):
             with mock.patch.object(way, "one_round_bytes", way.one_round_bytes if seed % 3 else -1):
-                if not torch.equal(sum_in_rounds(way, list(leaves)), expected):
+                if not torch.equal(sum_in_rounds(PartsInOneLevel(way), list(leaves)), expected):
                     wrong.append(f"{way} in rounds: seed {seed}, M={micro_batches}, {elements} elements, {dtype}")
     return wrong
 
@@ -292,16 +292,17 @@ def sums_without_the_first(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def sum_in_rounds(exchange: WholeExchange, leaves: Sequence[Tensor]) -> Tensor:
+def sum_in_rounds(parts: Parts, leaves: Sequence[Tensor]) -> Tensor:
     """Sum the leaves as ranks with strided shares do."""
-    total = RoundSum(exchange, leaves[0].numel(), leaves[0], len(leaves))
-    for first in range(0, len(leaves), exchange.world_size):
-        mine = first + exchange.rank
+    total = RoundSum(parts, leaves[0].numel(), leaves[0], len(leaves))
+    for first in range(0, len(leaves), parts.world_size):
+        mine = first + parts.rank
         flat = total.empty() if mine < len(leaves) else None
         if flat is not None:
-            flat[: leaves[0].numel()] = leaves[mine]
-        total.push(flat)
-    return total.total()[: leaves[0].numel()]
+            flat.copy_(leaves[mine])
+        for _ in total.push(flat):
+            pass
+    return total.total()
 
 
 def canonical_leaves(span: Any) -> list[Any]:
@@ -464,7 +465,7 @@ def fail_on_one_rank(
                         loss.register_hook(_fail)
                     if failing and where == "exchange":
                         exact._channel.ordered_sum.phases = _fail  # type: ignore[method-assign]
-                        getattr(exact._shares, "_exchange", exact).scatter = _fail
+                        getattr(exact._shares, "_parts", exact).fold = _fail
                     loss.backward()
             exact.finish()
     except RuntimeError as error:

@@ -178,7 +178,7 @@ def batch(step: int, micro_batches: int, shape: Sequence[int]) -> tuple[Tensor, 
 class Training:
     """A case in the making: alone (`world_size` 0), or as a rank of the default process group."""
 
-    def __init__(self, case: Case, world_size: int, exact: bool = True) -> None:
+    def __init__(self, case: Case, world_size: int, exact: bool = True, node: int = 0) -> None:
         torch.manual_seed(0)
         self.case, self.step = case, 0
         self.net = case.net()
@@ -195,6 +195,7 @@ class Training:
                 process_group=group,
                 exact=exact,
                 fewest_elements=case.fewest_elements,
+                node=node,
             )
             self.reduction = self.sharded.reduction
         else:
@@ -272,9 +273,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(case: Case, world_size: int, exact: bool = True) -> Iterator[Training]:
+def training(case: Case, world_size: int, exact: bool = True, node: int = 0) -> Iterator[Training]:
     """A case in the making, all parts of which are gone at the end: nothing may outlive the process group."""
-    made = Training(case, world_size, exact)
+    made = Training(case, world_size, exact, node)
     try:
         yield made
     finally:

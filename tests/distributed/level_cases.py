@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,15 +12,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_core.base.seeds import share_of
-from ddp_core.reduction import OrderedSum
+from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.collectives import BatchedMessages
 from ddp_core.reduction.host_memory import ThroughHost
 from ddp_core.reduction.messages import PointToPoint
 from ddp_core.reduction.tree import GradientTree
+from ddp_core.sharding import OwnsPieces
 from tests.distributed import exact_cases as cases
+from tests.distributed import sharded_cases as pieces_cases
 
 Nodes = Sequence[Sequence[int]]
 
@@ -36,6 +40,7 @@ WORLDS: dict[str, Nodes] = {
 }
 TRAINED = ("3 + 1 + 2", "3 x 2", "2 x 3", "in turns")
 FEW = ("adamw", "incomplete batches")
+TRAINED_WAYS = ("contiguous in parts", "strided in parts")
 
 
 def leaves_of(seed: int, micro_batches: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +92,7 @@ def through_host(
 def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
     """All sums and trainings of this rank, or some: what was wrong, and the digests by world and case."""
     wrong: list[str] = []
-    digests: dict[tuple[str, str], str] = {}
+    digests: dict[tuple[str, str, str], str] = {}
     with cases.process_group():
         for name, nodes in WORLDS.items():
             size = sum(map(len, nodes))
@@ -107,30 +112,69 @@ def everything(rank: int, world_size: int, thorough: bool) -> dict[str, Any]:
                 ):
                     wrong += wrong_sums(group, nodes, counts, f"{name}, through host memory")
         for name in TRAINED if thorough else TRAINED[:1]:
-            node = next(node for node, members in enumerate(WORLDS[name]) if rank in members)
-            for case in cases.TRAININGS if thorough else FEW:
-                training = cases.TRAININGS[case]
-                digests[name, case] = cases.train(training, world_size, "contiguous in parts", node)
+            for case, way in itertools.product(cases.TRAININGS if thorough else FEW, TRAINED_WAYS):
+                digests[name, case, way] = cases.train(cases.TRAININGS[case], world_size, way, node_of(rank, name))
     left = [thread.name for thread in threading.enumerate() if thread.name == "exact-reduction"]
     return {"wrong": wrong, "digests": digests, "threads": left}
 
 
-def bytes_sent(rank: int, world_size: int, nodes: Nodes, elements: int) -> dict[str, int]:
-    """Bytes that this rank sends in one sum of float32 to its own node and to others, and its messages."""
-    sent = {"inside": 0, "outside": 0, "messages": 0}
-    here = next(members for members in nodes if rank in members)
-    send = PointToPoint.send
+def node_of(rank: int, world: str) -> int:
+    """The rank's node."""
+    return next(node for node, members in enumerate(WORLDS[world]) if rank in members)
 
-    def counted(exchange: PointToPoint, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
-        where = "inside" if exchange._members[peer] in here else "outside"
-        sent[where] += tensor.numel() * tensor.element_size()
-        sent["messages"] += 1
-        return send(exchange, tensor, peer, channel)
+
+def bytes_sent(rank: int, world_size: int, nodes: Nodes, elements: int) -> dict[str, dict[str, int]]:
+    """Bytes of float32 that this rank sends to its own node and to others, and its messages, in each of these works.
+
+    One sum; steps of two micro-batches per rank with strided shares, and with a piece of the parameters on each rank.
+    """
+    found: dict[str, dict[str, int]] = {}
+    here = next(members for members in nodes if rank in members)
+    node, send = nodes.index(here), PointToPoint.send
+
+    @contextlib.contextmanager
+    def counting(work: str) -> Iterator[None]:
+        sent = found[work] = {"inside": 0, "outside": 0, "messages": 0}
+
+        def counted(exchange: PointToPoint, tensor: Tensor, peer: int, channel: int = 0) -> dist.Work:
+            sent["inside" if exchange._members[peer] in here else "outside"] += tensor.nbytes
+            sent["messages"] += 1
+            return send(exchange, tensor, peer, channel)
+
+        with mock.patch.object(PointToPoint, "send", counted):
+            yield
+
+    def step(exact: ExactReduction, weight: nn.Module) -> None:
+        for index in exact.share:
+            with exact.micro_batch(index):
+                (weight(torch.ones(1, 1)).sum() * (index + 1)).backward()
+        exact.finish()
 
     with cases.process_group():
-        ordered, leaf = OrderedSum(dist.group.WORLD, nodes), torch.ones(elements)
+        group = dist.group.WORLD
+        ordered, leaf = OrderedSum(group, nodes), torch.ones(elements)
         ordered([leaf], leaf, world_size)  # the first sum also connects all ranks
-        with mock.patch.object(PointToPoint, "send", counted):
+        with counting("sum"):
             ordered([leaf], leaf, world_size)
-    assert leaf[0] == world_size**2
-    return sent
+        assert leaf[0] == world_size**2
+        count = 2 * world_size
+        expected = count * (count + 1) / 2
+        torch.manual_seed(0)
+        net = nn.Linear(1, elements, bias=False)
+        with ExactReduction(net, count, process_group=group, shares="strided", node=node) as exact:
+            step(exact, net)
+            with counting("strided"):
+                step(exact, net)
+            assert net.weight.grad is not None
+            assert net.weight.grad.unique().tolist() == [expected]
+        for way in pieces_cases.WAYS:
+            net = nn.Linear(1, elements, bias=False)
+            nn.init.zeros_(net.weight)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+            owned = OwnsPieces(net, optimizer, count, process_group=group, shares=way, node=node)
+            with owned.reduction as exact, counting(f"pieces, {way}"):
+                step(exact, net)
+                optimizer.step()
+            assert net.weight.unique().tolist() == [-expected]
+            owned.close()
+    return found

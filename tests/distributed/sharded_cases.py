@@ -168,10 +168,10 @@ def carried_by(carrier: str) -> Iterator[None]:
     def chosen(group: dist.ProcessGroup, device: torch.device) -> WholeExchange:
         return CARRIERS[carrier](PointToPoint(group))
 
-    with contextlib.ExitStack() as stack:
-        for module in ("contiguous", "pieces"):
-            stack.enter_context(mock.patch(f"ddp_core.sharding.{module}.exchange_on", chosen))
-        stack.enter_context(mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True))
+    with (
+        mock.patch("ddp_core.reduction.parts.exchange_on", chosen),
+        mock.patch("ddp_core.reduction.host_memory.is_elsewhere", return_value=True),
+    ):
         yield
 
 
@@ -182,6 +182,7 @@ class Training:
     case: Case
     way: Dealt | None
     seed: int = 0
+    node: int = 0
 
     def __post_init__(self) -> None:
         case, group = self.case, dist.group.WORLD if self.way is not None else None
@@ -196,7 +197,7 @@ class Training:
         else:
             assert group is not None
             self.sharded = OwnsPieces(
-                self.net, self.optimizer, case.micro_batches, process_group=group, shares=self.way
+                self.net, self.optimizer, case.micro_batches, process_group=group, shares=self.way, node=self.node
             )
             self.exact = self.sharded.reduction
 
@@ -355,8 +356,7 @@ def fail_on_one_rank(rank: int, world_size: int, where: str, way: Dealt) -> str:
                     if failing and last and where == "hook":
                         training.net.first.weight.register_post_accumulate_grad_hook(_fail)
                     if failing and last and where == "exchange":
-                        carrier = getattr(exact._shares, "_exchange")  # noqa: B009
-                        carrier.scatter = carrier.collect = _fail
+                        getattr(exact._shares, "_parts").fold = _fail  # noqa: B009
                     loss.backward()
             exact.finish()
             if failing and where == "update":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,8 @@ class Work:
         self.tensor, self.done, self.was_awaited = tensor, threading.Event(), False
 
     def wait(self) -> None:
-        """Until it has gone over."""
+        """Until it has gone over; once, since gloo's work would then wait for a second message."""
+        assert not self.was_awaited
         self.was_awaited = True
         if not self.done.wait(SECONDS):
             raise RuntimeError("a message never came")
@@ -106,6 +107,15 @@ class ThreadGroup:
         return self.wires.ask("receive", peer, self._rank, tag, tensors[0])
 
 
+def at_once(phases: Generator[None, None, Any]) -> Any:
+    """Run phases to their end; return what they return."""
+    while True:
+        try:
+            next(phases)
+        except StopIteration as end:
+            return end.value
+
+
 class Channel:
     """What `ddp_core.reduction.communication.Channel` does, at once."""
 
@@ -114,12 +124,8 @@ class Channel:
     def submit(self, transfer: Any, like: Tensor) -> torch.futures.Future[Tensor]:
         """Run a transfer to its end."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        while True:
-            try:
-                next(transfer)
-            except StopIteration as end:
-                future.set_result(end.value)
-                return future
+        future.set_result(at_once(transfer))
+        return future
 
 
 def _all_gather_object(found: list[Any], own: object, group: ThreadGroup) -> None:

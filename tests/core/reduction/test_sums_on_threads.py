@@ -18,12 +18,13 @@ from ddp_core.reduction.exchange import LINE_BYTES, cut, exchange_among, exchang
 from ddp_core.reduction.host_memory import ThroughHost, is_elsewhere
 from ddp_core.reduction.leaf_sum import LeafSum
 from ddp_core.reduction.messages import PointToPoint
-from ddp_core.reduction.one_level import Plan, plan_for, sum_parts
+from ddp_core.reduction.one_level import Plan, plan_for
 from ddp_core.reduction.ordered_sum import TwoLevels, groups_of
+from ddp_core.reduction.parts import PartsInOneLevel, parts_on
 from ddp_core.reduction.round_sum import RoundSum
 from ddp_core.reduction.tree import GradientTree, Span
 from tests.distributed.level_cases import WORLDS, leaves_of, subtrees, through_host, wrong_sums
-from tests.support.thread_group import Channel, ThreadGroup, on_threads, use_threads
+from tests.support.thread_group import Channel, ThreadGroup, at_once, on_threads, use_threads
 
 CPU = torch.device("cpu")
 WAYS = ["messages", "in pieces", "chunks", "collectives", "host memory", "host memory in pieces", "on the host already"]
@@ -60,13 +61,13 @@ def test_sums_over_nodes_of_any_shape_equal_the_tree(world: str, way: str) -> No
 
 
 def parts_of(leaves: Tensor, cuts: Sequence[slice], group: Any) -> Tensor:
-    """What `sum_parts` gives a rank; its memory may be one of the tensors that are summed."""
+    """What a rank gets of the sum over contiguous shares."""
     share = share_of(len(leaves), group.rank(), group.size())
-    own = subtrees(leaves, share.start, share.stop)
-    exchange = exchange_on(group, CPU)
-    like = own[0] if own else torch.empty_like(leaves[0])
-    total = Channel().submit(sum_parts(exchange, own, like, plan_for(len(leaves), group.size()), cuts), like).wait()
-    return total.clone()
+    folding = parts_on(group, (), CPU).fold(
+        subtrees(leaves, share.start, share.stop), leaves[0], plan_for(len(leaves), group.size()), cuts
+    )
+    (total,) = at_once(folding)
+    return total
 
 
 @pytest.mark.parametrize("elements", SIZES)
@@ -98,28 +99,6 @@ def test_parts_are_gathered(way: str) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["own parts", "everything"])
-@pytest.mark.parametrize("senders", [1, 2, 3])
-def test_each_rank_is_sent_its_part(senders: int, whole: bool, way: str) -> None:
-    cuts = [slice(0, 5)] * 3 if whole else [slice(0, 2), slice(2, 2), slice(2, 5)]
-
-    def scattered(group: Any) -> list[Tensor]:
-        flat = torch.arange(5.0) + 10 * group.rank() if group.rank() < senders else None
-        like = torch.empty(1)
-        found = list(exchange_on(group, CPU).scatter(flat, cuts, like, senders))
-        # They belong to the caller: nothing that is written to one changes another.
-        copies = [part.clone() for part in found]
-        for part in found:
-            part.zero_()
-        assert all(part.dtype == like.dtype for part in found)
-        assert whole or all(part.untyped_storage().nbytes() == part.nbytes for part in found)
-        return copies
-
-    for rank, found in enumerate(on_threads(3, scattered)):
-        assert len(found) == senders
-        assert all(torch.equal(part, torch.arange(5.0)[cuts[rank]] + 10 * sender) for sender, part in enumerate(found))
-
-
 TENSORS = [
     torch.empty(3, 5),
     torch.empty(4, dtype=torch.float64),
@@ -148,7 +127,7 @@ def test_leaves_of_many_tensors_are_summed_in_rounds(way: str) -> None:
         tree.push(a_leaf(number))
 
     def summed(group: Any) -> list[Tensor]:
-        total = LeafSum(exchange_on(group, CPU), Channel(), TENSORS, MICRO_BATCHES)  # type: ignore[arg-type]
+        total = LeafSum(parts_on(group, (), CPU), Channel(), TENSORS, MICRO_BATCHES)  # type: ignore[arg-type]
         for first in range(0, MICRO_BATCHES, group.size()):
             mine = first + group.rank()
             leaf = a_leaf(mine) if mine < MICRO_BATCHES else None
@@ -172,10 +151,10 @@ def test_a_rank_asks_for_its_own_part_of_a_sum_in_rounds(elements: int, way: str
     cuts = [slice(0, elements // 3), slice(elements // 3, elements), slice(elements, elements)]
 
     def own(group: Any) -> Tensor:
-        total = RoundSum(exchange_on(group, CPU), elements, leaves[0], MICRO_BATCHES, cuts)
+        total = RoundSum(parts_on(group, (), CPU), elements, leaves[0], MICRO_BATCHES, cuts)
         for first in range(0, MICRO_BATCHES, 3):
             mine = first + group.rank()
-            total.push(leaves[mine].clone() if mine < MICRO_BATCHES else None)
+            at_once(total.push(leaves[mine].clone() if mine < MICRO_BATCHES else None))
         return total.own_total()
 
     found = on_threads(3, own)
@@ -185,10 +164,10 @@ def test_a_rank_asks_for_its_own_part_of_a_sum_in_rounds(elements: int, way: str
 def test_a_sum_in_rounds_is_whole_on_every_rank_where_that_sends_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
 
-    def cuts(group: ThreadGroup, limit: int) -> Sequence[slice]:
-        exchange = PointToPoint(group)  # type: ignore[arg-type]
+    def cuts(group: Any, limit: int) -> Sequence[slice]:
+        exchange = PointToPoint(group)
         exchange.one_round_bytes = limit
-        return RoundSum(exchange, 384, torch.empty(0), 5)._cuts
+        return PartsInOneLevel(exchange).cuts(384, torch.float32, 2)
 
     # Three ranks, two rounds: whole leaves are 2 * 2 * 384 elements in place of 2 * 2/3 * 384, and save 2/3 * 384.
     extra = (2 * 2 - 1) * 384 * 4
@@ -346,7 +325,7 @@ def test_members_start_with_different_peers_and_memory_is_used_again(monkeypatch
             flat = torch.ones(elements)
             collected = exchange.collect([flat], flat, [1, 1], [slice(0, elements)] * 2)
             wait_for(collected)
-            found.append([inbox.numel() for inboxes in exchange.inboxes.values() for inbox in inboxes])
+            found.append([inbox.numel() for inboxes in exchange.inboxes._free.values() for inbox in inboxes])
         return found
 
     assert on_threads(2, inboxes) == [[[8], [8], [16]]] * 2

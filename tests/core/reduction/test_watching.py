@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction import flat as flats
+from ddp_core.reduction.agreement import require_agreement
 from ddp_core.reduction.flat import Gradients, flat_groups, in_memory_order, scale_, view_in
 from ddp_core.reduction.foreign_buffers import ForeignBuffers
 from ddp_core.reduction.refusal import DependsOnLayout
@@ -243,7 +244,6 @@ def test_scaling_by_one_or_of_nothing_does_nothing() -> None:
 
 def test_a_reduction_asks_for_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
-    monkeypatch.setattr("socket.gethostname", lambda: "of this host")
     told: list[Any] = []
     agree = "ddp_core.reduction.exact.require_agreement"
     monkeypatch.setattr(agree, lambda group, *facts: told.append((facts[0], facts[1], facts[3])) or [[0], [1, 2]])
@@ -259,9 +259,21 @@ def test_a_reduction_asks_for_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
         return tuple(found)
 
     device = (torch.device("cpu"), timedelta(seconds=9))
-    expected = ((device, ((0,), (1, 2)), "ContiguousShares"), (device, (), "StridedShares"))
+    groups = ((0,), (1, 2))
+    expected = ((device, groups, "ContiguousShares"), (device, groups, "StridedShares"))
     assert on_threads(3, asked) == [expected] * 3
-    assert sorted(told, key=str) == [(6, "contiguous", "of this host")] * 3 + [(6, "strided", 7)] * 3
+    assert sorted(told, key=str) == [(6, "contiguous", None)] * 3 + [(6, "strided", 7)] * 3
+
+
+def test_a_host_is_a_node_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    named = (None, "there", "here", "there")
+
+    def nodes(group: Any) -> list[list[int]]:
+        return require_agreement(group, 4, "contiguous", Gradients(nn.Linear(1, 1)), named[group.rank()])
+
+    assert on_threads(4, nodes) == [[[0, 2], [1, 3]]] * 4
 
 
 def test_ranks_without_equal_weights_are_refused_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def with_gradient(owned: Owned, whole: nn.Parameter) -> Owned:
 def test_pieces_have_the_norm_of_the_whole_to_the_last_bit(world_size: int) -> None:
     trained = with_gradients()
     expected = gradient_norm(trained)
-    shards, ranks = Shards(trained, world_size), []
+    shards, ranks = Shards(trained, range(world_size)), []
     for rank in range(world_size):
         pieces = {piece.position: piece for piece in shards.pieces(rank)}
         ranks.append(

@@ -77,7 +77,7 @@ def test_a_parcel_that_could_not_be_sent_is_not_sent_again() -> None:
 def test_a_group_is_complete_with_its_last_gradient_and_takes_no_others() -> None:
     layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1, dtype=torch.float64))
     gradients = Gradients(layers)
-    shards = Shards(gradients.parameters, 2)
+    shards = Shards(gradients.parameters, range(2))
     last, first = parcels = group_parcels(shards, 1, gradients)
     assert [parcel.group for parcel in parcels] == shards.groups[::-1]
     assert [(parcel.like.numel(), parcel.like.dtype) for parcel in parcels] == [(0, torch.float64), (0, torch.float32)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.reduction.communication import Channel
-from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.flat import Gradients
 from ddp_core.reduction.norm import BLOCK
+from ddp_core.reduction.parts import parts_on
 from ddp_core.sharding.owned import Owned
 from ddp_core.sharding.parcels import group_parcels
 from ddp_core.sharding.rounds import Rounds
@@ -55,7 +55,7 @@ class Rank:
         self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
         rank = group.rank()
         gradients = Gradients(self.weights)
-        shards = Shards(gradients.parameters, group.size())
+        shards = Shards(gradients.parameters, range(group.size()))
         own = {piece.position: piece for piece in shards.pieces(rank)}
         self.owned = [
             Owned("", weight, own[place].start, own[place].stop, own[place].tensor)
@@ -67,7 +67,7 @@ class Rank:
             group_parcels(shards, rank, gradients),
             [*self.owned, Owned("frozen", self.frozen, 0, 1, nn.Parameter(torch.ones(1)))],
             gradients,
-            exchange_on(group, torch.device("cpu")),
+            parts_on(None if group.size() == 1 else group, (), torch.device("cpu")),
             channel,
             UNDER_WAY,
             needs_passes=needs_passes,

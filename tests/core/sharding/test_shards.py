@@ -29,7 +29,7 @@ def parameters(shapes: list[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
 def test_parameters_keep_their_values_strides_and_alignment() -> None:
     before, after = parameters(), parameters()
     objects = list(map(id, after))
-    shards = Shards(after, 3)
+    shards = Shards(after, range(3))
     assert list(map(id, shards.parameters)) == objects
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other)
@@ -40,7 +40,7 @@ def test_parameters_keep_their_values_strides_and_alignment() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16, 100])
 def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int) -> None:
-    shards = Shards(parameters(), world_size)
+    shards = Shards(parameters(), range(world_size))
     pieces = [piece for rank in range(world_size) for piece in shards.pieces(rank)]
     for position, parameter in enumerate(shards.parameters):
         own = sorted((piece for piece in pieces if piece.position == position), key=lambda piece: piece.start)
@@ -57,7 +57,7 @@ def test_every_element_has_one_owner_and_cuts_lie_between_blocks(world_size: int
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 16])
 def test_flat_tensors_are_cut_where_it_is_nearest_to_equal_parts(world_size: int) -> None:
-    for group in Shards(parameters(), world_size).groups:
+    for group in Shards(parameters(), range(world_size)).groups:
         size = group.flat.numel()
         assert len(group.cuts) == world_size
         assert (group.cuts[0].start, group.cuts[-1].stop) == (0, size)
@@ -78,14 +78,14 @@ def test_a_parameter_of_a_megabyte_has_a_flat_tensor_to_itself() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_ranks_own_about_as_much(world_size: int) -> None:
-    shards = Shards(parameters([(1000, 1000), (1000,), (1000, 2000), (2000,), (2000, 500), (500,)]), world_size)
+    shards = Shards(parameters([(1000, 1000), (1000,), (1000, 2000), (2000,), (2000, 500), (500,)]), range(world_size))
     owned = [sum(piece.tensor.numel() for piece in shards.pieces(rank)) for rank in range(world_size)]
     assert max(owned) <= sum(owned) / world_size * 1.02
 
 
 def test_a_piece_shares_the_memory_of_its_parameter_and_stays_the_same_object() -> None:
     weight = nn.Parameter(torch.zeros(3 * BLOCK))
-    shards = Shards([weight], 3)
+    shards = Shards([weight], range(3))
     for rank in range(3):
         (piece,) = shards.pieces(rank)
         assert shards.pieces(rank)[0].tensor is piece.tensor
@@ -95,7 +95,7 @@ def test_a_piece_shares_the_memory_of_its_parameter_and_stays_the_same_object() 
 
 
 def test_flattened_gradients_lie_as_their_parameters_do() -> None:
-    shards = Shards(parameters(), 4)
+    shards = Shards(parameters(), range(4))
     for group in shards.groups:
         gradients = [torch.randn_like(parameter) for parameter in group.like]
         flat = group.flattened([None if number == 1 else each for number, each in enumerate(gradients)])
@@ -107,7 +107,9 @@ def test_flattened_gradients_lie_as_their_parameters_do() -> None:
 
 
 def test_the_gradient_of_a_parameter_alone_is_sent_as_it_lies() -> None:
-    (group,) = Shards([nn.Parameter(torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))], 2).groups
+    (group,) = Shards(
+        [nn.Parameter(torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))], range(2)
+    ).groups
     gradient = torch.randn_like(group.like[0])
     assert group.flattened([gradient]).data_ptr() == gradient.data_ptr()
     for other in (gradient.contiguous(), gradient.double()):
@@ -120,13 +122,13 @@ def test_the_gradient_of_a_parameter_alone_is_sent_as_it_lies() -> None:
 def test_parameters_that_share_memory_are_refused() -> None:
     memory = torch.zeros(10)
     with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([nn.Parameter(memory[:6]), nn.Parameter(memory[4:])], 2)
+        Shards([nn.Parameter(memory[:6]), nn.Parameter(memory[4:])], range(2))
     strided = nn.Parameter(torch.as_strided(memory, (3, 2), (4, 1)))  # its last element is number 9
     with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([nn.Parameter(memory[9:]), strided], 2)
-    Shards([nn.Parameter(torch.as_strided(memory, (2, 2), (4, 1))), nn.Parameter(memory[6:])], 2)
+        Shards([nn.Parameter(memory[9:]), strided], range(2))
+    Shards([nn.Parameter(torch.as_strided(memory, (2, 2), (4, 1))), nn.Parameter(memory[6:])], range(2))
     weight = nn.Parameter(memory)
     with pytest.raises(ValueError, match="two parameters share memory"):
-        Shards([weight, weight], 2)
+        Shards([weight, weight], range(2))
     with pytest.raises(ValueError, match="nothing to shard"):
-        Shards([], 2)
+        Shards([], range(2))
