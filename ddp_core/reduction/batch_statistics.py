@@ -83,11 +83,12 @@ class BatchStatistics:
             return torch.empty(0)
         shown = step.layers.shown
         shown.keep_hold()
-        weights = (shown.counts - step.steps).clamp_(max=1).to(step.before.dtype)
+        # Few operators, since this comes after every micro-batch. A layer that was called counts once.
+        weights = shown.counts > step.steps
         if weight != 1.0:
-            weights.mul_(weight)
-        # Few operators, since this comes after every micro-batch: a layer's weight is multiplied by a one.
-        taken = shown.statistics_and_ones() * weights.index_select(0, step.layers.owner_with_weights)
+            weights = weights.to(step.before.dtype) * weight
+        of_each = weights.index_select(0, step.layers.owner_with_weights)
+        taken = shown.statistics_and_ones().to(step.before.dtype) * of_each
         shown.show(step.parts, step.steps)
         return taken
 
