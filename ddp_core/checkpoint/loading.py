@@ -269,8 +269,8 @@ def _reason(error: Exception) -> str:
     """Why torch did not load the data, without its advice to use weights_only=False, which would run code."""
     if named := _NAMED.search(str(error)):
         return f"it names {named[1]}"
-    lines = [line.strip() for line in str(error).splitlines() if "weights_only" not in line]
-    return lines[0][:200] if lines else ""
+    lines = (line.strip() for line in str(error).splitlines() if "weights_only" not in line)
+    return next((line[:200] for line in lines if line), "")
 
 
 def sweep(directory: str | Path, on_event: Callable[[str], None] = _ignore) -> list[Path]:

@@ -57,6 +57,8 @@ class OwnsPieces(OwnsPart):
         timeout: timedelta | None = None,
         shares: Literal["contiguous", "strided"] = "contiguous",
     ) -> None:
+        if shares not in ("contiguous", "strided"):
+            raise ValueError(f'shares are "contiguous" or "strided", not {shares!r}')
         super().__init__(module, optimizer, process_group)
         rank, world_size = (self.group.rank(), self.group.size()) if self.group is not None else (0, 1)
         gradients = Gradients(module)

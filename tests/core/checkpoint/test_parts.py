@@ -346,6 +346,34 @@ def test_what_one_rank_cannot_even_begin_to_save_is_told_to_the_others(tmp_path:
     assert names(tmp_path) == set()
 
 
+def test_a_copy_that_fails_in_the_background_is_told_to_the_others(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("the copy broke")
+
+    def work(ranks: ThreadRanks) -> None:
+        with Checkpointer(tmp_path, ranks=ranks, asynchronous=True) as checkpointer:
+            if ranks.rank == 1:
+                checkpointer._snapshots.ready = fail  # type: ignore[method-assign]
+            checkpointer.save(cut_state(10, ranks.rank, ranks.count), step=10, epoch=0)
+
+    first, second = in_threads(work, 2)
+    assert str(first) == "rank 1 could not save a checkpoint: ValueError: the copy broke"
+    assert isinstance(second, ValueError)
+    assert names(tmp_path) == set()
+
+
+def test_a_full_disk_is_told_also_where_the_file_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for error in in_threads(lambda ranks: save_in_parts(tmp_path, ranks, 20, at=full("data renamed", 1, ranks)), 2):
+        assert isinstance(error, UserError)
+        assert re.match(r"rank 1: no room for .*step-000000020\.part-2-of-2\.pt", str(error))
+
+
 def test_a_superseded_rank_commits_nothing(tmp_path: Path) -> None:
     old, before = Fence.take(tmp_path), names(tmp_path)
 

@@ -27,7 +27,7 @@ def test_data_that_torch_cannot_read_are_refused_without_its_advice(tmp_path: Pa
     manifest.write_text(json.dumps(content | {"seal": seal}))
     checkpoint = newest_valid(tmp_path)
     assert checkpoint is not None
-    with pytest.raises(UserError, match=r"more than tensors and plain values \(UnpicklingError") as raised:
+    with pytest.raises(UserError, match=r"plain values \(UnpicklingError: Unsupported operand 110\)") as raised:
         load(checkpoint)
     assert "weights_only" not in str(raised.value)
 

@@ -187,6 +187,11 @@ def test_a_model_without_parameters_is_refused() -> None:
         OwnsPieces(nn.ReLU(), optimizer(LAYER), 1)
 
 
+def test_shares_of_another_name_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"""^shares are "contiguous" or "strided", not 'Strided'$"""):
+        OwnsPieces(LAYER, optimizer(LAYER), 1, shares="Strided")  # type: ignore[arg-type]
+
+
 def test_exchanges_wait_as_long_as_asked() -> None:
     def waits(group: Any) -> Any:
         made = copy.deepcopy(LAYER)
