@@ -206,7 +206,7 @@ class _Shown:
 
     def statistics_and_ones(self) -> Tensor:
         """All means, then all variances, then a one for each layer."""
-        return torch.cat([*self._flats[:-1], self._with_ones[-1]]) if len(self._flats) > 1 else self._with_ones[0]
+        return self._with_ones[0] if len(self._flats) == 1 else torch.cat([*self._flats[:-1], self._with_ones[-1]])
 
     def cut(self, statistics: Tensor) -> list[Tensor]:
         """All means and variances as `show` takes them."""
