@@ -148,6 +148,19 @@ def at_the_end_of_backward(function: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
 
 
+def backward_from(loss: torch.Tensor, weight: torch.Tensor) -> None:
+    """`loss.backward(weight)` of two single numbers, without what torch checks of them in Python each time.
+
+    These checks take as long as a small layer's backward. The engine checks dtype, device and shape by itself.
+    """
+    if type(loss) is not torch.Tensor:  # a subclass may have a backward of its own
+        loss.backward(weight)
+        return
+    cast(Any, torch.autograd.Variable)._execution_engine.run_backward(
+        (loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long the group's collectives on this device wait for a silent peer."""
     timeout = group._get_backend(device).options._timeout

@@ -158,8 +158,9 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
     ),
     "_execution_engine": PrivateName(
         "torch.autograd.variable.Variable",
-        "compare at the end of a backward which blocks of a sharded model it has come to",
-        "hooks are those of tensors and nodes, none of which is known to be the last",
+        "compare at the end of a backward which blocks of a sharded model it has come to; begin a backward cheaply",
+        "hooks are those of tensors and nodes, none of which is known to be the last; a tensor's `backward` checks "
+        "what a step of training knows",
         "0.4",
     ),
     # Of tensors, modules and data.

@@ -77,28 +77,37 @@ class StepObserver:
         """The weights have been updated (or the step skipped), and the step counts as done."""
 
 
-@dataclass(frozen=True)
 class StepObservers(StepObserver):
-    """Several observers as one; they are called in the order given."""
+    """Several observers as one; at each moment those that do something then are called, in the order given."""
 
-    observers: Sequence[StepObserver]
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        self._before_step = [each.before_step for each in observers if _acts(each, "before_step")]
+        self._before_wait = [each.before_wait for each in observers if _acts(each, "before_wait")]
+        self._gradients_done = [each.gradients_done for each in observers if _acts(each, "gradients_done")]
+        self._skipped = [each.skipped for each in observers if _acts(each, "skipped")]
+        self._after_step = [each.after_step for each in observers if _acts(each, "after_step")]
 
     def before_step(self, batch: StepBatch) -> None:
-        for observer in self.observers:
-            observer.before_step(batch)
+        for act in self._before_step:
+            act(batch)
 
     def before_wait(self) -> None:
-        for observer in self.observers:
-            observer.before_wait()
+        for act in self._before_wait:
+            act()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
-        for observer in self.observers:
-            observer.gradients_done(batch, reports)
+        for act in self._gradients_done:
+            act(batch, reports)
 
     def skipped(self, batch: StepBatch) -> None:
-        for observer in self.observers:
-            observer.skipped(batch)
+        for act in self._skipped:
+            act(batch)
 
     def after_step(self, batch: StepBatch) -> None:
-        for observer in self.observers:
-            observer.after_step(batch)
+        for act in self._after_step:
+            act(batch)
+
+
+def _acts(observer: StepObserver, moment: str) -> bool:
+    """Whether the observer does something of its own at this moment: most do so at one or two of the five."""
+    return getattr(type(observer), moment) is not getattr(StepObserver, moment)

@@ -83,8 +83,12 @@ class BatchStatistics:
             return torch.empty(0)
         shown = step.layers.shown
         shown.keep_hold()
-        weights = (shown.counts - step.steps).clamp_(max=1).to(step.before.dtype) * weight
-        taken = torch.cat([shown.statistics() * weights[step.owner], weights])
+        # Few operators, since this comes after every micro-batch. A layer that was called counts once.
+        weights = shown.counts > step.steps
+        if weight != 1.0:
+            weights = weights.to(step.before.dtype) * weight
+        of_each = weights.index_select(0, step.layers.owner_with_weights)
+        taken = shown.statistics_and_ones().to(step.before.dtype) * of_each
         shown.show(step.parts, step.steps)
         return taken
 
@@ -101,12 +105,10 @@ class BatchStatistics:
         sums, weights = total.split([len(step.owner), len(step.steps)])
         seen = weights > 0
         step.steps += seen
-        # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
-        momenta = torch.where(step.momenta.isnan(), 1.0 / step.steps.clamp(min=1).double(), step.momenta)
-        taken, kept = momenta.to(total.dtype)[step.owner], (1.0 - momenta).to(total.dtype)[step.owner]
-        updated = kept * step.before + taken * (sums / weights[step.owner])
+        taken, kept = step.layers.shares(step.steps, total.dtype)
+        updated = kept * step.before + taken * (sums / weights.index_select(0, step.owner))
         self.restore()
-        step.write(torch.where(seen[step.owner], updated, step.before))
+        step.write(torch.where(seen.index_select(0, step.owner), updated, step.before))
 
     def restore(self) -> None:
         """Give the layers their momenta and running statistics back. Without `finish`, those from before the step."""
@@ -132,7 +134,25 @@ class _Layers:
         layers = torch.arange(len(modules)).repeat(2)
         self.owner = torch.repeat_interleave(layers, torch.tensor(self.sizes)).to(self.device)
         """For each number of the running statistics laid end to end, the layer that it belongs to."""
+        self.owner_with_weights = torch.cat([self.owner, torch.arange(len(modules), device=self.device)])
+        """The same with the layers' own weights behind them."""
+        self._shares: tuple[Tensor, Tensor] | None = None
         self.shown = _Shown(modules)
+
+    def shares(self, steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For each number of the running statistics, what a step takes of the new one, and keeps of the old one.
+
+        `steps`: of each layer, with the step at hand. Kept where no layer makes a cumulative average.
+        """
+        if self._shares is not None and self._shares[0].dtype == dtype:
+            return self._shares
+        # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
+        momenta = torch.where(self.momenta.isnan(), 1.0 / steps.clamp(min=1).double(), self.momenta)
+        of_layers = momenta.to(dtype), (1.0 - momenta).to(dtype)
+        taken, kept = (each.index_select(0, self.owner) for each in of_layers)
+        if None not in self.plain_momenta:
+            self._shares = taken, kept
+        return taken, kept
 
     def fit(self, modules: Sequence[BatchNorm]) -> bool:
         """Whether `modules` are the same layers, with the same momenta, on the same device."""
@@ -151,11 +171,16 @@ class _Shown:
 
     def __init__(self, modules: Sequence[BatchNorm]) -> None:
         self._flats: list[Tensor] = []
+        self._with_ones: list[Tensor] = []
+        """The same memory, with a one for each layer behind it."""
         views: list[Tensor] = []
+        device = _buffer(modules[0].running_mean).device
         # One flat tensor, unless layers have several dtypes.
         for dtype, buffers in itertools.groupby(_running(modules), lambda buffer: buffer.dtype):
             sizes = [buffer.numel() for buffer in buffers]
-            self._flats.append(torch.empty(sum(sizes), dtype=dtype, device=_buffer(modules[0].running_mean).device))
+            whole = torch.ones(sum(sizes) + len(modules), dtype=dtype, device=device)
+            self._with_ones.append(whole)
+            self._flats.append(whole[: sum(sizes)])
             views += self._flats[-1].split(sizes)
         self.counts = torch.stack([_buffer(module.num_batches_tracked) for module in modules])
         half = len(modules)
@@ -179,9 +204,9 @@ class _Shown:
                     ours.copy_(theirs.detach())
                     buffers[name] = ours
 
-    def statistics(self) -> Tensor:
-        """All means, then all variances."""
-        return self._flats[0] if len(self._flats) == 1 else torch.cat(self._flats)
+    def statistics_and_ones(self) -> Tensor:
+        """All means, then all variances, then a one for each layer."""
+        return self._with_ones[0] if len(self._flats) == 1 else torch.cat([*self._flats[:-1], self._with_ones[-1]])
 
     def cut(self, statistics: Tensor) -> list[Tensor]:
         """All means and variances as `show` takes them."""
@@ -202,7 +227,7 @@ class _Step:
 
     def __init__(self, layers: _Layers) -> None:
         self.layers = layers
-        self.momenta, self.owner = layers.momenta, layers.owner
+        self.owner = layers.owner
         self._running = _running(layers.modules)
         self._counters = [_buffer(module.num_batches_tracked) for module in layers.modules]
         flat = torch.cat(self._running)

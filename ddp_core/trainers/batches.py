@@ -70,8 +70,9 @@ class Batches:
 
         def ids_of_steps() -> Iterator[StepIds]:
             for step in range(first_step, stop_step):
-                waiting.append([self.ids(step, part) for part in self.mine(step)])
-                keys = [self.key(step, part) for part in self.mine(step)]
+                mine = self.mine(step)
+                waiting.append([self.ids(step, part) for part in mine])
+                keys = [self.key(step, part) for part in mine]
                 yield step // self.steps_per_epoch, waiting[-1], keys
 
         with contextlib.closing(self.loader.stream(ids_of_steps())) as stream:

@@ -26,11 +26,13 @@ class BetweenUpdates:
 
     def updated(self) -> None:
         """Call this right after each update."""
-        self._writes = {name: writes_to(parameter) for name, parameter in self._named.items()}
+        self._writes = self._now()
 
     def changed(self) -> list[str]:
         """The parameters that were written to since then."""
-        return [name for name, parameter in self._named.items() if writes_to(parameter) != self._writes[name]]
+        if (now := self._now()) == self._writes:
+            return []
+        return [name for name, writes, before in zip(self._named, now, self._writes, strict=True) if writes != before]
 
     def require_same(self, changed: list[str], collectives: Collectives, are_whole: bool, where: str) -> None:
         """Raise UserError (2) on every rank where `changed`, and what the parameters hold, is not the same on all.
@@ -51,6 +53,9 @@ class BetweenUpdates:
                     f"{where}: parameter {name} was changed after the last update, {which}: a callback that changes "
                     'weights needs `ranks = "all"`, and must do the same on each rank'
                 )
+
+    def _now(self) -> list[int]:
+        return [writes_to(parameter) for parameter in self._named.values()]
 
 
 class OwnPart:

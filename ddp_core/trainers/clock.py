@@ -34,7 +34,7 @@ class StepClock(StepObserver):
     def __init__(self, model: nn.Module | None, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        # The laps that are not added up yet: part, begin, end, and the seconds in which the host waited for data.
+        # On CUDA, laps that are not added up yet: part, begin, end, and the seconds in which the host waited for data.
         self._laps: deque[tuple[str, Any, Any, float]] = deque()
         self.seconds_aside = 0.0
         """Seconds of the host's clock spent in blocks of `aside`."""
@@ -69,7 +69,10 @@ class StepClock(StepObserver):
         A lap may be shorter than `waited`: on CUDA it is data only as far as the device stood still, too.
         """
         ended = self._now() if ended is None else ended
-        self._laps.append((part, self._lap_began, ended, waited))
+        if self._device is None:
+            self._count(part, ended - self._lap_began, waited)
+        else:
+            self._laps.append((part, self._lap_began, ended, waited))
         self._lap_began = ended
 
     def lap_backward(self) -> None:
@@ -116,11 +119,13 @@ class StepClock(StepObserver):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def _count(self, part: str, seconds: float, waited: float) -> None:
+        waited = min(waited, seconds)
+        self._seconds[part] += seconds - waited
+        self._seconds["data"] += waited
+
     def _add_up(self) -> None:
-        """Add the laps up; on CUDA, those that the device has ended."""
-        while self._laps and (self._device is None or self._laps[0][2].query()):
+        """Add up the laps that the device has ended; those of the host's clock are counted at once."""
+        while self._laps and self._laps[0][2].query():
             part, began, ended, waited = self._laps.popleft()
-            seconds = ended - began if self._device is None else began.elapsed_time(ended) / 1000
-            waited = min(waited, seconds)
-            self._seconds[part] += seconds - waited
-            self._seconds["data"] += waited
+            self._count(part, began.elapsed_time(ended) / 1000, waited)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.torch_internals import backward_from
 from ddp_core.base.user_code import user_code
 from ddp_core.config.experiment import Experiment, Schedule
 from ddp_core.data.trees import Tree, call, map_tensors
@@ -88,7 +89,7 @@ class Passes:
         """Add the gradient of a micro-batch's loss, times its `loss_weight`, to every `.grad`."""
         with user_code("your model's backward"):
             try:
-                loss.backward(weight)
+                backward_from(loss, weight)
             except Exception as error:
                 note_backward(error)
                 raise

@@ -126,7 +126,8 @@ class StepLosses:
             return []
         if self._event is not None:
             self._collectives.await_event(self._event)
-        values = iter(torch.cat([losses for *_, losses in self._unread]).tolist())
+        unread = [losses for *_, losses in self._unread]
+        values = iter((unread[0] if len(unread) == 1 else torch.cat(unread)).tolist())
         reports = []
         for step, samples, micro_batches, _ in self._unread:
             row = [0.0] * self._micro_batches

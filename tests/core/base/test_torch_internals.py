@@ -226,6 +226,16 @@ def end_of_backward(_: int, __: int, ___: str) -> None:
     rows.register_hook(lambda _: torch_internals.at_the_end_of_backward(lambda: seen.append("end")))
     rows.sum().backward()
     assert seen == ["first", "end"]
+    torch_internals.backward_from((first * 3.0).sum(), torch.tensor(0.1))
+    torch_internals.backward_from((first * 3.0).sum(), torch.tensor(0.1))
+    again = nn.Parameter(torch.ones(1))
+    for _ in range(2):
+        (again * 3.0).sum().backward(torch.tensor(0.1))
+    assert first.grad is not None
+    assert again.grad is not None
+    assert first.grad.item() - 1.0 == pytest.approx(again.grad.item())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch_internals.backward_from(torch.ones(()), torch.tensor(0.1))
 
 
 def foreach(_: int, __: int, ___: str) -> None:
