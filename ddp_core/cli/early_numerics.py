@@ -48,7 +48,7 @@ class EarlyNumerics:
     def expect(self, asked: Asked) -> None:
         """Set the limits, if the request will be for portable numerics as far as can be told."""
         is_decided = self._is_second or "torch" in sys.modules
-        if self._is_own and not is_decided and expected_numerics(asked) == "portable":
+        if self._is_own and not is_decided and expected_numerics(asked) != "native":
             os.environ.update(LIMITS)
             self._has_set_limits = True
 
@@ -57,12 +57,12 @@ class EarlyNumerics:
         return self._holds(numerics) or (self._is_own and not self._is_second)
 
     def _holds(self, numerics: Numerics) -> bool:
-        return limits_hold() if numerics == "portable" else not self._has_set_limits
+        return limits_hold() if numerics != "native" else not self._has_set_limits
 
     def start_anew_unless(self, numerics: Numerics) -> None:
         """Start this process anew, and do not return, where it does not compute with these numerics but can."""
         if not self._holds(numerics) and self.can_hold(numerics):
-            limits = LIMITS if numerics == "portable" else {}
+            limits = LIMITS if numerics != "native" else {}
             sys.stdout.flush()
             sys.stderr.flush()
             words = [sys.executable, "-m", "ddp_core", *self._words]
@@ -79,9 +79,9 @@ def expected_numerics(asked: Asked) -> Numerics:
     pairs = [setting.partition("=") for setting in asked.settings]
     settings = [value.strip() for name, _, value in pairs if name.strip() == "numerics"]
     if settings:
-        is_portable = settings[-1] in ("portable", '"portable"')
+        is_portable = settings[-1].strip('"').startswith("portable")
     elif asked.record is not None:
-        is_portable = _recorded(Path(asked.record)) == "portable"
+        is_portable = str(_recorded(Path(asked.record))).startswith("portable")
     else:
         is_portable = _is_written_portable(asked.experiment)
     return "portable" if is_portable else "native"
@@ -96,13 +96,13 @@ def _recorded(record: Path) -> object:
 
 
 def _is_written_portable(name_or_path: str) -> bool:
-    """Whether the experiment's file calls `Experiment(…, numerics="portable")`."""
+    """Whether the experiment's file calls `Experiment(…, numerics="portable")`, or names a version of it."""
     try:
         tree = ast.parse(find_experiment(name_or_path).read_bytes())
     except (OSError, SyntaxError, ValueError, UserError):
         return False  # the run itself says what is wrong with the file
     return any(
-        "numerics='portable'" in map(ast.unparse, node.keywords)
+        any(ast.unparse(word).startswith("numerics='portable") for word in node.keywords)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Experiment"
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_core.base.errors import UserError
 from ddp_core.cli.train import carry_out
 from ddp_core.config.options import Asked
+from ddp_core.record.environment import recorded_numerics
 from ddp_core.record.places import Place, place_named
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _asked(place: Place, record: Mapping[str, Any], settings: Sequence[str], lay
         "record": str(place.run.path / "run.json"),
         "device": record["layout"]["device"],
         "reduction": options["reduction"],
-        "numerics": options.get("numerics", "native"),
+        "numerics": recorded_numerics(record),
         "deterministic": "always" if options.get("deterministic", True) else "never",
         "data_dir": options["data_dir"],
         "guard": "off",

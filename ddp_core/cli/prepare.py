@@ -23,7 +23,7 @@ from ddp_core.experiment.building import Kind, complete_options, resolve
 from ddp_core.experiment.file import LoadedExperiment, Served, load_experiment
 from ddp_core.experiment.request import Request, build_splits, check_promise, promise_broken_by
 from ddp_core.experiment.source import serve_modules
-from ddp_core.numerics.limits import limits_hold, limits_missed, portable_refused_by
+from ddp_core.numerics.limits import RULES, limits_hold, limits_missed, portable_refused_by, rules_of
 from ddp_core.observe.faults import Fault
 from ddp_core.observe.loggers.logger import check_loggers
 from ddp_core.observe.profiling import parse_window
@@ -143,15 +143,16 @@ def _numerics(
     """
     wanted = asked.numerics or experiment.numerics
     reason = None
-    if wanted == "portable":
+    rules = rules_of(wanted)
+    if rules is not None:
         on_gpu = "it is for CPUs, and this run is on a GPU" if layout.device == "cuda" else None
         reason = on_gpu or portable_refused_by()
     if reason is None:
         if can_hold(wanted):
-            return wanted, None
+            return ("portable" if rules == RULES else wanted), None
         reason = limits_missed()
-    if asked.numerics == "portable":
-        raise UserError(f"--numerics portable: {reason}")
+    if asked.numerics is not None:
+        raise UserError(f"--numerics {asked.numerics}: {reason}")
     return "native", reason
 
 

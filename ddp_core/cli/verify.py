@@ -24,7 +24,7 @@ from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
 from ddp_core.record.data import digest_data, how_compared, recorded_digest
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.early import how_it_ended
-from ddp_core.record.environment import describe_code, portable_cpu
+from ddp_core.record.environment import describe_code, portable_cpu, recorded_numerics
 from ddp_core.record.guarded import broken_promise, what_broke_it
 from ddp_core.record.weights import WEIGHTS, exchanged_weights, has_weights, read_weights
 
@@ -113,7 +113,7 @@ def _checked(
         experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
         record=str(path / "run.json"),
         reduction=options["reduction"],
-        numerics=options.get("numerics", "native"),
+        numerics=recorded_numerics(record),
         # Runs were always deterministic before there was a choice.
         deterministic="always" if options.get("deterministic", True) else "never",
         data_dir=data_dir or options["data_dir"],

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.library import Library, get_kernel
 
 from ddp_core.base.errors import UserError
-from ddp_core.numerics.limits import limits_hold, limits_missed
+from ddp_core.numerics.limits import RULES, limits_hold, limits_missed
+from ddp_core.numerics.products import PRODUCTS
 
 _OURS = (torch.float32, torch.float64)
 _HALF: tuple[tuple[float, ...], ...] = ((), (0.5,))
@@ -61,8 +62,8 @@ The last two are refused with 8 bits alone. All of them were measured to differ:
 
 
 @contextmanager
-def portable_kernels() -> Iterator[None]:
-    """While in the block, torch computes with the portable kernels and one thread, in the whole process.
+def portable_kernels(rules: int = RULES) -> Iterator[None]:
+    """While in the block, torch computes with the portable kernels of these rules and one thread, in the whole process.
 
     Raises UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it
     is called.
@@ -76,7 +77,7 @@ def portable_kernels() -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
-            for name, replacement in _REPLACEMENTS.items():
+            for name, replacement in (_REPLACEMENTS | (PRODUCTS if rules >= 2 else {})).items():
                 library, _, operation = name.partition("::")
                 usual = get_kernel(name, "CPU").call_boxed
                 libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)

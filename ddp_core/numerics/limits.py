@@ -15,7 +15,10 @@ from pathlib import Path
 from ddp_core.base.errors import UserError
 
 RULES = 1
-"""Version of what portable numerics limits and replaces; whoever changes that so that bits may change, raises it."""
+"""Version of what `portable` limits and replaces; whoever changes that so that bits may change, adds a version.
+
+Version 2 also has products of matrices in chains of fused multiply-adds (`products`). It is had by name, `portable-2`.
+"""
 
 LIMITS: Mapping[str, str] = {
     # torch's own kernels.
@@ -25,6 +28,13 @@ LIMITS: Mapping[str, str] = {
     # MKL: matrix products. Its AVX2 branch gives other bits on CPUs of Intel than on those of AMD.
     "MKL_CBWR": "COMPATIBLE",
 }
+
+
+def rules_of(numerics: str) -> int | None:
+    """The version of the rules that `native`, `portable` or `portable-2` stands for; None for native."""
+    if numerics == "native":
+        return None
+    return int(numerics.partition("-")[2] or RULES)
 
 
 def limits_hold() -> bool:

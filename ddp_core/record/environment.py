@@ -39,6 +39,15 @@ def portable_cpu(record: Mapping[str, Any]) -> str | None:
     return cpu
 
 
+def recorded_numerics(record: Mapping[str, Any]) -> str:
+    """The numerics that repeat a run: by the rules that it was trained by, whatever `portable` has come to mean since.
+
+    `record` is the content of run.json.
+    """
+    rules = (record.get("fingerprint") or {}).get("numerics_rules")
+    return str(record["options"].get("numerics", "native")) if rules is None else f"portable-{rules}"
+
+
 def facts_of(request: Request) -> dict[str, str]:
     """What all ranks and nodes of a launch must have in common, by the name that an error message gives it."""
     code = describe_code()

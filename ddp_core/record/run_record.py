@@ -22,7 +22,7 @@ from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
-from ddp_core.numerics.limits import RULES
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
@@ -61,8 +61,7 @@ class RunRecord:
         self, request: Request, collectives: Collectives, directory: RunDirectory, origin: Origin, steps_per_epoch: int
     ) -> None:
         self.request, self.world, self.directory = request, collectives.world, directory
-        is_portable = request.options.numerics == "portable"
-        self.fingerprint = fingerprint(collectives.device, rules=RULES if is_portable else None)
+        self.fingerprint = fingerprint(collectives.device, rules_of(request.options.numerics))
         self.origin, self.steps_per_epoch = origin, steps_per_epoch
         self.attempt = 0
         self.fence: Fence | None = None

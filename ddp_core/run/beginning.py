@@ -19,6 +19,7 @@ from ddp_core.experiment.fresh_model import require_same_model
 from ddp_core.experiment.request import BuiltExperiment, Request, build_parts, check_promise
 from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
 from ddp_core.record.data import agreed_digest
 from ddp_core.record.environment import facts_of
@@ -50,8 +51,8 @@ def begun(request: Request, world: World) -> Iterator[Beginning]:
     require_open_files(world.world_size, request.options.workers)
     choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
-        if request.options.numerics == "portable":
-            stack.enter_context(portable_kernels())
+        if (rules := rules_of(request.options.numerics)) is not None:
+            stack.enter_context(portable_kernels(rules))
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         yield Beginning(collectives, console, *_build_the_same(request, collectives, console))

@@ -19,7 +19,7 @@ from ddp_core.data.data_digest import changed_at
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Evaluated, Request
-from ddp_core.numerics.limits import RULES
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import MetricsWriter, read_metrics, readable
 from ddp_core.record.data import recorded_digest
 from ddp_core.record.directory import RunDirectory
@@ -128,7 +128,7 @@ def _told(
     no_digest = beginning.data.sha256 is None or before.sha256 is None
     settings = () if request.asked is None else request.asked.settings
     is_same = None if no_digest else changed_at(before, beginning.data) is None
-    here = fingerprint(beginning.collectives.device, RULES if request.options.numerics == "portable" else None)
+    here = fingerprint(beginning.collectives.device, rules_of(request.options.numerics))
     told: dict[str, Any] = json.loads(
         json_text(
             {

@@ -29,6 +29,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.request import Request, build_parts
 from ddp_core.numerics.kernels import portable_kernels
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.rehearsing import FACTS, GRADIENTS, REQUEST, VERDICT
@@ -51,8 +52,8 @@ def rehearse(folder: Path, facts: dict[str, Any]) -> Verdict:
             with no_way_out("your code"):
                 request = Request.from_json((folder / REQUEST).read_text(encoding="utf-8"))
                 choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
-                if request.options.numerics == "portable":
-                    stack.enter_context(portable_kernels())
+                if (rules := rules_of(request.options.numerics)) is not None:
+                    stack.enter_context(portable_kernels(rules))
                 trainer = stack.enter_context(closing(_build(request, torch.device(facts["device"]))))
         except Exception as error:
             return Verdict(failed=f"a new process cannot build the job ({_in_words(error)})")

@@ -24,7 +24,7 @@ from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
-from ddp_core.numerics.limits import RULES
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -285,8 +285,8 @@ def _announce(trainer: Trainer, directory: RunDirectory) -> None:
     )
     if trainer.experiment.precision == "tf32" and not has_tf32(trainer.device):
         say("precision tf32 needs a GPU of compute capability 8.0 or higher; here it is fp32, which gives other bits")
-    if trainer.options.numerics == "portable":
-        say(f"numerics portable (rules {RULES}): the same bits on every x86-64 CPU with AVX2")
+    if (rules := rules_of(trainer.options.numerics)) is not None:
+        say(f"numerics portable (rules {rules}): the same bits on every x86-64 CPU with AVX2")
     if trainer.exact and trainer.guard.mode == "off":
         say("guard off: this run does not check that its result does not depend on the layout")
     say(trainer.cut.describe())

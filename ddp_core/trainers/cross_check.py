@@ -28,6 +28,7 @@ from ddp_core.base.gradient_sums import GradientSums
 from ddp_core.config.cut import MicroBatch
 from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.model.forward_state import ForwardState
+from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.step import StepBatch
 from ddp_core.reduction.batch_statistics import is_looked_after
 from ddp_core.trainers.repeats import WAY_OUT, Computed, Repeats, compute_again, reason
@@ -99,8 +100,8 @@ class CrossCheck:
 
     def __init__(self, trainer: Trainer, every_step: bool) -> None:
         self._trainer, self._every_step = trainer, every_step
-        rules = 1 if trainer.options.numerics == "portable" else None
-        self._kind = hashlib.sha256(repr(fingerprint(trainer.device, rules)).encode()).hexdigest()[:16]
+        facts = fingerprint(trainer.device, rules_of(trainer.options.numerics))
+        self._kind = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         self.checks = 0
         """In how many steps something was computed again."""
         self.every: int | None = None
