@@ -77,7 +77,7 @@ def portable_kernels(rules: int = RULES) -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
-            for name, replacement in (_REPLACEMENTS | (PRODUCTS if rules >= 2 else {})).items():
+            for name, replacement in {**_REPLACEMENTS, **(PRODUCTS if rules >= 2 else {})}.items():
                 library, _, operation = name.partition("::")
                 usual = get_kernel(name, "CPU").call_boxed
                 libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)

@@ -114,7 +114,7 @@ def _fit(left: Tensor, right: Tensor) -> bool:
 
 
 def _are_chained(left: Tensor, right: Tensor) -> bool:
-    return is_chained(*left.shape[-2:], right.shape[-1])
+    return is_chained(left.shape[-2], left.shape[-1], right.shape[-1])
 
 
 def _in_chains(left: Tensor, right: Tensor) -> Tensor:
