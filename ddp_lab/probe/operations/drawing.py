@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ddp_lab.probe.operations.inputs import Operations, numbers, positive, words
+from ddp_lab.probe.definition.inputs import words
+from ddp_lab.probe.operations.inputs import Operations, numbers, positive
 
 
 def drawing() -> Operations:

@@ -1,0 +1,26 @@
+"""Digests of what the definitions give, as the published table has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from ddp_lab.probe.definition.inputs import Array
+from ddp_lab.probe.definition.operations import ALWAYS, IN_CHAINS
+
+
+def defined_digests(rules: int) -> Mapping[str, str]:
+    """By name of an operation, its digest under this version of the rules."""
+    definitions = {**ALWAYS, **(IN_CHAINS if rules >= 2 else {})}
+    return {name: digest_of(definition()) for name, definition in definitions.items()}
+
+
+def digest_of(results: list[Array] | Array) -> str:
+    """SHA-256 over an array, or a list of arrays, as over torch's tensors: `ddp_core.base.digests.tree_digest`."""
+    digest = hashlib.sha256()
+    if isinstance(results, list):
+        digest.update(f"sequence\0{len(results)}\0".encode())
+    for array in results if isinstance(results, list) else [results]:
+        shape = ",".join(map(str, array.shape))
+        digest.update(f"tensor\0{array.dtype}\0{shape}\0".encode() + array.tobytes())
+    return digest.hexdigest()
