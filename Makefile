@@ -20,8 +20,9 @@ CASES ?= 500
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
-# `make portable-digests CONFIRM=1`
+# `make portable-digests CONFIRM=1 RULES=2`
 CONFIRM ?=
+RULES ?=
 # `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
 FILE ?=
 ALL ?=
@@ -191,8 +192,8 @@ build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setu
 	  --device cpu --output $(@D) || exit $$?; done; done
 	touch $@
 
-portable-digests: setup ## Make docs/reference/portable-digests.json anew; CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
-	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm)
+portable-digests: setup ## Make docs/reference/portable-digests.json anew (RULES=2: portable-digests-2.json); CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
+	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm) $(if $(RULES),--rules $(RULES))
 
 uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'

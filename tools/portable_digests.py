@@ -1,4 +1,4 @@
-"""Makes docs/reference/portable-digests.json, the published digests of portable numerics: `make portable-digests`.
+"""Makes the published digests of portable numerics, docs/reference/portable-digests.json: `make portable-digests`.
 
 On a machine with AVX2 it computes the digest of every operation of `ddp probe`, of the weights after short
 trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the
@@ -26,11 +26,10 @@ from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import Published, Steps, published, release
+from ddp_lab.probe.published import NAMES, Published, Steps, published, release
 from tools.emulation import CPUS, FAULTS, emulator, python_on, version, without_faults
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "docs" / "reference" / "portable-digests.json"
 _PATIENCE = 1800.0
 """Seconds that an emulated CPU may take, which are one or two minutes where nothing else runs."""
 STEPS = {
@@ -51,27 +50,29 @@ def main() -> int:
     """Write the table; returns 1 where a whole run or an operation fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--confirm", action="store_true", help="Also run the probe on emulated CPUs (minutes).")
+    parser.add_argument("--rules", type=int, choices=sorted(NAMES), default=RULES, help="The version of the rules.")
     options = parser.parse_args()
-    before = published(TABLE) if TABLE.exists() else None
+    file = ROOT / "docs" / "reference" / NAMES[options.rules]
+    before = published(file) if file.exists() else None
     try:
-        table = _made(before)
-        _write(table)
+        table = _made(options.rules, before)
+        _write(table, file)
         if options.confirm:
-            _write(_confirmed(table))
+            _write(_confirmed(table), file)
     except UserError as error:
         print(f"portable-digests: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _made(before: Published | None) -> Published:
+def _made(rules: int, before: Published | None) -> Published:
     """The table as this machine computes it; dates and confirmations are those `before` where no digest has changed."""
     blank = Published(
-        rules=RULES,
+        rules=rules,
         torch="",
         numpy="",
         made_on={"cpu": cpu_model(), "date": _today()},
-        operations=dict.fromkeys(all_operations(), ""),
+        operations=dict.fromkeys(all_operations(rules), ""),
         training_steps={name: Steps(settings, "") for name, settings in STEPS.items()},
         runs={},
     )
@@ -86,7 +87,7 @@ def _made(before: Published | None) -> Published:
         numpy=versions["numpy"],
         operations={name: digests["operations", name] for name in blank.operations},
         training_steps={name: Steps(settings, digests["training_steps", name]) for name, settings in STEPS.items()},
-        runs={name: _whole_run(name) for name in _portable_experiments()},
+        runs={name: _whole_run(name, rules) for name in _portable_experiments()},
     )
     if before is None:
         return table
@@ -116,10 +117,10 @@ def _portable_experiments() -> list[str]:
     return [name for name in names if load_experiment(str(INSTALLED / f"{name}.py")).experiment.numerics == "portable"]
 
 
-def _whole_run(name: str) -> str:
+def _whole_run(name: str, rules: int) -> str:
     """The digest of the weights after a whole run under portable numerics."""
     with tempfile.TemporaryDirectory(prefix="ddp-portable-") as scratch:
-        words = ["train", name, "--device", "cpu", "--numerics", "portable", "--output", scratch]
+        words = ["train", name, "--device", "cpu", "--numerics", f"portable-{rules}", "--output", scratch]
         done = subprocess.run(
             [sys.executable, "-m", "ddp_core", *words], cwd=ROOT, capture_output=True, text=True, check=False
         )
@@ -152,8 +153,8 @@ def _confirmation(table: Published, cpu: str) -> dict[str, Any]:
     }
 
 
-def _write(table: Published) -> None:
-    TABLE.write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def _write(table: Published, file: Path) -> None:
+    file.write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _today() -> str:

@@ -18,8 +18,8 @@ from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.numerics.limits import LIMITS, require_portable_here
-from ddp_lab.probe.published import Published, published
+from ddp_core.numerics.limits import LIMITS, RULES, require_portable_here
+from ddp_lab.probe.published import NAMES, Published, published
 
 DIFFERENT = 1
 """Exit code of `ddp probe` where this machine has other bits than the published ones."""
@@ -91,11 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="ddp probe", description="Say whether this CPU computes the published bits; takes seconds."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    as_json = parser.parse_args(arguments).json
+    parser.add_argument(
+        "--rules",
+        type=int,
+        choices=sorted(NAMES),
+        default=RULES,
+        help=f"by this version of the rules, as --numerics portable-2 trains (default: {RULES})",
+    )
+    options = parser.parse_args(arguments)
     require_portable_here()
-    table = published()
+    table = published(rules=options.rules)
     verdict = judge(table, *measured(table))
-    if as_json:
+    if options.json:
         print(json.dumps(_as_json(verdict), indent=1))
     else:
         if verdict.other_torch:
@@ -146,7 +153,7 @@ def measured(
     versions: dict[str, str] = {}
     found: Found = {}
     while left := [each for each in asked if (each["kind"], each["name"]) not in found]:
-        lines, ending = _computed(left, interpreter, limit)
+        lines, ending = _computed(left, table.rules, interpreter, limit)
         if not lines:
             raise UserError(f"the probe could not compute anything: its process {ending}")
         versions, *answers = lines
@@ -158,12 +165,12 @@ def measured(
 
 
 def _computed(
-    asked: Sequence[Mapping[str, Any]], interpreter: Sequence[str], limit: float
+    asked: Sequence[Mapping[str, Any]], rules: int, interpreter: Sequence[str], limit: float
 ) -> tuple[list[dict[str, str]], str]:
     """The lines that a process has written until it ended, and how it ended."""
     try:
         done = subprocess.run(
-            [*interpreter, "-m", "ddp_lab.probe.child"],
+            [*interpreter, "-m", "ddp_lab.probe.child", str(rules)],
             input=json.dumps(asked).encode(),
             capture_output=True,
             env=os.environ | dict(LIMITS) | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

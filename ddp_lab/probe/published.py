@@ -9,12 +9,14 @@ from typing import Any
 
 from ddp_core.base.documents import read_document
 from ddp_core.base.errors import UserError
+from ddp_core.numerics.limits import RULES
 
 FORMAT = 1
-_NAME = "portable-digests.json"
+NAMES: Mapping[int, str] = {1: "portable-digests.json", 2: "portable-digests-2.json"}
+"""The file of the table by the version of the rules."""
 _PLACES = (
-    Path(__file__).parents[2] / "docs" / "reference" / _NAME,  # a checkout
-    Path(__file__).parent / _NAME,  # an installed package
+    Path(__file__).parents[2] / "docs" / "reference",  # a checkout
+    Path(__file__).parent,  # an installed package
 )
 
 
@@ -65,9 +67,13 @@ def release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def published(path: Path | None = None) -> Published:
-    """The table at `path`, or the one that comes with this package. Raises UserError where it cannot be read."""
-    place = path or next((place for place in _PLACES if place.exists()), _PLACES[0])
+def published(path: Path | None = None, rules: int = RULES) -> Published:
+    """The table at `path`, or the one of these rules that comes with this package.
+
+    Raises UserError where it cannot be read.
+    """
+    places = [place / NAMES[rules] for place in _PLACES]
+    place = path or next((place for place in places if place.exists()), places[0])
     try:
         table = read_document(place, dict[str, Any])
         if table.pop("format") != FORMAT:
@@ -78,5 +84,5 @@ def published(path: Path | None = None) -> Published:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"the published digests, {place}, cannot be read ({error}); install the package again, or in a checkout: "
-            "git checkout docs/reference/portable-digests.json"
+            f"git checkout docs/reference/{place.name}"
         ) from None

@@ -39,7 +39,7 @@ def fused(a: Any, b: Any, c: Any) -> Array:
 
 def in_turn(terms: Array) -> Array:
     """The sum over the first axis, one after the other from zero on."""
-    total = np.zeros_like(terms[0])
+    total = np.zeros(terms.shape[1:], terms.dtype)
     for term in terms:
         total = total + term
     return np.asarray(total)
@@ -52,13 +52,13 @@ def cascaded(terms: Array) -> Array:
     """
     exponent = max(4, (len(terms) - 1).bit_length() // _LEVELS)
     step = 2**exponent
-    sums = [np.zeros_like(terms[0]) for _ in range(_LEVELS)]
+    sums = [np.zeros(terms.shape[1:], terms.dtype) for _ in range(_LEVELS)]
     whole = len(terms) // step * step
     for done in range(step, whole + 1, step):
         sums[0] = in_turn(terms[done - step : done])
         for level in range(1, _LEVELS):
             sums[level] = sums[level] + sums[level - 1]
-            sums[level - 1] = np.zeros_like(terms[0])
+            sums[level - 1] = np.zeros(terms.shape[1:], terms.dtype)
             if done >> level * exponent & step - 1:
                 break
     for term in terms[whole:]:
@@ -69,7 +69,7 @@ def cascaded(terms: Array) -> Array:
 def interleaved(terms: Array) -> Array:
     """The sum over the first axis by four sums of every fourth term, which are added up at the end."""
     whole = len(terms) // _AT_ONCE * _AT_ONCE
-    first, *others = cascaded(terms[:whole].reshape(-1, _AT_ONCE, *terms.shape[1:]))
+    first, *others = cascaded(terms[:whole].reshape(whole // _AT_ONCE, _AT_ONCE, *terms.shape[1:]))
     for part in (*terms[whole:], *others):
         first = first + part
     return np.asarray(first)

@@ -231,6 +231,47 @@ def _matmul(rows: int, terms: int, columns: int, product: Callable[[Array, Array
     return product(numbers(rows, terms), numbers(terms, columns, key=1))
 
 
+def _product_of_halves() -> Array:
+    """The product of the numbers as float32, rounded once."""
+    left, right = numbers(96, 160, dtype=np.float16), numbers(160, 128, key=1, dtype=np.float16)
+    return product_in_chains(left.astype(_FLOAT), right.astype(_FLOAT)).astype(np.float16)
+
+
+def _addmm() -> Array:
+    """What is added comes last, after both factors."""
+    return _matmul(96, 160, 128, product_in_chains) * _FLOAT(2) + numbers(128, key=2) * _FLOAT(0.5)
+
+
+def _products(left: Array, right: Array) -> Array:
+    return np.stack([product_in_chains(each, other) for each, other in zip(left, right, strict=True)])
+
+
+def _bmm() -> list[Array]:
+    left, right, coming = numbers(3, 64, 144), numbers(3, 144, 128, key=1), numbers(3, 64, 128, key=_COMING)
+    return [_products(left, right), _products(coming, right.swapaxes(1, 2)), _products(left.swapaxes(1, 2), coming)]
+
+
+def _baddbmm() -> Array:
+    return _products(numbers(3, 64, 144), numbers(3, 144, 128, key=1)) + numbers(3, 64, 128, key=2)
+
+
+def _linear() -> list[Array]:
+    x, weight, bias, coming = numbers(96, 160), _weight(128, 160), _weight(128, number=1), numbers(96, 128, key=_COMING)
+    result = product_in_chains(x, weight.T) + bias
+    return [result, product_in_chains(coming.T, x), sum_of_columns(coming), product_in_chains(coming, weight)]
+
+
+def _convolution() -> Array:
+    """One chain per pixel that begins with the bias: over the rows of the kernel, its columns, and the channels."""
+    images, weight, bias = numbers(4, 6, 9, 9), _weight(11, 6, 3, 3), _weight(11, number=1)
+    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    chain = np.zeros((4, 11, 9, 9), _FLOAT) + bias[:, None, None]
+    for row, column, channel in np.ndindex(3, 3, 6):
+        seen = padded[:, channel, None, row : row + 9, column : column + 9]
+        chain = fused(seen, weight[:, channel, row, column, None, None], chain)
+    return chain
+
+
 ALWAYS: Mapping[str, Definition] = {
     "add, multiply, divide": _arithmetic,
     "abs": lambda: _of_each(np.abs, numbers(_LENGTH, scale=8)),
@@ -259,5 +300,14 @@ ALWAYS: Mapping[str, Definition] = {
 IN_CHAINS: Mapping[str, Definition] = {
     "matmul 128x256x64": partial(_matmul, 128, 256, 64, product_in_chains),
     "matmul 300x16x300": partial(_matmul, 300, 16, 300, product_in_chains),
+    "mm of three chains": partial(_matmul, 64, 2500, 96, product_in_chains),
+    "mm of transposed, in chains": lambda: product_in_chains(numbers(160, 96).T, numbers(128, 160, key=1).T),
+    "mm of parts, in chains": lambda: product_in_chains(numbers(192, 320)[::2, ::2], numbers(160, 256, key=1)[:, 1::2]),
+    "mm float16, in chains": _product_of_halves,
+    "addmm, in chains": _addmm,
+    "bmm, in chains, backward": _bmm,
+    "baddbmm, in chains": _baddbmm,
+    "linear, in chains, backward": _linear,
+    "conv2d 3x3": _convolution,
 }
 """Under version 2 of the rules."""

@@ -36,13 +36,38 @@ def products() -> Operations:
         "linear of one sample, backward": lambda: of_module(nn.Linear(65, 33), numbers(1, 65)),
         "linear to one output, backward": lambda: of_module(nn.Linear(10, 1), numbers(8, 10)),
         "bilinear, backward": lambda: of_module(nn.Bilinear(5, 7, 9), numbers(8, 5), numbers(8, 7, key=1)),
-        "linear in autocast, backward": _autocast,
+        "linear in autocast, backward": partial(_autocast, 65, 33, 17),
     }
 
 
-def _autocast() -> list[Tensor]:
+def _autocast(inputs: int, outputs: int, samples: int) -> list[Tensor]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return of_module(nn.Linear(65, 33), numbers(17, 65))
+        return of_module(nn.Linear(inputs, outputs), numbers(samples, inputs))
+
+
+def products_in_chains() -> Operations:
+    """What rules 2 compute in chains of fused multiply-adds, or raise to float32: large products of each kind."""
+    wide, tall = partial(numbers, 96, 160), partial(numbers, 160, 128, key=1)
+    batches = (numbers(3, 64, 144), numbers(3, 144, 128, key=1))
+    return {
+        "mm of three chains": lambda: numbers(64, 2500) @ numbers(2500, 96, key=1),
+        "mm of transposed, in chains": lambda: numbers(160, 96).T @ numbers(128, 160, key=1).T,
+        "mm of parts, in chains": lambda: numbers(192, 320)[::2, ::2] @ numbers(160, 256, key=1)[:, 1::2],
+        "mm bfloat16, in chains": lambda: wide(dtype=torch.bfloat16) @ tall(dtype=torch.bfloat16),
+        "mm float16, in chains": lambda: wide(dtype=torch.float16) @ tall(dtype=torch.float16),
+        "mm of seven rows": lambda: numbers(7, 500) @ numbers(500, 400, key=1),
+        "addmm, in chains": lambda: torch.addmm(numbers(128, key=2), wide(), tall(), beta=0.5, alpha=2.0),
+        "addmm bfloat16, in chains": lambda: torch.addmm(
+            numbers(128, key=2, dtype=torch.bfloat16), wide(dtype=torch.bfloat16), tall(dtype=torch.bfloat16)
+        ),
+        "bmm, in chains, backward": lambda: with_gradients(torch.bmm, *batches),
+        "baddbmm, in chains": lambda: torch.baddbmm(numbers(3, 64, 128, key=2), *batches),
+        "linear, in chains, backward": lambda: of_module(nn.Linear(160, 128), numbers(96, 160)),
+        "linear in autocast, in chains, backward": partial(_autocast, 160, 128, 96),
+        "conv2d 3x3": lambda: functional.conv2d(
+            numbers(4, 6, 9, 9), numbers(11, 6, 3, 3, key=50, scale=0.25), numbers(11, key=51, scale=0.25), padding=1
+        ),
+    }
 
 
 def convolutions() -> Operations:
