@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from ddp_lab.probe.command import judge, measured
-from ddp_lab.probe.published import published
+from ddp_lab.probe.published import NAMES, published
 from tests.support.emulation import PATIENCE, emulated, needs_emulator, on_each_cpu, output_of, start
 from tools.emulation import FAULTS, python_on, without_faults
 
@@ -19,11 +19,13 @@ CLOSE = 1e-3
 
 
 @on_each_cpu
-def test_an_emulated_cpu_computes_the_published_bits(cpu: str) -> None:
-    table = without_faults(published())
+@pytest.mark.parametrize("rules", NAMES)
+def test_an_emulated_cpu_computes_the_published_bits(cpu: str, rules: int) -> None:
+    whole = published(rules=rules)
+    table = without_faults(whole)
     verdict = judge(table, *measured(table, python_on(cpu), limit=PATIENCE))
     assert [each.describe() for each in verdict.differences] == []
-    assert verdict.count == len(published().operations) + len(published().training_steps) - len(FAULTS)
+    assert verdict.count == len(whole.operations) + len(whole.training_steps) - len(FAULTS)
 
 
 # What an LSTM and grid_sample are by definition, in float64 and without torch's kernels for them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from ddp_core.base import fingerprint as module
 from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.cli.compare import verdict
 from ddp_core.config.experiment import Component, Experiment
-from ddp_core.numerics.limits import RULES
+from ddp_core.config.records import Numerics
+from ddp_core.numerics.limits import RULES, rules_of
+from ddp_core.record.environment import recorded_numerics
 from tests.support.commands import ddp, trained
 
 CPU = torch.device("cpu")
@@ -74,6 +76,32 @@ def test_a_run_that_goes_on_with_other_numerics_is_warned_of(tmp_path: Path) -> 
     warning = "warning: bit-identity with the steps before is not promised, numerics: here native, there portable"
     assert warning in ended.output + ended.errors
     assert json.loads((trained(tmp_path)[0].path / "run.json").read_text())["fingerprint_changed"] is True
+
+
+def test_a_run_is_repeated_by_the_rules_that_its_fingerprint_names() -> None:
+    for rules in (1, 2):
+        assert recorded_numerics(record("a", rules) | {"options": {"numerics": "portable"}}) == f"portable-{rules}"
+    assert recorded_numerics({"options": {}}) == "native"
+    assert [rules_of(numerics) for numerics in get_args(Numerics)] == [None, RULES, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "rules"), [("portable-1", "portable", 1), ("portable-2", "portable-2", 2)]
+)
+def test_a_version_of_the_rules_is_asked_for_by_name(tmp_path: Path, asked: str, recorded: str, rules: int) -> None:
+    ended = ddp("train", "toy_mlp", "--device", "cpu", "--output", tmp_path, "--numerics", asked)
+    assert ended.code == 0, ended.errors
+    assert f"numerics portable (rules {rules}): " in ended.output
+    _, made = trained(tmp_path)
+    assert (made["options"]["numerics"], made["fingerprint"]["numerics_rules"]) == (recorded, rules)
+
+
+@pytest.mark.slow
+def test_verify_repeats_a_run_of_version_2(tmp_path: Path) -> None:
+    words = ("train", "char_transformer", "--device", "cpu", "--set", "max_steps=2", "--output", tmp_path)
+    assert ddp(*words, "--numerics", "portable-2").code == 0
+    ended = ddp("verify", trained(tmp_path)[0].path)
+    assert ended.code == 0, ended.output + ended.errors
 
 
 @pytest.mark.slow

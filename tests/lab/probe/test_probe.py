@@ -18,7 +18,7 @@ from ddp_lab.probe import command as probe
 from ddp_lab.probe import main
 from ddp_lab.probe.command import judge, measured
 from ddp_lab.probe.operations import all_operations
-from ddp_lab.probe.published import Published, Steps, published
+from ddp_lab.probe.published import NAMES, Published, Steps, published
 from tests.support.commands import ROOT, command
 
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
@@ -130,9 +130,11 @@ def test_a_table_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> 
     assert published(place) == table()
 
 
-def test_the_table_has_every_operation_and_knows_every_experiment() -> None:
-    whole = published()
-    assert whole.operations.keys() == all_operations().keys(), "run `make portable-digests`"
+@pytest.mark.parametrize("rules", NAMES)
+def test_the_table_has_every_operation_and_knows_every_experiment(rules: int) -> None:
+    whole = published(rules=rules)
+    assert whole.rules == rules
+    assert whole.operations.keys() == all_operations(rules).keys(), f"run `make portable-digests RULES={rules}`"
     listed = {each.name for each in list_experiments([INSTALLED])}
     assert whole.training_steps.keys() <= listed
     portable = {
@@ -151,12 +153,13 @@ def test_the_page_documents_the_table_and_the_probe() -> None:
 
 @needs_avx2
 @pytest.mark.skipif(published().other_torch(torch.__version__) is not None, reason="the table is of another torch")
-def test_this_machine_reproduces_the_published_table() -> None:
-    ended = command("probe", "--json")
+@pytest.mark.parametrize("rules", NAMES)
+def test_this_machine_reproduces_the_published_table(rules: int) -> None:
+    ended = command("probe", "--json", "--rules", str(rules))
     said = json.loads(ended.output)
     assert said["different"] == []
     assert (ended.code, ended.errors, said["reproduced"]) == (0, "", said["published"])
-    whole = published()
+    whole = published(rules=rules)
     assert said["published"] == len(whole.operations) + len(whole.training_steps)
     page = (ROOT / "docs" / "reference" / "portable-numerics.md").read_text()
     assert said.keys() - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
@@ -166,7 +169,7 @@ def test_this_machine_reproduces_the_published_table() -> None:
 def test_the_probe_says_what_differs_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "published", table)
+    monkeypatch.setattr(probe, "published", lambda rules: table())
     monkeypatch.setattr(
         probe, "measured", lambda _: (VERSIONS, all_right() | {("operations", "sort"): {"digest": "d" * 64}})
     )
