@@ -149,6 +149,12 @@ def _numerics(found: Any) -> str:
     return ", ".join(f"{row['what']} {row['ratio']:.2f}" for row in found)
 
 
+def _threads(found: Any) -> str:
+    whole = [row["what"] for row in found if row["kept"] == row["tried"]]
+    others = [f"{row['what']} {row['kept']} of {row['tried']}" for row in found if row["kept"] < row["tried"]]
+    return f"every shape kept its bits: {', '.join(whole)}; not every one: {', '.join(others)}"
+
+
 def _nodes(found: Any) -> str:
     rates = dict.fromkeys(row["mbit_per_second"] for row in found)
     shapes = dict.fromkeys(f"{row['nodes']} x {row['ranks_per_node']}" for row in found)
@@ -251,6 +257,7 @@ SAYS: dict[str, Callable[[Any], str]] = {
     "fully_sharded": _fully_sharded,
     "shard_memory": _shard_memory,
     "numerics": _numerics,
+    "threads": _threads,
     "nodes": _nodes,
     "train_on_nodes": _train_on_nodes,
     "startup": _startup,

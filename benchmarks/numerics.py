@@ -2,9 +2,9 @@
 
     python -m benchmarks.numerics [--rounds 5] [--quick] [--json PATH]
 
-Each round trains every experiment for a few steps with either numerics, in processes of their own that take turns, and
-times two operations: a large product of matrices (MKL's) and a convolution (oneDNN's). Start-up does not count, nor do
-evaluations. Ratios are of speeds, portable to native, as medians over the rounds.
+Each round trains every experiment for a few steps with every kind of numerics, in processes of their own that take
+turns, and times single operations. Start-up does not count, nor do evaluations. Ratios are of speeds, to native, as
+medians over the rounds. On a CPU with AVX-512, "native, held to AVX2" says how much of the cost is that alone.
 """
 
 from __future__ import annotations
@@ -15,29 +15,50 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.turns import rotated
 from ddp_core.config.records import Numerics
-from ddp_core.numerics.limits import LIMITS
+from ddp_core.numerics.limits import LIMITS, rules_of
 
-WAYS: tuple[Numerics, ...] = ("native", "portable")
-RESNET = ("data.image_size=64", "data.samples=512", "data.pool=64", "global_batch_size=32", "max_steps=8")
-EXPERIMENTS: dict[str, tuple[str, ...]] = {
-    "digits": ("max_steps=220",),
-    "linear_regression": ("epochs=30",),
-    "toy_mlp": ("epochs=60",),
-    "counter_buffer": ("epochs=300",),
-    "char_transformer": ("max_steps=60",),
-    "resnet18_synthetic": RESNET,
+HELD = "native, held to AVX2"
+WAYS: dict[str, Numerics] = {
+    "native": "native",
+    HELD: "native",
+    "portable": "portable-1",
+    "portable-2": "portable-2",
 }
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""Torch's libraries without AVX-512, and as fast as they are then."""
+
+RESNET = ("data.image_size=64", "data.samples=512", "data.pool=64", "global_batch_size=32", "max_steps=8")
+EXPERIMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "digits": ("digits", ("max_steps=220",)),
+    "linear_regression": ("linear_regression", ("epochs=30",)),
+    "toy_mlp": ("toy_mlp", ("epochs=60",)),
+    "counter_buffer": ("counter_buffer", ("epochs=300",)),
+    "char_transformer": ("char_transformer", ("max_steps=60",)),
+    "char_transformer of 25 M parameters": (
+        "char_transformer",
+        ("model.width=512", "model.depth=8", "optimizer.lr=0.001", "max_steps=3"),
+    ),
+    "resnet18_synthetic": ("resnet18_synthetic", RESNET),
+}
+"""By name: the experiment and its settings."""
 DEFAULT_GOAL = 0.9
 """An experiment is portable by default where that costs a tenth of its speed or less."""
 
 OPERATIONS = {
+    "product of 256 x 256 bfloat16 matrices": (
+        "torch.randn(256, 256).bfloat16(), torch.randn(256, 256).bfloat16()",
+        "torch.mm",
+        2 * 256**3,
+    ),
     "product of 1024 x 1024 matrices": ("torch.randn(1024, 1024), torch.randn(1024, 1024)", "torch.mm", 2 * 1024**3),
     "convolution 64 to 64, 3 x 3, of 16 images of 32 x 32": (
         "torch.randn(16, 64, 32, 32), torch.randn(64, 64, 3, 3)",
@@ -48,6 +69,10 @@ OPERATIONS = {
 TIMING = """
 import time, torch
 torch.set_num_threads(1)
+if {rules}:
+    from ddp_core.numerics.kernels import portable_kernels
+    block = portable_kernels({rules})
+    block.__enter__()
 inputs, best = ({inputs}), float("inf")
 for _ in range(12):
     start = time.perf_counter()
@@ -57,26 +82,28 @@ print({work} / best / 1e9)
 """
 
 
-def train(name: str, settings: tuple[str, ...], numerics: Numerics) -> float:
+def train(name: str, way: str) -> float:
     """Samples per second of a run of its own."""
+    experiment, settings = EXPERIMENTS[name]
     with tempfile.TemporaryDirectory(prefix="numerics-") as output:
-        words = ["train", name, "--device", "cpu", "--numerics", numerics, "--output", output]
+        words = ["train", experiment, "--device", "cpu", "--numerics", WAYS[way], "--output", output]
         words += [word for each in settings for word in ("--set", each)]
-        _run([sys.executable, "-m", "ddp_core", *words], {})
+        _run([sys.executable, "-m", "ddp_core", *words], AVX2 if way == HELD else {})
         (record,) = Path(output).glob("*/*/run.json")
         speed: float = json.loads(record.read_text())["result"]["samples_per_second"]
         return speed
 
 
-def compute(operation: str, numerics: Numerics) -> float:
+def compute(operation: str, way: str) -> float:
     """10^9 operations with numbers per second, of the fastest of twelve calls."""
     inputs, function, work = OPERATIONS[operation]
-    script = TIMING.format(inputs=inputs, function=function, work=work)
-    return float(_run([sys.executable, "-c", script], dict(LIMITS) if numerics == "portable" else {}))
+    rules = rules_of(WAYS[way])
+    script = TIMING.format(inputs=inputs, function=function, work=work, rules=rules)
+    return float(_run([sys.executable, "-c", script], dict(LIMITS) if rules else AVX2 if way == HELD else {}))
 
 
-def _run(words: list[str], variables: dict[str, str]) -> str:
-    kept = {name: value for name, value in os.environ.items() if name not in LIMITS}
+def _run(words: list[str], variables: Mapping[str, str]) -> str:
+    kept = {name: value for name, value in os.environ.items() if name not in {*LIMITS, *AVX2}}
     environment = kept | {"OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -85,24 +112,21 @@ def _run(words: list[str], variables: dict[str, str]) -> str:
 
 
 def measure(rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """All figures, printed as they come."""
-    tasks: dict[str, tuple[str, Callable[[Numerics], float]]] = {}
-    for name, settings in EXPERIMENTS.items():
-        if not quick or name == "toy_mlp":
-            tasks[name] = ("samples/s", lambda way, name=name, settings=settings: train(name, settings, way))  # type: ignore[misc]
-    for name in OPERATIONS:
-        tasks[name] = ("GFLOP/s", lambda way, name=name: compute(name, way))  # type: ignore[misc]
+    """All figures, printed as they come: by what is measured, the speed each way, and its ratio to the native one."""
+    tasks = {name: ("samples/s", partial(train, name)) for name in EXPERIMENTS if not quick or name == "toy_mlp"}
+    tasks |= {name: ("GFLOP/s", partial(compute, name)) for name in OPERATIONS}
     rows = []
-    print(f"medians of {rounds} rounds in turns\n{'':54}      native    portable  portable / native")
+    print(f"medians of {rounds} rounds in turns; speeds, and of native\n{'':54}{''.join(f'{way:>21}' for way in WAYS)}")
     for name, (unit, speed) in tasks.items():
-        speeds: dict[Numerics, list[float]] = {way: [] for way in WAYS}
+        speeds: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn in range(rounds):
-            for way in rotated(WAYS, turn):
-                speeds[way].append(speed(way))  # type: ignore[arg-type,index]
-        ratio = median(ours / theirs for ours, theirs in zip(speeds["portable"], speeds["native"], strict=True))
-        native, portable = (median(speeds[way]) for way in WAYS)
-        rows.append({"what": name, "unit": unit, "native": native, "portable": portable, "ratio": ratio})
-        print(f"{name:54}{native:12.1f}{portable:12.1f}  {ratio:17.2f}  {unit}", flush=True)
+            for way in rotated(tuple(WAYS), turn):
+                speeds[way].append(speed(way))
+        ratios = {way: median(map(truediv, speeds[way], speeds["native"])) for way in WAYS}
+        medians = {way: median(speeds[way]) for way in WAYS}
+        rows.append({"what": name, "unit": unit, **medians, "ratio": ratios["portable"], "ratios": ratios})
+        figures = "".join(f"{medians[way]:14.1f}  {ratios[way]:4.2f} " for way in WAYS)
+        print(f"{name:54}{figures}  {unit}", flush=True)
     return rows
 
 

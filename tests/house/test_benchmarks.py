@@ -103,6 +103,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),
         ("numerics", "convolution"),
+        ("threads", "products in chains"),
         ("train_on_nodes", "exact / DDP"),
         pytest.param("adapters --peer Accelerate", "Accelerate", marks=pytest.mark.extras("accelerate")),
     ],
