@@ -217,6 +217,12 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def product_by_onednn(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """left [rows, terms] times the transpose of weight [columns, terms], both float32: float32 [rows, columns]."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(left, weight, None, "none", [], "")
+    return product
+
+
 def module_versions(state: Mapping[str, Any]) -> Any | None:
     """The versions of a module's parts that its state_dict carries; None where `state` is no module's state_dict."""
     return getattr(state, "_metadata", None)

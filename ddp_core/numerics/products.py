@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_core.base.torch_internals import product_by_onednn
+
 CHAINED_FROM = 2**20
 """Multiply-adds from which a product is computed in chains: below, beginning takes longer than is won."""
 
@@ -49,9 +51,7 @@ def _piece(left: Tensor, right: Tensor) -> Tensor:
     weight = right.T
     if not (right.is_contiguous() or weight.is_contiguous()):
         weight = weight.contiguous()
-    # torch made this call for its compiler: left [rows, terms] times weight [columns, terms], transposed.
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(left.contiguous(), weight, None, "none", [], "")
-    return product
+    return product_by_onednn(left.contiguous(), weight)
 
 
 def _product(usual: Kernel, keys: Any, left: Tensor, right: Tensor) -> Any:
