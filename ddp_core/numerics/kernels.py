@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,17 +47,32 @@ _EIGHT_BITS = (
     "CPUs without VNNI cut off sums of two products of 8 bits; use torch.ao.nn.quantized.dynamic.Linear, or let "
     "reduce_range be true, which leaves 7 bits",
 )
-_REFUSED = {
+_CONVOLUTIONS = [
+    *("conv1d", "conv1d_relu", "conv2d", "conv2d.new", "conv2d_relu", "conv2d_relu.new", "conv2d_add"),
+    *("conv2d_add_relu", "conv3d", "conv3d.new", "conv3d_relu", "conv3d_relu.new"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+]
+_LINEAR_LAYERS = ["linear", "linear_relu", "linear_leaky_relu", "linear_tanh", "matmul"]
+_BY_RANGE = [
+    *("linear_dynamic", "linear_relu_dynamic", "conv1d_dynamic", "conv2d_dynamic", "conv3d_dynamic"),
+    *("conv_transpose1d_dynamic", "conv_transpose2d_dynamic", "conv_transpose3d_dynamic"),
+]
+"""Layers whose inputs are quantized when they are called: refused with 8 bits, and not with 7."""
+
+_OF_COMPILED = [
+    *("qlinear_pointwise", "qlinear_pointwise.tensor", "qlinear_pointwise.binary", "qlinear_pointwise.binary_tensor"),
+    *("qconv_pointwise", "qconv_pointwise.tensor", "qconv2d_pointwise.binary", "qconv2d_pointwise.binary_tensor"),
+]
+REFUSED: Mapping[str, tuple[str, str]] = {
     "aten::linalg_lstsq": _LEAST_SQUARES,
     "aten::linalg_lstsq.out": _LEAST_SQUARES,
-    "quantized::linear": _EIGHT_BITS,
-    "quantized::linear_relu": _EIGHT_BITS,
-    "quantized::linear_dynamic": _EIGHT_BITS,
-    "quantized::linear_relu_dynamic": _EIGHT_BITS,
+    **{f"quantized::{name}": _EIGHT_BITS for name in (*_LINEAR_LAYERS, *_CONVOLUTIONS, *_BY_RANGE)},
+    **{f"onednn::{name}": _EIGHT_BITS for name in _OF_COMPILED},
 }
 """By the dispatcher's name of an operation: the name that users know, and why it is refused and what to do instead.
 
-The last two are refused with 8 bits alone. All of them were measured to differ: docs/reference/portable-numerics.md.
+Least squares and linear layers were measured to differ: docs/reference/portable-numerics.md. The others multiply 8 bits
+by the same instructions.
 """
 
 
@@ -72,7 +87,7 @@ def portable_kernels(rules: int = RULES) -> Iterator[None]:
         raise UserError(limits_missed())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    libraries = {name: Library(name, "IMPL") for name in ("aten", "quantized")}
+    libraries = {name: Library(name, "IMPL") for name in ("aten", "quantized", "onednn")}
     try:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
@@ -81,7 +96,7 @@ def portable_kernels(rules: int = RULES) -> Iterator[None]:
                 library, _, operation = name.partition("::")
                 usual = get_kernel(name, "CPU").call_boxed
                 libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)
-            for name in _REFUSED.keys() - _REPLACEMENTS.keys():
+            for name in REFUSED.keys() - _REPLACEMENTS.keys():
                 library, _, operation = name.partition("::")
                 key = "QuantizedCPU" if library == "quantized" else "CPU"
                 libraries[library].impl(operation, partial(_refuse, name), key)
@@ -174,14 +189,13 @@ _REPLACEMENTS: dict[str, Kernel] = {
     "aten::pow.Tensor_Scalar_out": _root_into,
     "aten::_int_mm": _integers,
     "aten::_int_mm.out": _integers_into,
-    "quantized::linear_dynamic": partial(_seven_bits, "quantized::linear_dynamic"),
-    "quantized::linear_relu_dynamic": partial(_seven_bits, "quantized::linear_relu_dynamic"),
+    **{f"quantized::{name}": partial(_seven_bits, f"quantized::{name}") for name in _BY_RANGE},
 }
 
 
 def _refuse(operation: str, *_: Any, **__: Any) -> NoReturn:
     """The kernel of a refused operation: raises UserError."""
-    name, reason = _REFUSED[operation]
+    name, reason = REFUSED[operation]
     raise UserError(
         f"{name} in {_place()} is not portable: {reason}. Or train with --numerics native, whose bits belong to "
         "one kind of CPU"

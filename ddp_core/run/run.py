@@ -33,6 +33,7 @@ from ddp_core.observe.lost_peers import is_peer_loss, short_message
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.profiling import StepProfiler, merge_traces
 from ddp_core.observe.step import StepObserver
+from ddp_core.observe.unknown_operations import UnknownOperations
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
@@ -258,6 +259,8 @@ def _observers(
         observers: list[StepObserver] = []
         if options.profile is not None:
             observers.append(stack.enter_context(_profiler(options.profile, directory, collectives, console)))
+        elif rules_of(options.numerics) is not None and world.is_first:
+            observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
         if options.ledger:
             first_step = start.step if start is not None else 0
             observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))

@@ -1,0 +1,78 @@
+"""A portable run warns of operations of which nobody knows whether other CPUs have their bits, and of no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_core.numerics.kernels import REFUSED
+from ddp_core.numerics.known import BY_DEFINITION, proved, status_of, unknown_among
+from tests.support.commands import ROOT, ddp
+
+EXPERIMENT = '''"""Does it warn?"""
+import torch
+from torch import nn
+from ddp_core.config.experiment import Component, Experiment, Optimizer
+
+class Rare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(20, 1)
+    def forward(self, inputs):
+        return torch.special.i0e(self.layer(inputs)) OTHERS
+
+def rare():
+    return Rare()
+
+experiment = Experiment(
+    name="mine", model=Component(name="rare"), data=Component(name="toy_data", options={"size": 32}), epochs=1,
+    loss="mean_squared_error", optimizer=Optimizer(lr=0.01), global_batch_size=16, micro_batch=4, numerics="NUMERICS"
+)
+'''
+
+
+def errors_of(folder: Path, numerics: str, others: str = "") -> str:
+    file = folder / "mine.py"
+    file.write_text(EXPERIMENT.replace("NUMERICS", numerics).replace("OTHERS", others))
+    ended = ddp("train", file, "--device", "cpu", "--output", folder)
+    assert ended.code == 0, ended.errors
+    return ended.output + ended.errors
+
+
+def test_an_unknown_operation_is_warned_of_once(tmp_path: Path) -> None:
+    said = errors_of(tmp_path, "portable")
+    assert said.count("not known to have the same bits on other CPUs") == 1
+    assert "bits on other CPUs: aten::special_i0e (docs/reference/portable-operations.md)" in said
+
+
+def test_native_runs_are_not_looked_at(tmp_path: Path) -> None:
+    assert "not known" not in errors_of(tmp_path, "native")
+
+
+@pytest.mark.parametrize("name", ["digits", "toy_mlp"])
+def test_shipped_experiments_use_known_operations_alone(name: str, tmp_path: Path) -> None:
+    words = ("--device", "cpu", "--numerics", "portable", "--set", "max_steps=2", "--output", tmp_path)
+    ended = ddp("train", name, *words)
+    assert ended.code == 0, ended.errors
+    assert "not known" not in ended.output + ended.errors
+
+
+def test_each_operation_has_one_status() -> None:
+    assert not proved() & REFUSED.keys()
+    assert not BY_DEFINITION & REFUSED.keys()
+    assert [status_of(f"aten::{name}") for name in ("mm", "swapaxes", "linalg_lstsq", "special_i0e")] == [
+        *("proved", "by definition", "refused", "unknown")
+    ]
+    traced = ["aten::mm", "mine::layer", "AddmmBackward0", "autograd::engine::evaluate_function: X", "a label: b"]
+    assert unknown_among(traced) == ["mine::layer"]
+
+
+@pytest.mark.slow
+def test_the_list_is_what_the_published_operations_call() -> None:
+    files = [ROOT / "ddp_core/numerics/proved.txt", ROOT / "docs/reference/portable-operations.md"]
+    before = [file.read_text() for file in files]
+    subprocess.run([sys.executable, "-m", "tools.portable_operations"], cwd=ROOT, check=True)
+    assert [file.read_text() for file in files] == before

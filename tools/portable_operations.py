@@ -1,0 +1,116 @@
+"""Lists what is known of torch's operations under portable numerics: `python -m tools.portable_operations`.
+
+Runs the operations and the short trainings of the published tables under a profiler, and writes their names to
+`ddp_core/numerics/proved.txt` and the page docs/reference/portable-operations.md. What these tables hold has the same
+bits on every CPU that has confirmed them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ddp_core.base.determinism import choose_kernels
+from ddp_core.numerics.kernels import REFUSED, portable_kernels
+from ddp_core.numerics.known import BY_DEFINITION, NAME, NOT_OURS, PROVED
+from ddp_core.numerics.limits import LIMITS, limits_hold
+from ddp_lab.probe.child import trained
+from ddp_lab.probe.operations import all_operations
+from ddp_lab.probe.published import published
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "portable-operations.md"
+RULES = 2
+"""The newest: its table has the operations of the older ones, too."""
+
+_WHY_PROVED = (
+    "the [published digests](portable-numerics.md) are made of them, and other CPUs have confirmed these. Another shape "
+    "or dtype may take other code"
+)
+
+
+def main() -> int:
+    """Write the list and the page; starts itself anew where torch was loaded without the limits."""
+    if not limits_hold():
+        words = [sys.executable, "-m", "tools.portable_operations", *sys.argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
+    choose_kernels()
+    names: set[str] = set()
+    operations = all_operations(RULES)
+    with portable_kernels(RULES):
+        for operation in operations.values():
+            with _traced(names):
+                operation()
+        for name, steps in published(rules=RULES).training_steps.items():
+            with _traced(names):
+                trained(name, steps.settings)
+    PROVED.write_text("".join(f"{name}\n" for name in sorted(names - REFUSED.keys())), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+@contextmanager
+def _traced(names: set[str]) -> Iterator[None]:
+    """Adds the operations that are called in the block to `names`."""
+    with torch.autograd.profiler.profile() as profiler:
+        yield
+    found = {event.name() for event in profiler.kineto_results.events()}
+    names |= {name for name in found if NAME.fullmatch(name) and not name.startswith(NOT_OURS)}
+
+
+def page() -> str:
+    """The page, from the lists in `ddp_core/numerics`."""
+    proved = PROVED.read_text(encoding="utf-8").split()
+    moved = sorted(name for name in BY_DEFINITION - set(proved) if not name.endswith("_"))
+    rows = [
+        ("proved", f"{len(proved)}, [below](#proved)", _WHY_PROVED),
+        ("by definition", f"{len(moved)} more, [below](#by-definition)", "they move or compare numbers, or are exact"),
+        (
+            "refused",
+            f"{len(REFUSED)}, [below](#refused)",
+            "other CPUs give other bits; a call ends the run, with a message",
+        ),
+        ("unknown", "every other", "nobody has compared them: a warning"),
+    ]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"""# Operations under portable numerics
+
+What is known of each of torch's operations, by its name in torch's dispatcher. After the first step of a run with
+portable numerics rank 0 looks at the names of all operations that the step has called, and warns of those that are
+unknown. Written by `python -m tools.portable_operations`; `ddp_core/numerics/known.py` has the same lists.
+
+| what is known | operations | why |
+|---|---|---|
+{table}
+
+Collectives are not listed: the order of their sums is [the reduction's](../explanation/exact-reduction.md).
+
+## Proved
+
+{_listed(proved)}
+
+## By definition
+
+Also in their forms in place (`aten::relu_`).
+
+{_listed(moved)}
+
+## Refused
+
+{_listed(sorted(REFUSED))}
+
+Dynamic layers are refused with 8 bits alone; with `reduce_range` they have 7, and are computed.
+"""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 120, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
