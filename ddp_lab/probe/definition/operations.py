@@ -209,15 +209,16 @@ def _sgd() -> list[Array]:
     return weights + momenta  # type: ignore[operator]
 
 
-def _adam() -> list[Array]:
-    """What depends on the step alone is computed in float64, and rounded."""
-    rate, beta1, beta2 = 0.01, 0.9, 0.999
+def _adam(beta2: float = 0.999, weight_decay: float = 0.0) -> list[Array]:
+    """With weight_decay it is AdamW. What depends on the step alone is computed in float64, and rounded."""
+    rate, beta1 = 0.01, 0.9
     weights: list[Array] = []
     states: list[Array] = []
     for size in (1, 37, 1000):
         weight, first, second = numbers(size, key=size), np.zeros(size, _FLOAT), np.zeros(size, _FLOAT)
         for step in range(1, 4):
             gradient = numbers(size, key=9 + step)
+            weight = weight * _FLOAT(1 - rate * weight_decay)
             first = fused(_FLOAT(1 - beta1), gradient - first, first)
             second = fused(_FLOAT(1 - beta2) * gradient, gradient, second * _FLOAT(beta2))
             scale = np.sqrt(second) / _FLOAT(math.sqrt(1 - beta2**step)) + _FLOAT(1e-8)
@@ -290,8 +291,9 @@ ALWAYS: Mapping[str, Definition] = {
     "mse_loss, backward": _mse_loss,
     "layer_norm, backward": _layer_norm,
     "batch_norm, backward": _batch_norm,
-    "SGD loop": _sgd,
-    "Adam loop": _adam,
+    **dict.fromkeys(("SGD loop", "SGD foreach"), _sgd),
+    **dict.fromkeys(("Adam loop", "Adam foreach"), _adam),
+    **dict.fromkeys(("AdamW loop", "AdamW foreach"), partial(_adam, 0.99, 0.1)),
     "matmul 37x53x41": partial(_matmul, 37, 53, 41, product_without_fusing),
     "matmul 300x16x300": partial(_matmul, 300, 16, 300, product_without_fusing),
 }
