@@ -9,6 +9,7 @@ from ddp_lab.probe.operations.inputs import Operation, Operations
 from ddp_lab.probe.operations.moving import moving, pooling
 from ddp_lab.probe.operations.optimizers import optimizers
 from ddp_lab.probe.operations.products import algebra, convolutions, products, products_in_chains, sequences
+from ddp_lab.probe.operations.rarer import rarer
 from ddp_lab.probe.operations.sums import losses, norms, sums
 
 __all__ = ["Operation", "Operations", "all_operations"]
@@ -19,5 +20,5 @@ def all_operations(rules: int = RULES) -> Operations:
     kinds = [elementwise(), sums(), losses(), norms(), products(), convolutions(), sequences(), algebra(), moving()]
     kinds += [pooling(), drawing(), of_numpy(), optimizers()]
     if rules >= 2:
-        kinds.append(products_in_chains())
+        kinds += [products_in_chains(), rarer()]
     return {name: operation for kind in kinds for name, operation in kind.items()}

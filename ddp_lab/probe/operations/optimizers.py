@@ -36,17 +36,18 @@ def optimizers() -> Operations:
     }
     return {
         **{
-            f"{name} {how}": partial(_updated, partial(make, **settings))
+            f"{name} {how}": partial(updated, partial(make, **settings))
             for name, make in fusable.items()
             for how, settings in _IMPLEMENTATIONS.items()
             if not (name == "Adagrad" and how == "fused")
         },
-        **{f"{name} loop": partial(_updated, partial(make, foreach=False)) for name, make in others.items()},
+        **{f"{name} loop": partial(updated, partial(make, foreach=False)) for name, make in others.items()},
         "moving average of weights": _averaged,
     }
 
 
-def _updated(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer]) -> list[Any]:
+def updated(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer]) -> list[Any]:
+    """The parameters and the optimizer's states after three updates."""
     parameters = [nn.Parameter(numbers(size, key=size)) for size in (1, 37, 1000)]
     optimizer = make(parameters)
     for step in range(3):
