@@ -11,12 +11,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import cast, get_args
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.extras import require
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.numerics.limits import portable_refused_by
+from ddp_core.config.records import Numerics
+from ddp_core.numerics.limits import RULES, portable_refused_by, rules_of
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
 from ddp_lab.cluster.gain import explain_gain
@@ -118,8 +120,10 @@ def plan(experiment: str, options: Sequence[str]) -> Planned:
     loaded = load_with_settings(experiment, settings).experiment
     asked = settings_of(options, ["--numerics"])
     wanted = asked[-1].removeprefix("--numerics=") if asked else loaded.numerics
-    can_be_portable = portable_refused_by() is None
-    return Planned(loaded.digest(), "portable" if wanted == "portable" and can_be_portable else "native")
+    if wanted not in get_args(Numerics) or portable_refused_by() is not None:
+        return Planned(loaded.digest(), "native")  # `ddp train` says what is wrong with the word
+    # As a record has it: without the number of the rules that are the rule.
+    return Planned(loaded.digest(), "portable" if rules_of(wanted) == RULES else cast(Numerics, wanted))
 
 
 def choose_backend(wanted: str) -> Backend:
