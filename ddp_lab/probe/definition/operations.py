@@ -262,15 +262,35 @@ def _linear() -> list[Array]:
     return [result, product_in_chains(coming.T, x), sum_of_columns(coming), product_in_chains(coming, weight)]
 
 
-def _convolution() -> Array:
-    """One chain per pixel that begins with the bias: over the rows of the kernel, its columns, and the channels."""
-    images, weight, bias = numbers(4, 6, 9, 9), _weight(11, 6, 3, 3), _weight(11, number=1)
-    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)))
-    chain = np.zeros((4, 11, 9, 9), _FLOAT) + bias[:, None, None]
-    for row, column, channel in np.ndindex(3, 3, 6):
-        seen = padded[:, channel, None, row : row + 9, column : column + 9]
-        chain = fused(seen, weight[:, channel, row, column, None, None], chain)
+def _convolution(images: Array, weight: Array, bias: Array, stride: int, padding: int) -> Array:
+    """One chain per pixel that begins with the bias: over eight channels within the kernel's columns and its rows.
+
+    Then come the next eight channels.
+    """
+    height, width = weight.shape[2:]
+    padded = _padded(images, padding)
+    rows, columns = (1 + (padded.shape[2] - height) // stride, 1 + (padded.shape[3] - width) // stride)
+    chain = np.zeros((len(images), len(weight), rows, columns), _FLOAT) + bias[:, None, None]
+    channels = range(images.shape[1])
+    for first, row, column in np.ndindex(-(-len(channels) // 8), height, width):
+        for channel in channels[8 * first : 8 * first + 8]:
+            seen = padded[:, channel, None, row:, column:][..., ::stride, ::stride][..., :rows, :columns]
+            chain = fused(seen, weight[:, channel, row, column, None, None], chain)
     return chain
+
+
+def _gradient_of_weight(images: Array, coming: Array, padding: int) -> Array:
+    """One chain per weight of 3 x 3: over the images, their rows and their columns."""
+    padded = _padded(images, padding)
+    chain = np.zeros((coming.shape[1], images.shape[1], 3, 3), _FLOAT)
+    for image, row, column in np.ndindex(len(coming), *coming.shape[2:]):
+        seen = padded[image, :, row : row + 3, column : column + 3]
+        chain = fused(coming[image, :, row, column, None, None, None], seen, chain)
+    return chain
+
+
+def _padded(images: Array, padding: int) -> Array:
+    return np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
 
 
 ALWAYS: Mapping[str, Definition] = {
@@ -310,6 +330,15 @@ IN_CHAINS: Mapping[str, Definition] = {
     "bmm, in chains, backward": _bmm,
     "baddbmm, in chains": _baddbmm,
     "linear, in chains, backward": _linear,
-    "conv2d 3x3": _convolution,
+    "conv2d 3x3": lambda: _convolution(numbers(4, 6, 9, 9), _weight(11, 6, 3, 3), _weight(11, number=1), 1, 1),
+    "conv2d 3x3 of 64 channels": lambda: _convolution(
+        numbers(2, 64, 8, 8), _weight(64, 64, 3, 3), np.zeros(64, _FLOAT), 1, 1
+    ),
+    "conv2d 7x7 with stride": lambda: _convolution(
+        numbers(2, 3, 32, 32), _weight(64, 3, 7, 7), np.zeros(64, _FLOAT), 2, 3
+    ),
+    "conv2d, gradient of weights": lambda: _gradient_of_weight(
+        numbers(2, 64, 8, 8), numbers(2, 64, 8, 8, key=_COMING), 1
+    ),
 }
 """Under version 2 of the rules."""

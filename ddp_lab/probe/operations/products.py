@@ -49,6 +49,7 @@ def products_in_chains() -> Operations:
     """What rules 2 compute in chains of fused multiply-adds, or raise to float32: large products of each kind."""
     wide, tall = partial(numbers, 96, 160), partial(numbers, 160, 128, key=1)
     batches = (numbers(3, 64, 144), numbers(3, 144, 128, key=1))
+    weight = partial(numbers, key=50, scale=0.25)
     return {
         "mm of three chains": lambda: numbers(64, 2500) @ numbers(2500, 96, key=1),
         "mm of transposed, in chains": lambda: numbers(160, 96).T @ numbers(128, 160, key=1).T,
@@ -65,7 +66,14 @@ def products_in_chains() -> Operations:
         "linear, in chains, backward": lambda: of_module(nn.Linear(160, 128), numbers(96, 160)),
         "linear in autocast, in chains, backward": partial(_autocast, 160, 128, 96),
         "conv2d 3x3": lambda: functional.conv2d(
-            numbers(4, 6, 9, 9), numbers(11, 6, 3, 3, key=50, scale=0.25), numbers(11, key=51, scale=0.25), padding=1
+            numbers(4, 6, 9, 9), weight(11, 6, 3, 3), numbers(11, key=51, scale=0.25), padding=1
+        ),
+        "conv2d 3x3 of 64 channels": lambda: functional.conv2d(numbers(2, 64, 8, 8), weight(64, 64, 3, 3), padding=1),
+        "conv2d 7x7 with stride": lambda: functional.conv2d(
+            numbers(2, 3, 32, 32), weight(64, 3, 7, 7), stride=2, padding=3
+        ),
+        "conv2d, gradient of weights": lambda: nn.grad.conv2d_weight(
+            numbers(2, 64, 8, 8), [64, 64, 3, 3], numbers(2, 64, 8, 8, key=99), padding=1
         ),
     }
 
