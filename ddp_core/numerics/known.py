@@ -19,6 +19,8 @@ NAME = re.compile(r"[a-z_]\w*::[\w.]+")
 NOT_OURS = ("autograd::", "torch::", "profiler::", "c10d::", "record_function::")
 """What a trace names beside operations that compute, and the collectives, whose sums the reduction orders."""
 
+_COMPILED = "Torch-Compiled Region"
+
 BY_DEFINITION = frozenset(
     f"aten::{name}{end}"
     for name in (
@@ -69,6 +71,11 @@ def status_of(name: str) -> Status:
 
 
 def unknown_among(names: Iterable[str]) -> list[str]:
-    """The operations in a trace of which nothing is known, sorted."""
-    operations = {name for name in names if NAME.fullmatch(name) and not name.startswith(NOT_OURS)}
-    return sorted(name for name in operations if status_of(name) == "unknown")
+    """The operations in a trace of which nothing is known, sorted; `torch.compile` for code that it has written."""
+    unknown = set()
+    for name in names:
+        if name.startswith(_COMPILED):
+            unknown.add("torch.compile")
+        elif NAME.fullmatch(name) and not name.startswith(NOT_OURS) and status_of(name) == "unknown":
+            unknown.add(name)
+    return sorted(unknown)

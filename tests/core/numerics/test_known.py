@@ -68,6 +68,7 @@ def test_each_operation_has_one_status() -> None:
     ]
     traced = ["aten::mm", "mine::layer", "AddmmBackward0", "autograd::engine::evaluate_function: X", "a label: b"]
     assert unknown_among(traced) == ["mine::layer"]
+    assert unknown_among(["Torch-Compiled Region: 0/0", "aten::mm"]) == ["torch.compile"]
 
 
 @pytest.mark.slow
