@@ -22,7 +22,7 @@ class Rare(nn.Module):
         super().__init__()
         self.layer = nn.Linear(10, 1)
     def forward(self, inputs):
-        return torch.special.i0e(self.layer(inputs))
+        return self.layer(inputs) + torch.trace(self.layer.weight)
 
 def rare():
     return Rare()
@@ -45,7 +45,8 @@ def errors_of(folder: Path, numerics: str) -> str:
 def test_an_unknown_operation_is_warned_of_once(tmp_path: Path) -> None:
     said = errors_of(tmp_path, "portable")
     assert said.count("not known to have the same bits on other CPUs") == 1
-    assert "bits on other CPUs: aten::special_i0e (docs/reference/portable-operations.md)" in said
+    assert "bits on other CPUs: aten::trace" in said
+    assert "(docs/reference/portable-operations.md)" in said
 
 
 def test_native_runs_are_not_looked_at(tmp_path: Path) -> None:
@@ -63,7 +64,7 @@ def test_shipped_experiments_use_known_operations_alone(name: str, tmp_path: Pat
 def test_each_operation_has_one_status() -> None:
     assert not proved() & REFUSED.keys()
     assert not BY_DEFINITION & REFUSED.keys()
-    assert [status_of(f"aten::{name}") for name in ("mm", "swapaxes", "linalg_lstsq", "special_i0e")] == [
+    assert [status_of(f"aten::{name}") for name in ("mm", "swapaxes", "linalg_lstsq", "trace")] == [
         *("proved", "by definition", "refused", "unknown")
     ]
     traced = ["aten::mm", "mine::layer", "AddmmBackward0", "autograd::engine::evaluate_function: X", "a label: b"]
