@@ -104,7 +104,7 @@ def compute(operation: str, way: str) -> float:
 
 def _run(words: list[str], variables: Mapping[str, str]) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in {*LIMITS, *AVX2}}
-    environment = kept | {"OMP_NUM_THREADS": "1"} | variables
+    environment = {**kept, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr}")

@@ -42,7 +42,8 @@ def _products(count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of matrices: of a few shapes at the edges and of `count` at random, as rows or as columns in memory."""
     drawn = np.random.default_rng(0)
     shapes = [(8, 1024, 512), (128, 1024, 8), (5000, 64, 8), (8, 64, 5000), (700, 1, 700), (64, 2500, 96)]
-    shapes += [tuple(int(each) for each in np.exp(drawn.uniform(2.1, 6.2, 3))) for _ in range(count)]
+    sizes = np.exp(drawn.uniform(2.1, 6.2, (count, 3))).astype(int).tolist()
+    shapes += [(rows, terms, columns) for rows, terms, columns in sizes]
     for rows, terms, columns in shapes:
         left, right = _drawn(rows, terms), _drawn(terms, columns)
         yield left, right

@@ -38,7 +38,8 @@ class UnknownOperations(StepObserver):
         profiler = self._ended()
         if profiler is None:
             return
-        names = unknown_among(event.name() for event in profiler.kineto_results.events())
+        found = profiler.kineto_results
+        names = unknown_among(event.name() for event in found.events()) if found is not None else []
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self._warn(

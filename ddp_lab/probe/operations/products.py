@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_weight
 
 from ddp_lab.probe.operations.inputs import Operations, numbers, of_module, with_gradients
 
@@ -72,7 +73,7 @@ def products_in_chains() -> Operations:
         "conv2d 7x7 with stride": lambda: functional.conv2d(
             numbers(2, 3, 32, 32), weight(64, 3, 7, 7), stride=2, padding=3
         ),
-        "conv2d, gradient of weights": lambda: nn.grad.conv2d_weight(
+        "conv2d, gradient of weights": lambda: conv2d_weight(
             numbers(2, 64, 8, 8), [64, 64, 3, 3], numbers(2, 64, 8, 8, key=99), padding=1
         ),
     }

@@ -194,13 +194,16 @@ def _layers() -> Operations:
             partial(functional.scaled_dot_product_attention, is_causal=True),
             *(numbers(1, 2, 600, 32, key=key) for key in range(3)),
         ),
-        "attention bfloat16": lambda: functional.scaled_dot_product_attention(
-            *(numbers(2, 4, 19, 16, key=key, dtype=torch.bfloat16) for key in range(3))
-        ),
+        "attention bfloat16": _attention_bfloat16,
         "transformer decoder layer, backward": lambda: of_module(
             nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0), numbers(9, 2, 16), numbers(7, 2, 16, key=1)
         ),
     }
+
+
+def _attention_bfloat16() -> Tensor:
+    query, key, value = (numbers(2, 4, 19, 16, key=key, dtype=torch.bfloat16) for key in range(3))
+    return functional.scaled_dot_product_attention(query, key, value)
 
 
 def _dropped() -> Tensor:
