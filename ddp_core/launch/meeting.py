@@ -101,9 +101,9 @@ class _Rendezvous(DynamicRendezvousHandler):
         # torch names a port that the system may give to a connection before rank 0 listens, seconds later.
         if round_.rank == 0:
             round_.store.set(_WORKERS_PORT, str(free_port()))
-        port = int(round_.store.get(_WORKERS_PORT))
-        address = round_.bootstrap_store_info.master_addr
-        return RendezvousInfo(round_.store, round_.rank, round_.world_size, RendezvousStoreInfo(address, port))
+        assert round_.bootstrap_store_info is not None
+        told = RendezvousStoreInfo(round_.bootstrap_store_info.master_addr, int(round_.store.get(_WORKERS_PORT)))
+        return RendezvousInfo(round_.store, round_.rank, round_.world_size, told)
 
 
 def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler:
@@ -124,7 +124,7 @@ def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler
             else:
                 _await_answer(meeting.endpoint)
                 store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
-        return _Rendezvous.from_backend(
+        handler: RendezvousHandler = _Rendezvous.from_backend(
             meeting.launch_id,
             store,
             C10dRendezvousBackend(store, meeting.launch_id),
@@ -135,6 +135,7 @@ def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler
             keep_alive_interval=1,
             keep_alive_max_attempt=3,
         )
+        return handler
     except (RendezvousError, DistError) as error:
         raise RendezvousLost(meeting.endpoint, error) from None
 
