@@ -67,6 +67,7 @@ def audit(named: Path, signer: Path | None, report: Report, **words: Any) -> int
             return report.end(f"different bundle: {changed}. Nothing was trained.", DIFFERENT)
         report.say("bundle", f"{unpacked.files} files, each as MANIFEST says")
         report.say("packages", package_differences(unpacked.pins, unpacked.record["environment"]))
+        report.say("code", "this runs the code in the bundle")
         return _audit_signed(Path(folder), signer, report, **words)
 
 

@@ -15,7 +15,7 @@ from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.cli.repeating import Different
 from ddp_core.config.experiment import Experiment, Optimizer, Schedule
 from ddp_core.model.optimizers import build_optimizer
-from ddp_core.observe.chain import CHAIN, BrokenChain, Link, each_link, numbers
+from ddp_core.observe.chain import CHAIN, DIGITS, BrokenChain, Link, each_link, numbers
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.chaining import code_digest, steps_between
@@ -170,6 +170,8 @@ class _Rates:
         if self._rule is None:
             return None
         rate = self._rule.rate(self._base, step - 1, *self._steps)
+        if not text or len(text) % DIGITS:
+            return "no rates"
         told = [struct.unpack(">d", bytes.fromhex(each))[0] for each in numbers(text)]
         if all(each == rate for each in told):
             return None
