@@ -234,7 +234,8 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
 
 
 @ddp.command(
-    "audit", options=partial(field_options, "layout", "device", "nproc_per_node", "data_dir", default="as recorded")
+    "audit",
+    options=partial(field_options, "layout", "device", "nproc_per_node", "shard", "data_dir", default="as recorded"),
 )
 @click.argument("run", metavar="RUN|BUNDLE", type=click.Path(path_type=Path))
 @click.option(

@@ -17,7 +17,7 @@ from ddp_core.cli.audit.replay import replay
 from ddp_core.cli.audit.whole_chain import WholeChain, check_begin, check_chain
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.cli.repeating import DIFFERENT, Different, checked, place_of
-from ddp_core.config.layout import LayoutKind
+from ddp_core.config.layout import LayoutKind, ShardMode
 from ddp_core.config.options import Asked
 from ddp_core.experiment.request import build_splits
 from ddp_core.observe.chain import CHAIN, compare_chains
@@ -90,6 +90,7 @@ def audit_run(
     layout: LayoutKind | None = None,
     device: str | None = None,
     nproc_per_node: int | None = None,
+    shard: ShardMode | None = None,
     data_dir: str | None = None,
 ) -> int:
     """Audit the finished run at `path`; returns 0 where all that was looked at is what its chain says, else 1.
@@ -111,7 +112,8 @@ def audit_run(
         begin = check_begin(path, record)
         if record["data_sha256"] is None:
             raise UserError(f"{path} was trained on data that are others at each read, so no segment can be repeated")
-        asked = checked(directory, record, place_of(record, layout, device, nproc_per_node), data_dir)
+        where = place_of(record, layout, device, nproc_per_node) | ({"shard": shard} if shard is not None else {})
+        asked = checked(directory, record, where, data_dir)
         known = (record.get("chain") or {}).get("head")
         if head is not None and head != known:
             raise Different(f"different chain: its head is {known}, and not {head}, which was given before")

@@ -60,6 +60,16 @@ def test_it_passes_on_another_layout(run: Path) -> None:
     assert (told["format"], told["passed"], told["segments"], len(told["drawn"])) == ("ddp-audit/1", True, 6, 1)
 
 
+@pytest.mark.slow
+def test_a_run_of_four_ranks_is_audited_on_one_rank_and_sharded(run: Path, tmp_path: Path) -> None:
+    train(tmp_path, *WORDS, ranks=4)
+    four = trained(tmp_path)[0].path
+    assert ddp("audit", four, "--against", run).output == "identical: 26 steps, line by line\n"
+    for words in (("--layout", "single"), ("--layout", "ddp", "--nproc-per-node", 2, "--shard", "parameters")):
+        ended = audit(four, *words, "--segments", 3, "--seed", 5)
+        assert ended.code == 0, ended.output + ended.errors
+
+
 def _weights_after_the_end(copy: Path) -> None:
     """Put other weights in the place of the final ones, and let the chain and the record tell of them."""
     file = copy / "model.safetensors"
