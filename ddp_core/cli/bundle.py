@@ -180,6 +180,7 @@ def _readme(record: Mapping[str, Any], run: str, files: Iterable[str]) -> str:
     if (what := what_broke_it(record)) is not None:
         here.add(_BROKEN)
         end = f"\n\nBut: {what}"
+    pieces = "\nIn pieces?    ddp audit THIS-FILE.zip [--data-dir DIR]" if CHAIN in here else ""
     rows = "\n".join(f"{name:22} {words}" for name, words in _DESCRIBED.items() if name in here)
     return f"""\
 {record["experiment"]["name"]}: {record["question"]}
@@ -189,7 +190,7 @@ The finished training run {run}, as `ddp bundle` packs it: {record["result"]["st
 
 Is it whole?  unzip it, and: sha256sum --check MANIFEST
 Is it true?   ddp verify THIS-FILE.zip [--data-dir DIR]
-              This runs the code in the bundle: it trains the run again and compares the bits.
+              This runs the code in the bundle: it trains the run again and compares the bits.{pieces}
 
 The weights, in a model that the code in source/ builds:
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,7 +124,6 @@ def _ssh_keygen(action: str, *words: str, content: bytes | None = None) -> subpr
             ["ssh-keygen", "-Y", action, *words],
             input=content or b"",
             capture_output=True,
-            env={**os.environ, "LC_ALL": "C"},
             check=False,
         )
     except FileNotFoundError:
