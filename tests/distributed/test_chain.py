@@ -61,4 +61,4 @@ def test_a_chain_that_lost_lines_is_told(tmp_path: Path) -> None:
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:8]))
     ended = ddp("train", *WORDS, "--resume", "auto", "--device", "cpu", "--output", tmp_path)
     assert ended.code == 3
-    assert "ends with step 6, before the checkpoint of step 12" in ended.errors
+    assert "ends with step 7, before the checkpoint of step 12" in ended.errors

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
 from ddp_core.cli import training
 from ddp_core.cli.audit.draw import Segment, claims, drawn, needed_draws, passing, segments_of
 from ddp_core.cli.audit.replay import replay
@@ -129,7 +128,7 @@ def audit_run(
                 "replayed", f"segment {lot.number} of {len(of_run)}, steps {lot.start + 1} to {lot.stop}: the same"
             )
     except Different as difference:
-        return report.end(f"{difference}{_other_fingerprint(record)}", DIFFERENT)
+        return report.end(str(difference), DIFFERENT)
     return _pass(report, of_run, lots, seed, steps)
 
 
@@ -162,23 +161,13 @@ def _check_end(
     words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device]
     code, errors = training.run_ddp(words)
     said = errors.strip().rpartition("\n")[2]
+    if code == ExitCode.NO_CHECKPOINT:
+        raise Different(f"different weights: {said.removeprefix('ddp: error: ')}")
     if code != ExitCode.DONE and _OTHER_FIGURE not in said:
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
-        raise Different(f"different figures: evaluated again, {said.removeprefix('ddp: ')}")
+        raise Different(f"different figures: evaluated again, {said.removeprefix('ddp: error: ')}")
     report.say("evaluated", "the final weights again: the same figures", figures=dict(chain.figures))
-
-
-def _other_fingerprint(record: Mapping[str, Any]) -> str:
-    """The end of a verdict of difference that names what of this machine is another one, where something is."""
-    import torch
-
-    from ddp_core.numerics.limits import RULES
-
-    is_portable = record["options"].get("numerics") == "portable"
-    here = fingerprint(torch.device(record["layout"]["device"]), rules=RULES if is_portable else None)
-    other = fingerprint_differences(here, record["fingerprint"])
-    return f" (under another fingerprint, which the promise does not cover: {'; '.join(other)})" if other else ""
 
 
 def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int, steps: int) -> int:
@@ -187,7 +176,7 @@ def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int,
     probabilities = {forged: passing(total, forged, count) for forged in claims(total)}
     report.say(
         "share",
-        f"{replayed:,} of {steps:,} steps ({replayed / steps:.1%}), {count} of {total} segments; seed seed {seed}",
+        f"{replayed:,} of {steps:,} steps ({_percent(replayed / steps)}), {count} of {total} segments, seed {seed}",
         seed=seed,
         segments=total,
         drawn=[lot.number for lot in lots],
@@ -198,10 +187,14 @@ def _pass(report: Report, of_run: list[Segment], lots: list[Segment], seed: int,
         draws = needed_draws(total, forged)
         report.say(
             "proof",
-            f"with {forged} of {total} segments forged it would have passed with probability {probability:.1%}; "
+            f"with {forged} of {total} segments forged it would have passed with probability {_percent(probability)}; "
             f"{draws} draw{'s' if draws > 1 else ''} bring that to 5 % or less",
         )
     return report.end("passed: what was looked at is what the chain says", ExitCode.DONE)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def compare_runs(path: Path, other: Path, report: Report) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
+from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import Checkpoint, load, read_checkpoint
 from ddp_core.checkpoint.manifest import stem
 from ddp_core.cli import training
@@ -108,20 +109,23 @@ def _compare(file: Path, chain: WholeChain, segment: Segment) -> None:
     if other:
         raise Different(f"different start: built anew, {other[0]} is another one")
     made = {(link.line["kind"], link.step): link for link in lines}
-    steps = range(segment.start + 1, segment.stop + 1)
-    for step in steps:
+    for step in range(segment.start + 1, segment.stop + 1):
         for kind in _SEQUENCE:
-            here, there = made.get((kind, step)), chain.wanted.get((kind, step))
-            _same(here, there, begin.line, step)
+            what = _other(made.get((kind, step)), chain.wanted.get((kind, step)), begin.line)
+            if what is not None:
+                raise Different(f"different at step {step}: {what}{_under(begin, chain)}")
 
 
-def _same(here: Link | None, there: Mapping[str, Any] | None, begin: Mapping[str, Any], step: int) -> None:
-    if here is None and there is None:
-        return
+def _other(here: Link | None, there: Mapping[str, Any] | None, begin: Mapping[str, Any]) -> str | None:
+    """What differs between a line that was made again and the run's, in words."""
     if here is None or there is None:
-        which = "the run, and not again" if here is None else "training again, and not in the run"
-        line = there if here is None else here.line
-        assert line is not None
-        raise Different(f"different at step {step}: {line['kind']} in {which}")
-    if (what := difference(begin, here.line, there)) is not None:
-        raise Different(f"different at step {step}: {what}")
+        line = here.line if here is not None else there
+        which = "only in the run" if here is None else "not in the run"
+        return None if line is None else f"its {line['kind']} is {which}"
+    return difference(begin, here.line, there)
+
+
+def _under(begin: Link, chain: WholeChain) -> str:
+    """The end of a verdict of difference, which names what of this machine is another one, where something is."""
+    other = fingerprint_differences(begin.line["fingerprint"], chain.begin["fingerprint"])
+    return f" (under another fingerprint, which the promise does not cover: {'; '.join(other)})" if other else ""

@@ -83,6 +83,8 @@ def _weights_after_the_end(copy: Path) -> None:
         ),
     )
     edit_record(copy, lambda record: record.update(weights_sha256=digest))
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in lines if '"digest"' not in line))
 
 
 def _rate_of_step_7(copy: Path) -> None:
