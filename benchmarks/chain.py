@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import io
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -56,7 +55,8 @@ class Stopwatch:
         pairs = list(zip(self.at_steps, self.at_steps[1:], strict=False))[_UNCOUNTED - 1 :]
         for (before, spent_before), (after, spent_after) in pairs:
             ours = [spent_after[each] - spent_before[each] for each in (0, 1)]
-            found.append(tuple(ours[each] / (after[each] - before[each] - ours[each]) for each in (0, 1)))
+            clock, processor = (ours[each] / (after[each] - before[each] - ours[each]) for each in (0, 1))
+            found.append((clock, processor))
         return found
 
 
@@ -133,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

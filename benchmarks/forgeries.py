@@ -134,6 +134,11 @@ def _rates(honest: Path) -> dict[int, str]:
     return {link.step: link.line["lr"] for link in each_link(honest / CHAIN) if link.line["kind"] == "step"}
 
 
+def put(kind: type, name: str, method: Callable[..., Any]) -> None:
+    """Put a method in the place of another, in this process."""
+    setattr(kind, name, method)
+
+
 def _swapped_sample(honest: Path, folder: Path, draws: random.Random) -> tuple[Path, int]:
     step, part, shift = draws.randrange(STEPS), draws.randrange(8), draws.randrange(1, 1000)
 
@@ -142,14 +147,14 @@ def _swapped_sample(honest: Path, folder: Path, draws: random.Random) -> tuple[P
 
         true = Batches.ids
 
-        def ids(self: Batches, at: int, micro_batch: Any) -> Any:
+        def ids(self: Any, at: int, micro_batch: Any) -> Any:
             found = true(self, at, micro_batch)
             if at == step and micro_batch.index == part:
                 found = found.copy()
                 found[0] = (found[0] + shift) % self.samples
             return found
 
-        Batches.ids = ids  # type: ignore[method-assign]
+        put(Batches, "ids", ids)
 
     return train(folder, tamper=tamper), 1
 
@@ -163,7 +168,7 @@ def _with_rate(factor: Callable[[int], float]) -> Callable[[], None]:
         def rate(self: Schedule, base: float, step: int, *rest: int) -> float:
             return true(self, base, step, *rest) * factor(step)
 
-        Schedule.rate = rate  # type: ignore[method-assign]
+        put(Schedule, "rate", rate)
 
     return tamper
 
@@ -198,7 +203,7 @@ def _after_update(at: int, change: Callable[[Any], None], skips: bool = False) -
             if step == at:
                 change(self._state)
 
-        WeightUpdate.make = make  # type: ignore[method-assign]
+        put(WeightUpdate, "make", make)
 
     return tamper
 
@@ -220,7 +225,7 @@ def _other_seed(honest: Path, folder: Path, draws: random.Random) -> tuple[Path,
         def call(self: MicroBatchSeed, step: int, micro_batch: int) -> None:
             true(self, step + (1000 * other if step // PER_EPOCH == epoch else 0), micro_batch)
 
-        MicroBatchSeed.__call__ = call  # type: ignore[method-assign]
+        put(MicroBatchSeed, "__call__", call)
 
     return train(folder, tamper=tamper), PER_EPOCH // EVERY
 

@@ -226,7 +226,9 @@ def _checkpointer(
             Checkpointer(
                 directory.checkpoints,
                 keep_last=options.keep_last,
-                keep_every=[each for each in (options.keep_every, chain and chain.every) if each is not None],
+                keep_every=[
+                    each for each in (options.keep_every, None if chain is None else chain.every) if each is not None
+                ],
                 asynchronous=options.asynchronous_save,
                 fence=fence,
                 ranks=ranks,

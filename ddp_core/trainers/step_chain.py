@@ -125,8 +125,8 @@ class StepChain(StepObserver):
             sums[self._places[name]] += self._own_sums(value)
         optimizer = state.ownership.own_state()
         for key, value in optimizer.get("state", optimizer).items():
-            name = self._updated[key] if isinstance(key, int) and key < len(self._updated) else None
-            sums[self._places.get(name or "", -1)] += self._sums_of_entries(value)
+            updated = self._updated[key] if isinstance(key, int) and key < len(self._updated) else None
+            sums[self._places.get(updated or "", -1)] += self._sums_of_entries(value)
         sums[-1] += self._sums_of_entries(
             {
                 "scaler": None if state.scaler is None else state.scaler.state_dict(),

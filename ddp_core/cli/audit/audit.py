@@ -113,7 +113,8 @@ def audit_run(
             raise UserError(f"{path} was trained on data that are others at each read, so no segment can be repeated")
         where = place_of(record, layout, device, nproc_per_node) | ({"shard": shard} if shard is not None else {})
         asked = checked(directory, record, where, data_dir)
-        known = (record.get("chain") or {}).get("head")
+        told = record.get("chain")
+        known = None if told is None else told["head"]
         if head is not None and head != known:
             raise Different(f"different chain: its head is {known}, and not {head}, which was given before")
         steps = record["result"]["steps"]

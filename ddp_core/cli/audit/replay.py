@@ -60,7 +60,7 @@ def replay(
 
 
 def _given(asked: Asked, changes: Mapping[str, Any]) -> Asked:
-    kept = asked.model_dump(exclude_unset=True) | changes
+    kept = {**asked.model_dump(exclude_unset=True), **changes}
     return Asked.model_validate({name: value for name, value in kept.items() if value is not None})
 
 

@@ -144,7 +144,7 @@ def _check_figures(chain: WholeChain, directory: RunDirectory, record: Mapping[s
     told = {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_test_"))}
     known = dict(chain.figures or {})
     entries = read_metrics(directory.metrics, "evaluation") if directory.metrics.exists() else []
-    last = next((entry for entry in reversed(list(entries)) if entry["step"] == chain.evaluated), {})
+    last: Mapping[str, Any] = next((entry for entry in reversed(list(entries)) if entry["step"] == chain.evaluated), {})
     written = {name: last.get(name) for name in known}
     for where, figures in (("run.json", told), ("metrics.jsonl", written)):
         for name in {**known, **figures}:
