@@ -85,9 +85,11 @@ def _keys_of_groups(device: torch.device, count: int) -> Tensor:
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """The elements in one dimension, in the sequence in which they lie in memory where there are no gaps."""
-    strides = tensor.stride()
-    by_stride = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    flat = tensor.permute(by_stride)
-    flat = flat.reshape(-1) if flat.is_contiguous() else tensor.reshape(-1)
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+    else:
+        strides = tensor.stride()
+        turned = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        flat = turned.reshape(-1) if turned.is_contiguous() else tensor.reshape(-1)
     # Bytes can be seen with a stride of 1 only, and of fewer than two elements a tensor counts as contiguous with any.
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

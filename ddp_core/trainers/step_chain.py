@@ -119,37 +119,47 @@ class StepChain(StepObserver):
 
     def _state(self) -> Tensor:
         """The numbers of the tensors, of what this rank has."""
-        state, device = self._trainer.state, self._trainer.device
-        sums = [[torch.zeros((), dtype=torch.int64, device=device)] for _ in self.tensors]
+        found = list(self._sums())
+        places = torch.tensor([place for place, _, _ in found], dtype=torch.int64)
+        factors = torch.tensor([factor for _, factor, _ in found], dtype=torch.int64)
+        device = self._trainer.device
+        numbers = torch.zeros(len(self._places) + 1, dtype=torch.int64, device=device)
+        if found:
+            sums = torch.stack([each.to(device) for _, _, each in found])
+            numbers.index_add_(0, places.to(device), sums * factors.to(device))
+        return numbers
+
+    def _sums(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The sum of each leaf of the state, the place of the number that it belongs to, and its factor there."""
+        state, others = self._trainer.state, len(self._places)
         for name, value in state.ownership.own_weights().items():
-            sums[self._places[name]] += self._own_sums(value)
+            for each in self._own_sums(value):
+                yield self._places[name], 1, each
         optimizer = state.ownership.own_state()
         for key, value in optimizer.get("state", optimizer).items():
             updated = self._updated[key] if isinstance(key, int) and key < len(self._updated) else None
-            sums[self._places.get(updated or "", -1)] += self._sums_of_entries(value)
-        sums[-1] += self._sums_of_entries(
-            {
-                "scaler": None if state.scaler is None else state.scaler.state_dict(),
-                "schedule": None if state.schedule is None else without_queues(state.schedule.state_dict()),
-                "average": state.averages(in_parts=self._trainer.job.layout.saves_in_parts),
-            }
-        )
-        return torch.stack([torch.stack(each).sum() for each in sums])
+            yield from self._sums_of_entries(self._places.get(updated or "", others), value)
+        rest = {
+            "scaler": None if state.scaler is None else state.scaler.state_dict(),
+            "schedule": None if state.schedule is None else without_queues(state.schedule.state_dict()),
+            "average": state.averages(in_parts=self._trainer.job.layout.saves_in_parts),
+        }
+        yield from self._sums_of_entries(others, rest)
 
-    def _sums_of_entries(self, tree: Any) -> Iterator[Tensor]:
+    def _sums_of_entries(self, place: int, tree: Any) -> Iterator[tuple[int, int, Tensor]]:
         """The sums of the leaves of a tree, each with an odd factor of its own, the same on all ranks."""
         for number, (_, leaf) in enumerate(sorted(leaves(tree).items())):
             for each in self._own_sums(leaf):
-                yield each * (_FIRST_FACTOR + 2 * number)
+                yield place, _FIRST_FACTOR + 2 * number, each
 
     def _own_sums(self, leaf: Any) -> Iterator[Tensor]:
         """The sums of what no rank before this one has of a leaf of the state."""
         if isinstance(leaf, CutTensor):
             for start, piece in leaf.pieces.items():
-                yield position_sum(piece, start).to(self._trainer.device)
+                yield position_sum(piece, start)
         elif self._is_first:
-            for _, tensor in named_tensors({"": leaf}):
-                yield position_sum(tensor).to(self._trainer.device)
+            for _, tensor in [("", leaf)] if isinstance(leaf, Tensor) else named_tensors({"": leaf}):
+                yield position_sum(tensor)
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
         """Note the figures of an evaluation after `step`. A collective."""
