@@ -265,7 +265,7 @@ def _parts_between_nodes() -> dict[str, str]:
 def forgeries() -> str:
     """Forged runs by kind: how many were made, found, and expected to be found by the formula."""
     found = results_of("forgeries")
-    rows = [("| forgery | made | found | expected |"), "|---|---|---|---|"]
+    rows = ["| forgery | made | found | expected |", "|---|---|---|---|"]
     for name, kind in found["kinds"].items():
         rows.append(f"| {name} | {kind['made']} | {kind['found']} | {kind['expected']:.1f} |")
     total = found["total"]
