@@ -260,3 +260,15 @@ def _parts_between_nodes() -> dict[str, str]:
     if None in parts:
         return {"the same in one level, as it still is with strided shares": span(_across("one level"))}
     return {"the same with strided shares or shards": span(parts)}
+
+
+def forgeries() -> str:
+    """Forged runs by kind: how many were made, found, and expected to be found by the formula."""
+    found = results_of("forgeries")
+    rows = ["| forgery | made | found | expected |", "|---|---|---|---|"]
+    for name, kind in found["kinds"].items():
+        rows.append(f"| {name} | {kind['made']} | {kind['found']} | {kind['expected']:.1f} |")
+    total = found["total"]
+    spread = total["variance"] ** 0.5
+    rows.append(f"| all | {total['made']} | {total['found']} | {total['expected']:.1f} \u00b1 {spread:.1f} |")
+    return "\n".join(rows)

@@ -31,7 +31,7 @@ class CheckpointFiles:
         self,
         directory: Path,
         keep_last: int,
-        keep_every: int | None,
+        keep_every: Sequence[int],
         fence: Fence | Callable[[], object] | None,
         ranks: Ranks | None,
         synced_before: Sequence[Path],
@@ -238,7 +238,7 @@ class CheckpointFiles:
                 sound.append(step)
         keep = {*sound[: self._keep_last], manifests.pointed_step(self.directory / "best.json")}
         for step in sorted(found.keys() - keep):
-            if self._keep_every is not None and step % self._keep_every == 0:
+            if any(step % each == 0 for each in self._keep_every):
                 continue
             with self.only_writer():
                 found[step].unlink(missing_ok=True)

@@ -34,7 +34,8 @@ WRITER_NICENESS = 5
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Writes the checkpoints of one run into `directory`; only one process (rank 0) may have a Checkpointer.
 
-    keep_last: how many of the newest checkpoints stay; the best one and every `keep_every`-th step stay too.
+    keep_last: how many of the newest checkpoints stay; the best one and every `keep_every`-th step stay too, or every
+    step that one of several such numbers divides.
     asynchronous: `save` copies the state and returns, and a thread writes it. The next `save`, `wait` or `close` waits
     for the thread; its error is raised by the next `check`, `save`, `wait` or `close`.
     fence: a Fence, or any callable that raises or returns False when this process may no longer write.
@@ -55,7 +56,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         directory: str | Path,
         *,
         keep_last: int = 2,
-        keep_every: int | None = None,
+        keep_every: int | Sequence[int] | None = None,
         asynchronous: bool = False,
         fence: Fence | Callable[[], object] | None = None,
         ranks: Ranks | None = None,
@@ -63,13 +64,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         on_event: Callable[[str], None] = lambda line: None,
         at: At = lambda point: None,
     ) -> None:
-        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+        every = () if keep_every is None else (keep_every,) if isinstance(keep_every, int) else tuple(keep_every)
+        if min(keep_last, *every) < 1:
             raise ValueError(f"keep_last and keep_every count from 1, got {keep_last} and {keep_every}")
         self.directory = Path(directory)
         self.asynchronous = asynchronous
         self.last: Checkpoint | None = None
         """The newest checkpoint that this object has committed."""
-        self._files = CheckpointFiles(self.directory, keep_last, keep_every, fence, ranks, synced_before, at)
+        self._files = CheckpointFiles(self.directory, keep_last, every, fence, ranks, synced_before, at)
         self._ranks, self._on_event = ranks, on_event
         self._snapshots = Snapshots()
         self._writer: ThreadPoolExecutor | None = None

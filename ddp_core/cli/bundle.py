@@ -15,14 +15,19 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import NewFile, is_file, is_there, sync
 from ddp_core.base.refusals import refused
-from ddp_core.cli.verify import DIFFERENT, verify_run
+from ddp_core.checkpoint import read_checkpoint
+from ddp_core.checkpoint.manifest import stem
+from ddp_core.cli.repeating import DIFFERENT
+from ddp_core.cli.verify import verify_run
 from ddp_core.config.layout import LayoutKind
 from ddp_core.experiment.source import read_source
+from ddp_core.observe.chain import CHAIN, has_chain, read_begin
 from ddp_core.record.bundles import BUNDLE_FORMAT, MANIFEST, PINS, ChangedBundle, unpack_bundle
 from ddp_core.record.continuing import recorded_weights
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.environment import package_differences, pins
 from ddp_core.record.guarded import what_broke_it
+from ddp_core.record.signing import SIGNATURE, STATEMENT, sign, statement
 from ddp_core.record.weights import WEIGHTS, has_weights, read_weights, require_recorded_weights
 
 _INITIAL_WEIGHTS = "init_from"
@@ -38,8 +43,10 @@ Content = Path | bytes
 """The content of a member: that of a file, or the bytes themselves."""
 
 
-def make_bundle(path: Path, target: Path | None) -> int:
+def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int:
     """Write the finished run at `path` into the file `target`, and print its digest.
+
+    With `key`, a private ssh key, the bundle holds a signed statement over the head of the run's chain.
 
     Raises UserError for a run that is not finished or whose files have changed, (3) for weights that are not those of
     its record, for a target that exists or lies in the run's own directory, and (4) where it cannot be written.
@@ -59,7 +66,8 @@ def make_bundle(path: Path, target: Path | None) -> int:
         raise UserError(f"{target} exists; name another file with -o FILE")
     if target.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{target} lies in the run's own directory; name a file elsewhere with -o FILE")
-    members = _members(path, record)
+    signed = {} if key is None else sign(statement(path, record), key)
+    members = _members(path, record, signed)
     try:
         with NewFile(target) as new:
             _write(new.temporary, members)
@@ -76,12 +84,13 @@ def make_bundle(path: Path, target: Path | None) -> int:
     return ExitCode.DONE
 
 
-def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
-    """What goes into the bundle beside MANIFEST, by name."""
+def _members(path: Path, record: Mapping[str, Any], signed: Mapping[str, Content]) -> dict[str, Content]:
+    """What goes into the bundle beside MANIFEST, by name; `signed`: a statement and its signature."""
     files = {name: path / name for name in (*_ALWAYS, *_WHERE_PRESENT) if name in _ALWAYS or is_there(path / name)}
     folder, source = record["source"]["folder"], read_source(path, record["source"])
     files |= {f"{folder}/{place}": path / folder / place for place in source.texts}
-    initial = _initial_weights(record)
+    files |= _for_audit(path, record)
+    initial = {**_initial_weights(record), **signed}
     missing = [str(file) for file in files.values() if not is_file(file)]
     if missing:
         raise UserError(f"{missing[0]} is missing, so the run cannot be handed over whole")
@@ -95,6 +104,18 @@ def _members(path: Path, record: Mapping[str, Any]) -> dict[str, Content]:
         texts[_BROKEN] = f"{what}\nThe run went on all the same (--on-difference warn).\n"
     # A file's name may hold bytes that are no UTF-8; in a text they are written as they are.
     return files | initial | {name: text.encode(errors="surrogateescape") for name, text in texts.items()}
+
+
+def _for_audit(path: Path, record: Mapping[str, Any]) -> dict[str, Path]:
+    """The chain and the checkpoints with which segments begin, by the name in the bundle; none without a chain."""
+    if not has_chain(path):
+        return {}
+    every, files = read_begin(path / CHAIN)["every"], {CHAIN: path / CHAIN}
+    for step in range(every, record["result"]["steps"], every):
+        checkpoint = read_checkpoint(path / "checkpoints" / f"{stem(step)}.json")
+        for name in (checkpoint.manifest.name, *(part.file for part in checkpoint.data)):
+            files[f"checkpoints/{name}"] = checkpoint.directory / name
+    return files
 
 
 def _initial_weights(record: Mapping[str, Any]) -> dict[str, Content]:
@@ -142,6 +163,10 @@ _DESCRIBED = {
     "metrics.jsonl": "losses and digests on the way",
     "log.txt": "what was said on the way",
     "data.json": "the digests of the parts of the data set",
+    CHAIN: "what each step was made of and has made; `chain` in run.json holds its head",
+    "checkpoints": "the states with which the segments begin that an audit trains again",
+    STATEMENT: "an in-toto statement over the head of the chain and the weights",
+    SIGNATURE: "its signature, by `ssh-keygen -Y sign`",
     _BROKEN: "what the run's own checks found: why its weights are not promised again",
     PINS: "every installed package, as `pip install -r` takes it",
     MANIFEST: "the SHA-256 of each file here",
@@ -155,6 +180,7 @@ def _readme(record: Mapping[str, Any], run: str, files: Iterable[str]) -> str:
     if (what := what_broke_it(record)) is not None:
         here.add(_BROKEN)
         end = f"\n\nBut: {what}"
+    pieces = "\nIn pieces?    ddp audit THIS-FILE.zip [--data-dir DIR]" if CHAIN in here else ""
     rows = "\n".join(f"{name:22} {words}" for name, words in _DESCRIBED.items() if name in here)
     return f"""\
 {record["experiment"]["name"]}: {record["question"]}
@@ -164,7 +190,7 @@ The finished training run {run}, as `ddp bundle` packs it: {record["result"]["st
 
 Is it whole?  unzip it, and: sha256sum --check MANIFEST
 Is it true?   ddp verify THIS-FILE.zip [--data-dir DIR]
-              This runs the code in the bundle: it trains the run again and compares the bits.
+              This runs the code in the bundle: it trains the run again and compares the bits.{pieces}
 
 The weights, in a model that the code in source/ builds:
 

@@ -233,6 +233,43 @@ def verify_(run: Path, as_json: bool, **changes: Any) -> int:
     return code
 
 
+@ddp.command(
+    "audit",
+    options=partial(field_options, "layout", "device", "nproc_per_node", "shard", "data_dir", default="as recorded"),
+)
+@click.argument("run", metavar="RUN|BUNDLE", type=click.Path(path_type=Path))
+@click.option(
+    "--segments", type=click.IntRange(1), default=5, show_default=True, metavar="N", help="Train so many again."
+)
+@click.option("--seed", type=click.IntRange(0), metavar="N", help="Of the draw. [default: drawn now, and told]")
+@click.option("--head", metavar="SHA256", help="The head of the chain that you were given before the draw.")
+@click.option(
+    "--signer",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A public ssh key, or a file of allowed signers; one of them must have signed the run.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Train nothing; say at which step the chains of RUN and of this run part.",
+)
+@_as_json
+def audit_(run: Path, against: Path | None, as_json: bool, signer: Path | None, **words: Any) -> int:
+    """Check RUN in pieces, from its chain.
+
+    A few of its segments, drawn by chance, are trained again from kept checkpoints, on any layout. RUN is finished and
+    was trained with --keep-for-audit, or is a bundle of such a run; this runs the code in it. The exit code is 1 where
+    something is not what the chain says.
+    """
+    _quiet()
+    from ddp_core.cli.audit.audit import Report, audit, compare_runs
+
+    report = Report(as_json)
+    return audit(run, signer, report, **words) if against is None else compare_runs(run, against, report)
+
+
 ddp.add_command(eval_)
 
 
@@ -245,15 +282,24 @@ ddp.add_command(eval_)
     type=click.Path(path_type=Path),
     help="Where to write the bundle. [default: EXPERIMENT-RUN.zip, here]",
 )
-def bundle(run: Path, target: Path | None) -> int:
+@click.option(
+    "--sign",
+    "key",
+    metavar="KEY",
+    type=click.Path(path_type=Path),
+    help="Sign the head of the run's chain with this private ssh key (`ddp audit --signer` checks it). [default: not "
+    "signed]",
+)
+def bundle(run: Path, target: Path | None, key: Path | None) -> int:
     """Put the finished RUN into one file, to hand it over.
 
-    It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere.
+    It holds record, metrics, weights, code and package versions; `ddp verify FILE` trains it again elsewhere. Of a run
+    with --keep-for-audit also its chain and the kept checkpoints, for `ddp audit FILE`.
     """
     _quiet()
     from ddp_core.cli.bundle import make_bundle
 
-    return make_bundle(run, target)
+    return make_bundle(run, target, key)
 
 
 ddp.add_command(export_)

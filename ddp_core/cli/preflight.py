@@ -29,7 +29,7 @@ from ddp_core.cli.devices import gpus_here
 from ddp_core.cli.preflight_figures import expectations, measured
 from ddp_core.cli.preflight_layouts import Attempts, layouts_to_try
 from ddp_core.cli.prepare import check_request, prepare
-from ddp_core.cli.verify import DIFFERENT
+from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.verify_layouts import shard_modes_for
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Asked, NodeRange

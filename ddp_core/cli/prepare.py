@@ -192,6 +192,11 @@ def check_request(request: Request, only_look: bool = False) -> None:
             "--guard strict: the plain reduction promises nothing that could be checked; use --reduction exact, or "
             "leave --guard out"
         )
+    if options.keep_for_audit is not None and options.reduction != "exact":
+        raise UserError(
+            "--keep-for-audit: the bits of the plain reduction belong to one layout, so nobody could check them "
+            "elsewhere; use --reduction exact, or leave --keep-for-audit out"
+        )
     if options.cuda_graph:
         _check_graph(request)
     if request.resume not in ("auto", "never") and not (Path(request.resume) / "run.json").exists():

@@ -12,28 +12,18 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import find_checkpoints
-from ddp_core.cli.prepare import load_with_settings
+from ddp_core.cli.repeating import DIFFERENT, Different, checked, other_ddp, place_of
 from ddp_core.cli.training import train_silently
 from ddp_core.config.layout import LayoutKind
 from ddp_core.config.options import Asked
-from ddp_core.data.data_digest import changed_at
-from ddp_core.experiment.request import build_splits
-from ddp_core.experiment.source import changed_files, read_source
 from ddp_core.observe.metrics import read_metrics
-from ddp_core.record.continuing import LENGTH, kept_length, recorded_weights
-from ddp_core.record.data import digest_data, how_compared, recorded_digest
+from ddp_core.record.continuing import LENGTH, kept_length
+from ddp_core.record.data import how_compared
 from ddp_core.record.directory import RunDirectory, find_runs
 from ddp_core.record.early import how_it_ended
-from ddp_core.record.environment import describe_code, portable_cpu, recorded_numerics
+from ddp_core.record.environment import portable_cpu
 from ddp_core.record.guarded import broken_promise, what_broke_it
-from ddp_core.record.weights import WEIGHTS, exchanged_weights, has_weights, read_weights
-
-DIFFERENT = 1
-"""Exit code of `ddp verify` where code, data or weights are not those of the record."""
-
-
-class _Different(Exception):
-    """Code, data, initial or final weights are not as recorded, so training again would prove nothing."""
+from ddp_core.record.weights import WEIGHTS, exchanged_weights, read_weights
 
 
 def verify_run(
@@ -51,17 +41,17 @@ def verify_run(
         raise UserError(
             f"{path} is {record['status']}, so it has no weights to verify; finish it with `--resume {path}`"
         )
-    where = _place(record, layout, device, nproc_per_node)
+    where = place_of(record, layout, device, nproc_per_node)
     if record["options"]["reduction"] != "exact" and where["layout"] != record["layout"]["kind"]:
         raise UserError(f"{path} used the plain reduction, whose bits depend on the layout; verify it without --layout")
     if (what := what_broke_it(record)) is not None:
         print(f"note: {what}. The run went on all the same, and its weights are not promised to come out again")
     try:
         line = _line_of(directory, record)
-        asked = [_checked(run, of, where, data_dir) for run, of in line]
+        asked = [checked(run, of, where, data_dir) for run, of in line]
         if (exchanged := exchanged_weights(path, record)) is not None:
-            raise _Different(f"different file: {exchanged} holds other weights than the record says")
-    except _Different as difference:
+            raise Different(f"different file: {exchanged} holds other weights than the record says")
+    except Different as difference:
         print(f"{difference}. Nothing was trained.")
         return DIFFERENT
     with TemporaryDirectory(prefix="ddp-verify-") as scratch:
@@ -78,56 +68,15 @@ def verify_run(
         return _judge(directory, record, again)
 
 
-def _place(
-    record: Mapping[str, Any], layout: LayoutKind | None, device: str | None, nproc_per_node: int | None
-) -> dict[str, Any]:
-    """The options that say where the run is trained again: as recorded, where nothing else is asked for."""
-    recorded = record["layout"]
-    kind = layout or recorded["kind"]
-    return {
-        "layout": kind,
-        "device": device or recorded["device"],
-        "nproc_per_node": nproc_per_node or _count_for(kind, recorded),
-        "shard": recorded.get("shard", "none") if kind == recorded["kind"] else "none",
-    }
-
-
 def _line_of(directory: RunDirectory, record: Mapping[str, Any]) -> list[tuple[RunDirectory, Mapping[str, Any]]]:
-    """The run's parents and the run, the eldest first. Raises _Different where a parent is gone."""
+    """The run's parents and the run, the eldest first. Raises Different where a parent is gone."""
     line = [(directory, record)]
     while (fork := line[0][1].get("forked_from")) is not None:
         parent = RunDirectory(Path(fork["run"]))
         if not is_file(parent.path / "run.json"):
-            raise _Different(f"different start: {parent.path} is gone, from which the run branched off")
+            raise Different(f"different start: {parent.path} is gone, from which the run branched off")
         line.insert(0, (parent, parent.read()))
     return line
-
-
-def _checked(
-    directory: RunDirectory, record: Mapping[str, Any], where: Mapping[str, Any], data_dir: str | None
-) -> Asked:
-    """What trains the run again; `where`: the options that say where. Raises UserError and _Different."""
-    path, options = directory.path, record["options"]
-    _require_repeatable(path, record)
-    asked = Asked(
-        experiment=str(path / record["source"]["folder"] / record["source"]["experiment"]),
-        record=str(path / "run.json"),
-        reduction=options["reduction"],
-        numerics=recorded_numerics(record),
-        # Runs were always deterministic before there was a choice.
-        deterministic="always" if options.get("deterministic", True) else "never",
-        data_dir=data_dir or options["data_dir"],
-        digest_every=options["digest_every"],
-        # Where the run went on after a finding of its guard, its repetition must go on, too.
-        on_difference="stop" if broken_promise(record) is None else "warn",
-        # The bits of the plain reduction belong to a layout.
-        **(where if options["reduction"] == "exact" else _place(record, None, None, None)),
-    )
-    for line in _check_code(directory, record):
-        print(f"note: {line}")
-    _check_data(directory, record, asked)
-    weights = _initial_weights(directory, record)
-    return asked.model_copy(update={"init_from": None if weights is None else str(weights)})
 
 
 def _parent(again: RunDirectory, fork: Mapping[str, Any]) -> RunDirectory | None:
@@ -140,92 +89,6 @@ def _parent(again: RunDirectory, fork: Mapping[str, Any]) -> RunDirectory | None
         return again
     print(f"different start: trained again, the parent {fork['run']} has other weights at step {fork['step']}")
     return None
-
-
-def _require_repeatable(path: Path, record: Mapping[str, Any]) -> None:
-    """Raises UserError for a run that training cannot repeat."""
-    if "source" not in record:
-        raise UserError(f"{path} was recorded by an earlier version of ddp, which did not keep the code: train it anew")
-    if record["source"]["unreadable"]:
-        raise UserError(
-            f"{path} cannot be repeated: the source of module {record['source']['unreadable'][0]} was gone when it "
-            "was recorded"
-        )
-    for number, attempt in enumerate(record["attempts"], 1):
-        for what, key in (("code", "source_diff_sha256"), ("data", "data_changed")):
-            if key in attempt:
-                raise UserError(
-                    f"{path} cannot be repeated: attempt {number} went on with other {what} than the attempts before, "
-                    "so no single training gives these weights"
-                )
-
-
-def _check_code(directory: RunDirectory, record: Mapping[str, Any]) -> list[str]:
-    """Notes on code that has changed since, but is not what is trained. Raises _Different where the run's copy has."""
-    try:
-        kept = read_source(directory.path, record["source"])
-    except UserError as error:
-        raise _Different(f"different code: {error}") from None
-    notes = []
-    beside = Path(record["experiment_file"]).parent
-    today = {place: (beside / place).read_bytes() for place in kept.texts if is_file(beside / place)}
-    edited = changed_files({place: kept.texts[place] for place in today}, today)
-    if edited:
-        notes.append(
-            f"{', '.join(str(beside / place) for place in edited)} changed after the run; "
-            f"the run's own copy in {directory.path / record['source']['folder']} is what is trained"
-        )
-    if (other := _other_ddp(record)) is not None:
-        notes.append(other)
-    return notes
-
-
-def _other_ddp(record: Mapping[str, Any]) -> str | None:
-    """A line on the versions of ddp_core, where the run was made with another one than this; else None."""
-    there, here = record["environment"]["code"], describe_code()
-    if (there["version"], there["commit"]) == (here["version"], here["commit"]):
-        return None
-    return f"ddp_core is {_version(here)} here, and the run was made with {_version(there)}"
-
-
-def _version(code: Mapping[str, Any]) -> str:
-    return f"{code['version']}" + (f" at commit {code['commit'][:12]}" if code["commit"] else "")
-
-
-def _check_data(directory: RunDirectory, record: Mapping[str, Any], asked: Asked) -> None:
-    """Raises _Different where the data have changed, and UserError where they cannot be built."""
-    loaded = load_with_settings(asked.experiment, (), Path(asked.record or ""))
-    now = digest_data(build_splits(loaded, Path(asked.data_dir)))
-    where = changed_at(recorded_digest(directory.path, record), now)
-    if where is not None:
-        raise _Different(f"different data: {where}; the run trained on other data than these")
-
-
-def _initial_weights(directory: RunDirectory, record: Mapping[str, Any]) -> Path | None:
-    """The file with the weights that the run began with, or its copy in the directory; None for random weights.
-
-    Raises _Different where both are gone, or the file holds other weights.
-    """
-    weights = recorded_weights(record)
-    if weights is None:
-        return None
-    # A bundle holds what lay in a folder as one safetensors file.
-    suffix = Path(weights.file).suffix or ".safetensors"
-    places = [Path(weights.file), directory.path / f"init_from{suffix}"]
-    file = next((place for place in places if has_weights(place)), None)
-    if file is None:
-        raise _Different(f"different start: {weights.file} is gone, whose weights the run began with")
-    if weights_digest(read_weights(file)) != weights.sha256:
-        raise _Different(f"different start: {file} holds other weights than those that the run began with")
-    return file
-
-
-def _count_for(kind: LayoutKind, recorded: Mapping[str, Any]) -> int:
-    """The number of processes or replicas: 1 for single, else the recorded number, and at least 2 on another layout."""
-    if kind == "single":
-        return 1
-    count: int = recorded["nnodes"] * recorded["nproc_per_node"]
-    return count if kind == recorded["kind"] else max(2, count)
 
 
 def _repeat(
@@ -277,7 +140,7 @@ def _judge(directory: RunDirectory, record: Mapping[str, Any], again: RunDirecto
         print(f"identical{differs}{f', but {broken}' if broken else ''}")
         return ExitCode.DONE
     causes = [f"another fingerprint, which the promise does not cover: {'; '.join(other)}"] if other else []
-    if (ddp := _other_ddp(record)) is not None:
+    if (ddp := other_ddp(record)) is not None:
         causes.insert(0, f"other code: {ddp}")
     if ends[0] != ends[1]:
         causes.insert(

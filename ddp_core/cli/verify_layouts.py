@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
+from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.training import train_silently
-from ddp_core.cli.verify import DIFFERENT
 from ddp_core.config.experiment import Experiment
 from ddp_core.config.layout import SHARD_MODES, DeviceType, ShardMode
 from ddp_core.config.options import Asked

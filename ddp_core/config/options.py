@@ -197,6 +197,11 @@ class SavingOptions(Frozen):
     keep_every: Annotated[Steps | None, ByDefault("none of them")] = Field(
         default=None, description="Also keep the checkpoint of every so many steps, for good."
     )
+    keep_for_audit: Annotated[Count | None, ByDefault("no chain")] = Field(
+        default=None,
+        description="Note in a chain what each step was made of and has made, and keep so many checkpoints evenly, so "
+        "that `ddp audit` can check the run in pieces. Needs the exact reduction.",
+    )
     asynchronous_save: Annotated[bool, CommandLine("--synchronous-save")] = Field(
         default=True, description="Wait until a checkpoint is written before training goes on."
     )

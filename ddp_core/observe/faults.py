@@ -1,11 +1,11 @@
 """Faults scripted as data: what goes wrong, at which step, on which rank. For tests and drills; a normal run has none.
 
 `kill@60` kills rank 0 with SIGKILL after step 60. `pause@60:2` stops rank 2 (SIGSTOP) after step 60. `raise@60:1`
-raises an exception in rank 1 after step 60. `exit@60` ends rank 0 at once, with code 1, after step 60. `nan@60:3` makes
-an input of rank 3 NaN in step 60. `slow@60:1` makes each step of rank 1 0.2 s longer from step 60 on. `flip@60:1` flips
-one bit of a gradient in the first backward of rank 1 in step 60, and `flipweight@60:1` one bit of a weight of rank 1
-after the update of step 60, as a machine does that computes or remembers wrongly. Each of these happens once per run
-directory, so that a repeated step is not hit again.
+raises an exception in rank 1 after step 60. `exit@60` ends rank 0 at once, with code 1, after step 60. `stop@60` asks
+rank 0 in step 60 to save and stop (SIGTERM). `nan@60:3` makes an input of rank 3 NaN in step 60. `slow@60:1` makes each
+step of rank 1 0.2 s longer from step 60 on. `flip@60:1` flips one bit of a gradient in the first backward of rank 1 in
+step 60, and `flipweight@60:1` one bit of a weight of rank 1 after the update of step 60, as a machine does that
+computes or remembers wrongly. Each of these happens once per run directory, so that a repeated step is not hit again.
 
 Two go on, also after a restart: `flip@60+:1` flips a bit in every backward of rank 1 from step 60 on, and `pace@1`
 makes each step of rank 0 0.05 s longer from step 1 on, so that a drill's run lasts long enough on any machine.
@@ -28,7 +28,7 @@ from ddp_core.observe.step import StepBatch, StepObserver
 if TYPE_CHECKING:
     from torch import nn
 
-KINDS = ("kill", "pause", "raise", "nan", "slow", "exit", "pace", "flip", "flipweight")
+KINDS = ("kill", "pause", "raise", "nan", "slow", "exit", "stop", "pace", "flip", "flipweight")
 _SLOW_SECONDS = 0.2
 _PACE_SECONDS = 0.05
 
@@ -65,7 +65,7 @@ class Fault:
 
 
 class FaultScript(StepObserver):
-    """Makes the faults of one rank happen: `nan` and `flip` in their step, the others after it.
+    """Makes the faults of one rank happen: `nan`, `stop` and `flip` in their step, the others after it.
 
     Bits are flipped in `model`, which must be what this rank trains; in `dp` it is the first replica. Without a
     `directory` nothing is noted, and a fault happens each time its step is trained.
@@ -89,6 +89,9 @@ class FaultScript(StepObserver):
             if batch.tensors and self._first_time(fault):
                 inputs, _ = batch.tensors[0]
                 inputs.fill_(float("nan"))
+        for fault in self._due(step, ("stop",)):
+            if self._first_time(fault):
+                os.kill(os.getpid(), signal.SIGTERM)
         for fault in self._faults:
             if fault.kind == "flip" and (fault.step == step or (fault.goes_on and fault.step < step)):
                 self._flip_gradients(fault)

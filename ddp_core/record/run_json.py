@@ -164,6 +164,13 @@ class RecordedEarlyEnd(TypedDict):
     reason: str
 
 
+class RecordedChain(TypedDict):
+    """The last head of the run's chain, and the step after which it stands."""
+
+    head: str
+    step: Count
+
+
 class RecordedCode(TypedDict):
     """The version of ddp_core."""
 
@@ -216,6 +223,7 @@ class RecordedRun(TypedDict):
     result: RecordedResult
     promise_broken: NotRequired[RecordedFinding | None]
     ended_early: NotRequired[RecordedEarlyEnd | None]
+    chain: NotRequired[RecordedChain | None]
     fingerprint: dict[str, Any]
     fingerprint_changed: bool
     environment: RecordedEnvironment

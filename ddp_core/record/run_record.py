@@ -23,6 +23,7 @@ from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.experiment.source import FOLDER, Source, changed_files, collect, diff, read_source
 from ddp_core.numerics.limits import rules_of
+from ddp_core.observe.chain import ChainFile
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
@@ -69,6 +70,8 @@ class RunRecord:
         """The trainer's state, once there is a trainer: an error names its step."""
         self.guard: dict[str, Any] | None = None
         """The figures of the trainer's guard, once there is a trainer."""
+        self.chain: ChainFile | None = None
+        """The run's chain, once there is a trainer and where the run has one (rank 0)."""
         self.notes: list[str] = []
         """What has changed since the attempt before, a line each for the user (rank 0)."""
         self.usage = Usage(collectives.device)
@@ -146,6 +149,7 @@ class RunRecord:
                 "result": before.get("result", {}),
                 "promise_broken": (before or parent).get("promise_broken"),
                 "ended_early": None,
+                "chain": before.get("chain"),
                 "fingerprint": self.fingerprint,
                 "fingerprint_changed": changes.fingerprint or before.get("fingerprint_changed", False),
                 "environment": describe_environment(),
@@ -233,6 +237,8 @@ class RunRecord:
             return
         assert self.fence is not None
         # A former rank 0 that wakes up must not overwrite what its successor wrote.
+        if self.chain is not None:
+            fields["chain"] = {"head": self.chain.head, "step": self.chain.step}
         with self.fence.holding():
             *earlier, attempt = self.directory.read()["attempts"]
             self.directory.update(

@@ -25,6 +25,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
+from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -38,6 +39,7 @@ from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import begun
+from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
@@ -117,8 +119,9 @@ def run(request: Request, world: World) -> None:
         metrics = stack.enter_context(_metrics(record, console))
         with record.outcome():
             start = choose_checkpoint(collectives, directory, console)
-            if start is None and origin.weights is not None:
-                put_weights(parts.model, origin.weights)
+            chain = plan_chain(collectives, record)
+            if origin.weights is not None and (start is None or chain is not None):
+                put_weights(parts.model, origin.weights)  # a chain that begins tells of them
             heartbeat = Heartbeat(directory.path, world, record.usage)
             with ExitStack() as training:
                 job = Job(
@@ -147,7 +150,8 @@ def run(request: Request, world: World) -> None:
                     rehearser=training.enter_context(
                         closing(FreshProcess(request, directory, collectives.device, time.perf_counter() - began))
                     ),
-                    checkpointer=training.enter_context(_checkpointer(record, collectives, console)),
+                    checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),
+                    chain=chain,
                     observers=[
                         heartbeat,
                         *parts.observers,
@@ -156,6 +160,10 @@ def run(request: Request, world: World) -> None:
                 )
                 trainer = stack.enter_context(closing(build_trainer(job)))
                 record.state, record.guard = trainer.state, trainer.guard.figures
+                if trainer.chain is not None:
+                    begun_with = trainer.chain.start_digest()
+                    by_rank_0(collectives, trainer.chain.begin, 0 if start is None else start.step, begun_with)
+                    record.chain = trainer.chain.file
                 _announce(trainer, directory)
                 resume(trainer, start, directory, record.notes)
                 if start is None:
@@ -198,7 +206,9 @@ def _metrics(record: RunRecord, console: Console) -> MetricsWriter:
 
 
 @contextmanager
-def _checkpointer(record: RunRecord, collectives: Collectives, console: Console) -> Iterator[Checkpointer | None]:
+def _checkpointer(
+    record: RunRecord, collectives: Collectives, console: Console, chain: ChainPlan | None
+) -> Iterator[Checkpointer | None]:
     """Rank 0's checkpointer; the other ranks have one where each rank writes its part."""
     request, world, directory = record.request, record.world, record.directory
     options, in_parts = request.options, request.layout.saves_in_parts
@@ -217,11 +227,18 @@ def _checkpointer(record: RunRecord, collectives: Collectives, console: Console)
             Checkpointer(
                 directory.checkpoints,
                 keep_last=options.keep_last,
-                keep_every=options.keep_every,
+                keep_every=[
+                    each for each in (options.keep_every, None if chain is None else chain.every) if each is not None
+                ],
                 asynchronous=options.asynchronous_save,
                 fence=fence,
                 ranks=ranks,
-                synced_before=(directory.path, directory.metrics, directory.log),
+                synced_before=(
+                    directory.path,
+                    directory.metrics,
+                    directory.log,
+                    *([chain.file] if chain is not None else []),
+                ),
                 on_event=lambda line: (
                     console.warn(line.removeprefix("warning: ")) if line.startswith("warning") else None
                 ),

@@ -85,6 +85,10 @@ class Ownership(ABC):
         named = self.module.named_parameters()
         return {name: each.grad for name, each in named if each.requires_grad and each.grad is not None}
 
+    def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """A state with CutTensors as one process has it, in host memory; None on all ranks but the first."""
+        return state
+
     @abstractmethod
     def whole_state(self) -> dict[str, Any] | None:
         """The optimizer's state_dict; in host memory where it is cut."""

@@ -85,8 +85,11 @@ class OwnsPart(Ownership):
                 cuts[each.name] = each.cut_tensor(mine, found[each.name])
         return whole_on_first(cuts, self.group, self.device)
 
+    def whole_on_first(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        return whole_on_first(state, self.group, self.device)
+
     def whole_state(self) -> dict[str, Any] | None:
-        return whole_on_first(self.own_state(), self.group, self.device)
+        return self.whole_on_first(self.own_state())
 
     def own_state(self) -> dict[str, Any]:
         return self.updates.own_state()

@@ -20,6 +20,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.model.losses import Loss
 from ddp_core.observe.callback import Callback
+from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.metrics import Console, MetricsWriter
 from ddp_core.observe.step import StepObserver
 from ddp_core.trainers.own_metrics import OwnMetrics
@@ -65,5 +66,7 @@ class Job:
     """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
     rehearser: Rehearser | None = None
     """Tries a resume in a process of its own (rank 0); None where no other process could build this job."""
+    chain: ChainPlan | None = None
+    """How the run's chain is kept; None where it has none."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

@@ -100,7 +100,7 @@ class TrainState:
             "optimizer": owned.own_state() if in_parts else owned.whole_state(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else without_queues(self.schedule.state_dict()),
-            "average": self._averages(in_parts),
+            "average": self.averages(in_parts),
             "callbacks": self._of_callbacks(),
             "requires_grad": {
                 name: parameter.requires_grad
@@ -154,7 +154,7 @@ class TrainState:
                 kept[name] = state
         return kept
 
-    def _averages(self, in_parts: bool) -> dict[str, Any] | None:
+    def averages(self, in_parts: bool) -> dict[str, Any] | None:
         """The state dict of the averaged weights, whole on all ranks; with `in_parts` cut as the weights are."""
         if self.average is None:
             return None
@@ -193,8 +193,12 @@ class Saving(StepObserver):
             self._job.checkpointer.check()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end."""
-        return step % (self._every or self._steps_per_epoch) == 0
+        """Whether a checkpoint is due after `step` steps: every `checkpoint_every` steps, else at each epoch's end.
+
+        Also where one is kept for an audit.
+        """
+        chain = self._job.chain
+        return step % (self._every or self._steps_per_epoch) == 0 or (chain is not None and step % chain.every == 0)
 
     def wait(self) -> None:
         """Return once the last checkpoint is written, on the ranks that write."""

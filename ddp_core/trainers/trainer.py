@@ -39,6 +39,7 @@ from ddp_core.trainers.job import Job
 from ddp_core.trainers.passes import Passes, WeightUpdate, require_scalable
 from ddp_core.trainers.rehearsal import ResumeRehearsal
 from ddp_core.trainers.repeats import Computed, compute_again
+from ddp_core.trainers.step_chain import StepChain
 from ddp_core.trainers.step_losses import (
     BufferCopies,
     LossGate,
@@ -118,7 +119,10 @@ class Trainer(ABC):
         reads = [self.checks.read_twice] if self.checks.read_twice is not None else []
         self.rehearsal = ResumeRehearsal(self)
         ours = [self.clock, self.saving, self.rehearsal, self.figures, *reads, *copies, *called]
-        self.observers = StepObservers([*ours, *job.observers])
+        self.chain = None if job.chain is None else StepChain(self, job.chain)
+        # After the callbacks, which may change weights.
+        chained = [self.chain] if self.chain is not None else []
+        self.observers = StepObservers([*ours, *chained, *job.observers])
 
     @abstractmethod
     def compute_gradients(self, batch: StepBatch) -> None:
@@ -276,7 +280,7 @@ class Trainer(ABC):
                     self.record_digest()
                 self.checks.step_done(batch)
                 if is_best or self.is_at_end or self.saving.is_due(self.state.step):
-                    self.saving.save(best=is_best)
+                    self.save(best=is_best)
                 if self.is_at_end:
                     break
                 if stop:
@@ -357,6 +361,8 @@ class Trainer(ABC):
         is_best = self.state.take_evaluation(self.evaluate())
         self.seed_micro_batch.after_evaluation(batch.epoch)
         self.figures.evaluated(batch)
+        if self.chain is not None:
+            self.chain.evaluated(self.state.step, self.state.evaluation)
         return is_best
 
     def agree_to_end(self, method: Method, batch: StepBatch) -> None:
@@ -369,6 +375,8 @@ class Trainer(ABC):
         if (bad := first_bad(reports)) is not None:
             self.skip_update(batch, bad)
         self.figures.gradients_done(batch, reports)
+        if self.chain is not None:
+            self.chain.gradients_done(batch, reports)
         self.rehearsal.after_step(batch)  # one in the background is judged before the run ends
 
     def evaluate(self) -> dict[str, Any]:
@@ -436,9 +444,16 @@ class Trainer(ABC):
                 digest = weights_digest(weights)
                 self.job.metrics.write("digest", step=self.state.step, weights_sha256=digest)
 
+    def save(self, best: bool = False, wait: bool = False) -> None:
+        """Save a checkpoint after the step just done, as `Saving.save` says, and first the run's chain up to it."""
+        if self.chain is not None:
+            with self.clock.aside("checkpoint"):
+                self.chain.before_save(self.state.step)
+        self.saving.save(best=best, wait=wait)
+
     def stop(self) -> None:
         """Save, wait for all ranks, and raise Stopped."""
         self.checks.require_same_state()
-        self.saving.save(wait=True)
+        self.save(wait=True)
         self.job.stop.saved()
         raise Stopped(self.job.stop.reason or ASKED_ELSEWHERE, self.state.step)

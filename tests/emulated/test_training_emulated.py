@@ -54,6 +54,15 @@ def test_digits_ends_alike_on_an_emulated_cpu(cpu: str, tmp_path: Path) -> None:
     assert ended(tmp_path) == here()
 
 
+@needs_emulator
+@on_each_cpu
+def test_a_run_of_an_emulated_cpu_is_audited_on_this_one(cpu: str, tmp_path: Path) -> None:
+    output_of(emulated(cpu, *words(tmp_path, "--keep-for-audit", "2")))
+    run = trained(tmp_path)[0].path
+    said = output_of(start([sys.executable, "-m", "ddp_core", "audit", str(run), "--segments", "2"]))
+    assert said.endswith("passed: what was looked at is what the chain says\n")
+
+
 @pytest.mark.parametrize(
     "hints",
     [

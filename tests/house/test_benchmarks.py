@@ -99,6 +99,8 @@ def test_a_contender_that_fails_is_named() -> None:
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
         ("guard", "ResNet-18, ddp x 2"),
+        ("chain", "bytes_per_step"),
+        ("forgeries", "of 2 found"),
         ("sharded", "exact, gradients"),
         ("fully_sharded", "parameters, exact"),
         ("shard_memory", "parameters"),

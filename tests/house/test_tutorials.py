@@ -18,6 +18,7 @@ PAGES = [
     "train-your-own-model",
     "from-one-gpu-to-many-nodes",
     "hand-over-a-result",
+    "check-a-week-in-an-hour",
     "my-training-hangs",
     "my-loss-changes-with-the-number-of-gpus",
 ]

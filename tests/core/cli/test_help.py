@@ -24,6 +24,7 @@ COMMANDS = (
     "compare",
     "watch",
     "verify",
+    "audit",
     "eval",
     "bundle",
     "export",

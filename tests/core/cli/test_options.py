@@ -44,6 +44,7 @@ VALUES = {
     "checkpoint_every": 7,
     "keep_last": 1,
     "keep_every": 100,
+    "keep_for_audit": 12,
     "asynchronous_save": False,
     "max_seconds": 3600.0,
     "stop_signal": "USR1",
