@@ -17,16 +17,14 @@ from ddp_core.distributed.membership import Membership, must_leave, next_members
 from ddp_core.distributed.world import World
 
 _MEMBERSHIP = "members/now"
+_OVER = "members/over"
+_NOTES = "members/notes"
 _ROOM_FILE = "make-room"
 _POLL_SECONDS = 0.005
 _ASKED_SECONDS = 2.0
 """So long a process that was asked to stop still waits for the others: they may meet, and save what they have."""
 _LATE_SECONDS = 10.0
 """What a launcher may take to decide, beyond the time after which a silent process counts as lost."""
-
-
-class Regroup(Exception):
-    """This process has left its group, with the state that it held then, to meet the others in another one."""
 
 
 class Members:
@@ -43,25 +41,40 @@ class Members:
         """The newest membership."""
         return Membership.from_text(self._store.get(_MEMBERSHIP))
 
-    def decide(self, ended: Collection[str], waiting: Collection[str]) -> Membership | None:
-        """Replace the membership where the protocol asks for it; returns the new one, None where all stays.
-
-        `ended` and `waiting`: see `next_membership`. Of several that decide at the same time, one succeeds.
-        """
+    def next(self, ended: Collection[str], waiting: Collection[str]) -> tuple[Membership, Membership] | None:
+        """The newest membership and the one to follow; None where all stays. See `next_membership`."""
         now = self.now()
         following = next_membership(now, ended, self._noted("left", now), waiting)
-        if following is None:
-            return None
-        stored = self._store.compare_set(_MEMBERSHIP, now.to_text(), following.to_text())
+        return None if following is None else (now, following)
+
+    def replace(self, made: tuple[Membership, Membership]) -> Membership | None:
+        """Put the second membership in the place of the first; returns it, or None where somebody was quicker."""
+        before, following = made
+        stored = self._store.compare_set(_MEMBERSHIP, before.to_text(), following.to_text())
         return following if Membership.from_text(stored) == following else None
+
+    def end(self) -> None:
+        """Note that the run is over: nobody is taken in any more."""
+        self._store.set(_OVER, "")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over."""
+        return bool(self._store.check([_OVER]))
 
     def note(self, what: str, number: int, name: str) -> None:
         """Note that a process has left the group of this number, or is here for it."""
         self._store.set(f"members/{what}/{number}/{name}", "")
+        self._store.add(_NOTES, 1)
 
     def ask(self, name: str) -> None:
         """Note that a new process is ready to be taken in."""
         self._store.set(f"members/waiting/{name}", "")
+        self._store.add(_NOTES, 1)
+
+    def notes(self) -> int:
+        """How much processes have noted until now: one look tells whether there is anything new."""
+        return int(self._store.add(_NOTES, 0))
 
     def left(self) -> set[str]:
         """The members that have left the group of the newest membership."""
@@ -100,35 +113,41 @@ class Seat:
         self.number = -1
         """Of the newest membership that this process has belonged to; -1 before the first one."""
 
-    def take(self, is_asked_to_stop: Callable[[], bool]) -> World:
+    def take(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
         """Wait for a newer membership of which all members are here; returns this process's place in it.
 
-        Raises UserError (6) where this process is not a member any more, and where none comes in time.
+        None for a new process that nobody takes in any more, because the run is over. Raises UserError (6) where this
+        process is not a member any more, and where the others do not come in time.
         """
         try:
-            now = self._members.now()
-            if self._name not in now.members and self.number < 0:
-                self._members.ask(self._name)
-            deadline = time.monotonic() + self._patience
-            is_new = self.number < 0
+            if self.number < 0 and self._name not in self._members.now().members:
+                self._await_invitation()
+            deadline, is_here = time.monotonic() + self._patience, False
             while True:
                 now = self._members.now()
-                if must_leave(self.number, now) and (self._name in now.members or not is_new):
-                    if self._name not in now.members:
-                        self._give_up("the others go on without this process, which was taken for lost")
-                    self.number, is_new = now.number, False
+                if self._name not in now.members:
+                    if self.number < 0:
+                        return None
+                    self._give_up("the others go on without this process, which they have taken for lost")
+                if must_leave(self.number, now):
+                    self.number = now.number
                     self._members.note("here", self.number, self._name)
-                    deadline = time.monotonic() + self._patience
-                if self.number == now.number and self._members.are_here(now):
+                    deadline, is_here = time.monotonic() + self._patience, True
+                if is_here and self._members.are_here(now):
                     return self._placed(now)
                 if is_asked_to_stop():
                     deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
-                # A new process waits as long as the others take for a step.
-                if time.monotonic() > deadline and not is_new:
+                if time.monotonic() > deadline:
                     self._give_up("the others have not met again in time")
                 time.sleep(_POLL_SECONDS)
         except dist.DistError:
             self._give_up("the launcher's store does not answer")
+
+    def _await_invitation(self) -> None:
+        """Wait, as a new process, until the others have made room, or the run is over."""
+        self._members.ask(self._name)
+        while self._name not in self._members.now().members and not self._members.is_over:
+            time.sleep(_POLL_SECONDS)
 
     def leave(self) -> None:
         """Note that this process has left its group."""

@@ -13,6 +13,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
+class Regroup(Exception):
+    """This process has left its group, with the state that it held then, to meet the others in another one."""
+
+
 class Membership(NamedTuple):
     """The processes that train together; every change makes the next number."""
 

@@ -65,5 +65,7 @@ class Job:
     """Takes what came out differently where samples are read a second time (rank 0); None: they are not read again."""
     rehearser: Rehearser | None = None
     """Tries a resume in a process of its own (rank 0); None where no other process could build this job."""
+    makes_room: Callable[[], bool] | None = None
+    """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""
