@@ -1,9 +1,9 @@
 """Who trains together after a loss, as a protocol of pure functions: no clock, no store, no process.
 
-A membership is a number and the names of the processes that train together, in the order of their ranks. Launchers and
-ranks keep the newest one in a store, and replace it by one compare-and-set. What each of them then does follows from the
+A membership is a number and the names of the processes that train together, in the order of their ranks. A store has
+the newest one, and a launcher replaces it by one compare-and-set. What launchers and ranks then do follows from the
 functions here; tests/core/distributed/test_membership.py runs them through every sequence of losses and arrivals of a
-small launch. The page docs/explanation/live-recovery.md describes the protocol.
+small launch. docs/explanation/live-recovery.md describes the protocol.
 """
 
 from __future__ import annotations

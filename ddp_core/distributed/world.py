@@ -10,7 +10,7 @@
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
-| DDP_MEMBER | `ddp train --recovery live` | member: the name of this process, which no other one of the launch has had |
+| DDP_MEMBER | `ddp train --recovery live` | member: the name of this process, which no other one has had |
 | DDP_MEMBERS_AT | the same | members_at: HOST:PORT of the store that has the list of members |
 
 Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI and others set in their place.

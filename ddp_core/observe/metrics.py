@@ -25,7 +25,6 @@ from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
 
-
 _END_BYTES = 2**16
 
 

@@ -1,7 +1,7 @@
 """A live recovery, as a worker does it: it survives the loss of another one, and goes on from the newest state.
 
-Nothing that belongs to the lost group is used again: model, trainer and process group are built anew, as at the start of
-a worker, in the process that there is. What stays is the state that it held when it left (`HeldState`).
+Nothing of the lost group is used again: model, trainer and process group are built anew, as at the start of a worker,
+in the process that there is. What stays is the state that it held when it left (`HeldState`).
 """
 
 from __future__ import annotations
