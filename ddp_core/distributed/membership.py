@@ -41,7 +41,8 @@ class Held(NamedTuple):
     step: int
     """Finished steps."""
     is_settled: bool
-    """Whether what follows the update of that step is done, too: an evaluation, a digest, a save."""
+    """Whether what follows the update of that step is done, too: an evaluation, a digest, a save. Rank 0 alone knows
+    it, since it alone writes; another rank does these again, if rank 0 is lost before the next step."""
 
 
 def next_membership(

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
@@ -86,18 +85,19 @@ class LiveRecovery:
         A rank that is behind keeps its own until it has received all of the other one.
         """
         mine = self._held
-        at = collectives.gather(None if mine is None else mine.at)
+        offered = collectives.gather(None if mine is None else (mine.at, mine.position))
+        at = [None if each is None else each[0] for each in offered]
         holder = newest_holder(at)
         newest = None if holder is None else at[holder]
         saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
-        if holder is None or goes_back_to_checkpoint(newest, saved):
+        if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
             self._held = None
             return None
-        if any(each != newest for each in at):
+        if any(each is None or each.step < newest.step for each in at):
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
-            mine = mine if mine is not None and mine.at == newest else received
+            mine = mine if mine is not None and mine.at.step == newest.step else received
         assert mine is not None
-        self._held = replace(mine, saved_step=saved or 0)
+        self._held = mine.at_position(*offered[holder], saved or 0)
         return self._held
 
     def go_on(self, held: HeldState, trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ddp_core.distributed.membership import Held
@@ -35,6 +35,16 @@ class HeldState:
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
         )
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """What may differ between ranks after the same step, as rank 0 alone has done what follows."""
+        position: dict[str, Any] = self.state["position"]
+        return position
+
+    def at_position(self, at: Held, position: dict[str, Any], saved_step: int) -> HeldState:
+        """The same weights with another rank's position."""
+        return replace(self, at=at, state={**self.state, "position": position}, saved_step=saved_step)
 
     def give_to(self, trainer: Trainer) -> None:
         """Let a new trainer go on from here; its metrics go on after this step."""

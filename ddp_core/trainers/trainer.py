@@ -296,9 +296,11 @@ class Trainer(ABC):
         if self.is_digest_due:
             self.record_digest()
         self.checks.step_done(batch)
-        if is_best or self.is_at_end or self.saving.is_due(self.state.step):
+        is_due = is_best or self.is_at_end or self.saving.is_due(self.state.step)
+        if is_due and self.saving.newest_step < self.state.step:  # a lost rank 0 may have saved this step
             self.saving.save(best=is_best)
-        self.state.commit()
+        if self.job.collectives.world.is_first:
+            self.state.commit()  # what the others have done here leaves no trace: only rank 0 writes
 
     @property
     def is_at_end(self) -> bool:
