@@ -55,7 +55,7 @@ class Members:
 
     def end(self) -> None:
         """Note that the run is over: nobody is taken in any more."""
-        self._store.set(_OVER, "")
+        self._store.set(_OVER, "1")
 
     @property
     def is_over(self) -> bool:
@@ -64,12 +64,12 @@ class Members:
 
     def note(self, what: str, number: int, name: str) -> None:
         """Note that a process has left the group of this number, or is here for it."""
-        self._store.set(f"members/{what}/{number}/{name}", "")
+        self._store.set(f"members/{what}/{number}/{name}", "1")
         self._store.add(_NOTES, 1)
 
     def ask(self, name: str) -> None:
         """Note that a new process is ready to be taken in."""
-        self._store.set(f"members/waiting/{name}", "")
+        self._store.set(f"members/waiting/{name}", "1")
         self._store.add(_NOTES, 1)
 
     def notes(self) -> int:

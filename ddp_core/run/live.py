@@ -103,6 +103,7 @@ class LiveRecovery:
     def go_on(self, held: HeldState, trainer: Trainer) -> None:
         """Let the trainer go on from the newest state, and say so (rank 0)."""
         held.give_to(trainer)
+        self._held = None
         ranks = trainer.job.collectives.world.world_size
         seconds = time.monotonic() - self._left_at
         trainer.job.console.say(

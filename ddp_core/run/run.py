@@ -190,14 +190,17 @@ def _train(
                 stack.enter_context(closing(trainer))
                 record.state, record.guard = trainer.state, trainer.guard.figures
                 _announce(trainer, directory)
+                saved_step = None
                 if held is not None and live is not None:
+                    saved_step = held.saved_step
                     live.go_on(held, trainer)
+                    held = None  # the weights of the trainer before
                 else:
                     resume(trainer, start, directory, record.notes)
                     if start is None:
                         check_loss(trainer)
                 record.usage.restart()
-                trainer.train(None if held is None else held.saved_step)
+                trainer.train(saved_step)
             result = record.finish(trainer, heartbeat.speed())
             if result is not None:
                 _add_prediction(request, record, job, result)
