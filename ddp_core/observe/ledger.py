@@ -79,7 +79,8 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
         first = min(begun[number], default=max(steps, default=0))
         steps = {step: entry for step, entry in steps.items() if step <= first}
         done = max((line["done"] for lines in ranks for line in lines if "done" in line), default=0)
-        done = max(done, min(begun.get(number + 1, []), default=0))
+        following = next((begun[later] for later in sorted(attempts) if later > number and begun[later]), [0])
+        done = max(done, min(following))
         for lines in ranks:
             for line in (line for line in lines if line.get("step", done + 1) <= done):
                 epoch, ids = steps.get(line["step"], (line.get("epoch", 0), []))
