@@ -236,7 +236,7 @@ def _meet(world: World, timeout: float) -> dist.Store:
     try:
         if world.serves_store:
             remedy = "give the ranks another one"
-            store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
+            store: dist.Store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
         else:
             # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
             store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)

@@ -97,7 +97,8 @@ class LiveRecovery:
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
             mine = mine if mine is not None and mine.at.step == newest.step else received
         assert mine is not None
-        self._held = mine.at_position(*offered[holder], saved or 0)
+        _, position = offered[holder]
+        self._held = mine.at_position(newest, position, saved or 0)
         return self._held
 
     def go_on(self, held: HeldState, trainer: Trainer) -> None:

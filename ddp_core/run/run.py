@@ -189,7 +189,8 @@ def _train(
                     stack.callback(live.hold, trainer)
                 stack.enter_context(closing(trainer))
                 record.state, record.guard = trainer.state, trainer.guard.figures
-                _announce(trainer, directory)
+                if held is None:
+                    _announce(trainer, directory)
                 saved_step = None
                 if held is not None and live is not None:
                     saved_step = held.saved_step

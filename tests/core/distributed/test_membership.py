@@ -113,10 +113,10 @@ def decisions(world: World, launcher: int) -> Iterator[World]:
     """A launcher looks, or writes what it has decided; between the two, another may write."""
     pending = world.decided[launcher]
     if pending is not None:
-        before, following = pending
+        before, new = pending
         world = replace(world, decided=tuple(None if n == launcher else each for n, each in enumerate(world.decided)))
         if world.now == before:
-            world = replace(world, now=following, groups=(*world.groups, following))
+            world = replace(world, now=new, groups=(*world.groups, new))
         yield world
         return
     known = [names for number, names in enumerate(NODES) if number == launcher or not world.launchers[number]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
 from ddp_core.data.splits import InMemory, Splits, content_digest
@@ -62,8 +63,8 @@ def save(*arguments: Any, **named: Any) -> None:
 
 
 usual_save, torch.save = torch.save, save
-torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
-torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
+register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
+register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
 
 
 def dots() -> Splits:
