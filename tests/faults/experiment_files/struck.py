@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_core.config.experiment import Component, Experiment, Optimizer, Schedule
+from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.data.splits import InMemory, Splits, content_digest
 
 POINTS = ("forward", "backward", "update", "updated", "evaluation", "save", "later")
@@ -51,7 +51,7 @@ def network(kills: str = "") -> nn.Module:
     LEFT.update(dict.fromkeys(POINTS, -1))
     for each in filter(None, kills.split(",")):
         name, point, count = each.split()
-        if name == os.environ.get("DDP_MEMBER"):
+        if name == os.environ.get("DDP_MEMBER") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             LEFT[point] = int(count)
     hidden = [nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*hidden, Struck(), nn.Linear(12, 3))
@@ -83,6 +83,7 @@ experiment = Experiment(
     schedule=Schedule(name="cosine"),
     clip_norm=1.0,
     ema_decay=0.9,
+    evaluation=Evaluation(samples_per_batch=2),
     global_batch_size=12,
     micro_batch=2,
     epochs=6,
