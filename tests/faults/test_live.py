@@ -35,34 +35,34 @@ def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str) -> En
     return ddp(*train_words(output, *live, *words, ranks=ranks, experiment=STRUCK), timeout=HANG / 2)
 
 
-def check(output: Path, ended: Ended, ends: dict[str, str]) -> dict[str, Any]:
-    """Check that the run has ended as if nothing had happened, and told each step once; returns its record."""
+def check_end(output: Path, ended: Ended, ends: dict[str, str]) -> dict[str, Any]:
+    """Check that the run has ended as if nothing had happened; returns its record."""
     assert ended.code == 0, f"{ended.output}\n{ended.errors}"
     assert "Traceback" not in ended.errors
     directory, record = trained(output)
     assert {name: record[name] for name in DIGESTS} == ends
     check_ledger(directory, STEPS)
+    return record
+
+
+def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) -> None:
+    """Check that the others have gone on, repeated nothing, and told each step once."""
+    record = check_end(output, ended, ends)
+    directory, _ = trained(output)
     counts = Counter((each["kind"], each["step"]) for each in read_metrics(directory.metrics))
     repeated = {kind: steps for (kind, steps), count in counts.items() if count > 1 and kind != "resume"}
     assert not repeated
     assert sorted(step for kind, step in counts if kind == "step")[1:] == list(range(3, STEPS + 1))
     assert sorted(step for kind, step in counts if kind == "evaluation") == list(range(8, STEPS + 1, 8))
-    return record
-
-
-def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) -> None:
-    """Check that the others have gone on, and repeated nothing."""
-    record = check(output, ended, ends)
     assert "starting the workers again" not in ended.errors
     assert "no step repeated" in ended.output
     assert "resumed at step" not in ended.output
     assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
-    resumed = [json.loads(line) for line in trained(output)[0].metrics.read_text().splitlines()]
-    at = {"step": 0}
-    for each in resumed:
+    told = 0
+    for each in map(json.loads, directory.metrics.read_text().splitlines()):
         if each["kind"] == "resume":
-            assert each["step"] >= at["step"] - 1, "more than the step under way was done again"
-        at = each if each["kind"] == "step" else at
+            assert each["step"] >= told, "a step was done again"
+        told = each["step"] if each["kind"] == "step" else told
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
 
 
@@ -93,7 +93,7 @@ def test_the_others_go_on(tmp_path: Path, ends: dict[str, str], kills: list[str]
 def test_all_are_lost_and_start_again(tmp_path: Path, ends: dict[str, str]) -> None:
     kills = ["0.0 update 10", "1.0 update 10", "2.0 update 10"]
     ended = train(tmp_path, kills)
-    check(tmp_path, ended, ends)
+    check_end(tmp_path, ended, ends)
 
 
 @pytest.mark.slow

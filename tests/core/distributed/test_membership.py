@@ -100,8 +100,8 @@ def losses_from(world: World) -> Iterator[World]:
         if process.doing in ("waits", "meets", "trains"):
             yield fewer.put(name, doing="dead")
     for launcher, names in enumerate(NODES):
-        if world.launchers[launcher]:
-            # The kernel ends the workers of a launcher that dies.
+        if all(world.launchers):
+            # The kernel ends the workers of a launcher that dies. With the last one, all end.
             after = fewer
             for name in names:
                 after = after.put(name, doing="dead") if name in dict(world.processes) else after
