@@ -106,8 +106,9 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._tell_of_disk_waits(worker_group)
-        if self._live is not None:
-            self._go_on(worker_group, self._live)
+        if self._live is not None and self._goes_on(worker_group, self._live):
+            # Not looked at again in this turn: a worker that ends meanwhile would end all.
+            return RunResult(state=WorkerState.HEALTHY)
         explained = self._end_after_failure(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -124,18 +125,21 @@ class Agent(LocalElasticAgent):
         """A block in which workers are started, from the nursery where there is one."""
         return started_by(self._nursery) if self._live is None else started_by(self._nursery, self._live.variables)
 
-    def _go_on(self, worker_group: WorkerGroup, live: LiveWorkers) -> None:
-        """Replace workers that are lost, and let the others know; leaves alone what ends all workers."""
+    def _goes_on(self, worker_group: WorkerGroup, live: LiveWorkers) -> bool:
+        """Replace workers that are lost, and let the others know; returns whether they go on.
+
+        They do not where a worker is done, or has ended in a way that ends all.
+        """
         processes, node = workers_of(self), f"node {worker_group.group_rank}"
         codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
         if 0 in codes.values():
             live.end()
-            return
+            return False
         if not codes and not live.has_news:
-            return
+            return True
         if codes:
             if not (may_go_on(codes.values(), self._heard, self._remaining_restarts) and live.outlives(codes)):
-                return
+                return False
             self._remaining_restarts -= len(codes)
             ranks = {local_rank: live.rank(local_rank) for local_rank in codes}
             for local_rank in codes:
@@ -153,6 +157,7 @@ class Agent(LocalElasticAgent):
                 tell_user(f"rank {live.rank(local_rank)} ({node}) is stopped; it is killed now")
                 processes[local_rank].kill()
         live.decide()
+        return True
 
     def _end_after_failure(self, worker_group: WorkerGroup) -> bool:
         """End the workers if one of them has failed; returns whether the user was told what happened to it."""

@@ -105,10 +105,11 @@ class LiveRecovery:
         """Let the trainer go on from the newest state, and say so (rank 0)."""
         held.give_to(trainer)
         self._held = None
-        ranks = trainer.job.collectives.world.world_size
+        count = trainer.job.collectives.world.world_size
+        who = "1 rank goes" if count == 1 else f"{count} ranks go"
         seconds = time.monotonic() - self._left_at
         trainer.job.console.say(
-            f"membership {self._seat.number}: {ranks} rank{'s' if ranks > 1 else ''} go on after step {held.at.step}, "
+            f"membership {self._seat.number}: {who} on after step {held.at.step}, "
             f"{seconds:.1f} s after the last exchange, no step repeated"
         )
 

@@ -61,7 +61,8 @@ def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) 
     told = 0
     for each in map(json.loads, directory.metrics.read_text().splitlines()):
         if each["kind"] == "resume":
-            assert each["step"] >= told, "a step was done again"
+            # The step whose state has died with rank 0 may be computed again.
+            assert each["step"] >= told - 1, "more than that was done again"
         told = each["step"] if each["kind"] == "step" else told
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
 
