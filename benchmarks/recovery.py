@@ -6,6 +6,9 @@ Each trial starts a training of a small network over gloo, one worker per node o
 strikes between two steps at random (seeded); and waits for the first step that is done after the resume. `seconds`
 runs from the fault to that step, and so holds the time to notice it, to meet again, and to start the workers.
 For a fault that shows only as silence, `--timeout` (5 s) is part of it. `steps_lost` had to be done again.
+
+With `--recovery live` the other worker goes on, and a new one joins it: there, `seconds` runs from the last step before
+the join to the first one after it.
 """
 
 from __future__ import annotations
@@ -29,12 +32,33 @@ from tests.support.commands import wait_until
 TIMEOUT = 5
 LENGTH = ["--set", "epochs=400", "--timeout", str(TIMEOUT), "--max-restarts", "3"]
 PAUSE = 0.006
+LIVE = ["--recovery", "live"]
 
 
 def one_node(output: Path, strike: Callable[[Launch], object]) -> tuple[float, int]:
     """Seconds and steps that a fault in a launch of two workers costs."""
     with Launch(*train_words(output, *LENGTH), pause=PAUSE) as launch:
         return _strike(Watch(output), lambda: strike(launch))
+
+
+def goes_on(output: Path) -> tuple[float, int]:
+    """The same where one of two workers is killed and the other one goes on."""
+    with Launch(*train_words(output, *LENGTH, *LIVE), pause=PAUSE) as launch:
+        return _strike(Watch(output), lambda: kill_worker(launch))
+
+
+def joins(output: Path) -> tuple[float, int]:
+    """How long a worker stands still when a new one joins it, and how many steps it does again."""
+    watch = Watch(output)
+    with Launch(*train_words(output, *LENGTH, *LIVE), pause=PAUSE) as launch:
+        _strike(watch, lambda: kill_worker(launch))
+        wait_until(lambda: len(watch.records("resume")) > 1, 60, "a new worker joins")
+        joined = watch.records("resume")[1]
+        watch.wait_for_step(joined["step"] + 2)
+        steps = watch.records("step")
+    before = [found for found in steps if found["time"] < joined["time"] and "data_wait" in found][-1]
+    after = next(found for found in steps if found["step"] > joined["step"])
+    return after["time"] - before["time"], int(before["step"] - joined["step"])
 
 
 def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object]) -> tuple[float, int]:
@@ -82,6 +106,8 @@ def restart_rendezvous(launches: list[Launch], store: Any) -> None:
 
 FAULTS: dict[str, Callable[[Path], tuple[float, int]]] = {
     "worker killed": lambda output: one_node(output, kill_worker),
+    "worker killed, the other goes on": goes_on,
+    "new worker joins": joins,
     "worker stopped": lambda output: one_node(output, stop_worker),
     "node killed": lambda output: three_nodes(output, kill_node(2)),
     "node of rank 0 killed": lambda output: three_nodes(output, kill_node(0)),

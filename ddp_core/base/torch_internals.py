@@ -50,6 +50,25 @@ def workers_of(agent: LocalElasticAgent) -> dict[int, Any]:
     return {} if started is None else {rank: handler.proc for rank, handler in started.subprocess_handlers.items()}
 
 
+def start_again(agent: LocalElasticAgent, local_rank: int) -> int:
+    """Start a new worker in the place of one that has ended, as the agent has started that; returns its pid."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    started = cast(Any, agent._pcontext)
+    # The keywords that torch itself gives. Workers are bound to no part of the memory, as no setting of ours asks it.
+    handler = api.get_subprocess_handler(
+        entrypoint=started.entrypoint,
+        args=started.args[local_rank],
+        env=started.envs[local_rank],
+        stdout=started.stdouts[local_rank],
+        stderr=started.stderrs[local_rank],
+        local_rank_id=local_rank,
+        numa_options=None,
+    )
+    started.subprocess_handlers[local_rank] = handler
+    return int(handler.proc.pid)
+
+
 def end_keep_alives(handler: RendezvousHandler, patience: float) -> None:
     """End the thread by which a node tells the rendezvous that it is alive; wait `patience` seconds at most."""
     ending = threading.Thread(target=cast(Any, handler)._stop_heartbeats, daemon=True)

@@ -169,6 +169,12 @@ class CommunicationOptions(Frozen):
     max_restarts: Annotated[int, CommandLine(metavar="N")] = Field(
         default=3, ge=0, description="How many times the processes are started again after some were lost."
     )
+    recovery: Literal["restart", "live"] = Field(
+        default="restart",
+        description="What a lost process of ddp means for the others. restart: all start again from the newest "
+        "checkpoint. live: the others go on with the same global batch and repeat no step, and a new process joins "
+        "them; on one node, on the CPU, with the exact reduction.",
+    )
 
 
 class FileOptions(Frozen):

@@ -43,12 +43,12 @@ class Collectives:
     device: torch.device
     _abandoned: bool = field(default=False, init=False)
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value (plain Python types) on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of one rank, rank 0 unless another `source` is given (plain Python types), on every rank."""
         if self.world.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -236,7 +236,7 @@ def _meet(world: World, timeout: float) -> dist.Store:
     try:
         if world.serves_store:
             remedy = "give the ranks another one"
-            store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
+            store: dist.Store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
         else:
             # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
             store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
@@ -248,6 +248,9 @@ def _meet(world: World, timeout: float) -> dist.Store:
             ExitCode.PEERS_LOST,
         ) from None
     store.set_timeout(limit)
+    if world.member is not None:
+        # One store serves all memberships of a launch, one after another.
+        store = dist.PrefixStore(f"membership/{world.membership}", store)
     if store.add(f"present/{world.rank}", 1) > 1:
         raise UserError(
             f"rank {world.rank} was started twice (MASTER_ADDR={address}, MASTER_PORT={port}): "

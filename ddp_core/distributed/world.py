@@ -10,6 +10,8 @@
 | TORCHELASTIC_RUN_ID | torchrun | launch_id: the same for all workers and restarts of one launch |
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
+| DDP_MEMBER | `ddp train --recovery live` | member: the name of this process, which no other one has had |
+| DDP_MEMBERS_AT | the same | members_at: HOST:PORT of the store that has the list of members |
 
 Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI and others set in their place.
 """
@@ -53,6 +55,11 @@ class World:
     report_dir: Path | None = None
     nodes_share_gpus: bool = False
     """Whether all nodes see the same GPUs, as containers on one machine do."""
+    member: str | None = None
+    """None where a loss ends all processes."""
+    members_at: str | None = None
+    membership: int = 0
+    """The number of the membership that the ranks belong to; each has its own part of the store."""
 
     @property
     def is_first(self) -> bool:
@@ -141,6 +148,8 @@ class World:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             report_dir=Path(reports) if reports else None,
             nodes_share_gpus=bool(environ.get("DDP_NODES_SHARE_GPUS")),
+            member=environ.get("DDP_MEMBER"),
+            members_at=environ.get("DDP_MEMBERS_AT"),
         )
 
     def to_environment(self) -> dict[str, str]:
@@ -158,6 +167,8 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": self.restart_count or None,
             "DDP_REPORT_DIR": self.report_dir,
             "DDP_NODES_SHARE_GPUS": 1 if self.nodes_share_gpus else None,
+            "DDP_MEMBER": self.member,
+            "DDP_MEMBERS_AT": self.members_at,
         }
         return {name: str(value) for name, value in variables.items() if value is not None}
 

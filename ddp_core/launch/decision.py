@@ -51,6 +51,31 @@ def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> lis
     return [f"rank {rank} ({node}) {what}" for rank, what in sorted(lost.items())]
 
 
+def may_go_on(codes: Collection[int], asking: Collection[int], restarts_left: int) -> bool:
+    """Whether the other workers of a live recovery may go on without those that have ended, as far as these tell.
+
+    `codes`: the exit codes of all workers that have ended, 0 among them. `asking`: the signals that ask to stop; a
+    worker that has not begun dies of one. Each new worker counts as a new start.
+    """
+    final = {*FINAL, ExitCode.DONE, ExitCode.PEERS_LOST, *(-number for number in asking)}
+    return 0 < len(codes) <= restarts_left and not final.intersection(codes)
+
+
+def going_on(codes: Mapping[int, int], ranks: Mapping[int, int | None], node: str, restarts_left: int) -> list[str]:
+    """The lines about workers without which the others go on.
+
+    `codes`: exit codes by local rank, minus the signal's number for a killed worker. `ranks`: by local rank, None for a
+    worker that had not joined the others yet.
+    """
+    words = []
+    for local_rank, code in sorted(codes.items()):
+        rank = ranks[local_rank]
+        who = f"rank {rank} ({node})" if rank is not None else f"a new worker ({node})"
+        what = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        words.append(f"{who} {what}; the others go on, and a new worker joins them ({restarts_left} more allowed)")
+    return words
+
+
 def patience(codes: Collection[int]) -> int:
     """Seconds that the other workers get to leave, by the exit codes of those that have failed."""
     return FINISHING_SECONDS if FINAL.intersection(codes) else _LEAVING_SECONDS

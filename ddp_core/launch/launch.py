@@ -34,6 +34,7 @@ from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_u
 from ddp_core.experiment.request import Request
 from ddp_core.launch.agent import Agent, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
+from ddp_core.launch.live import require_live
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.spawn import spawn
@@ -41,6 +42,8 @@ from ddp_core.record.directory import RunDirectory, find_launch
 
 _CUT_OFF_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
+_LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.05
+"""Between two looks at the workers; with a live recovery, others wait for what is seen."""
 
 
 def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
@@ -50,6 +53,8 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     it is `python -m PACKAGE` with the package of that function.
     """
     require_open_files(request.layout.world_size, request.options.workers)
+    if request.options.recovery == "live":
+        require_live(request, meeting.max_nodes)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
@@ -139,6 +144,7 @@ def _run_node(
         before = {number: signal.getsignal(number) for number in heard}
         try:
             handler = join(meeting, address, join_seconds)
+            is_live = request.options.recovery == "live"
             spec = WorkerSpec(
                 role="trainer",
                 local_world_size=request.layout.nproc_per_node,
@@ -146,10 +152,11 @@ def _run_node(
                 args=tuple(words),
                 rdzv_handler=handler,
                 max_restarts=request.options.max_restarts,
+                monitor_interval=_LIVE_SECONDS if is_live else _LOOKING_SECONDS,
                 local_addr=address,
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            agent = Agent(spec, logs, reports, nursery, heard, facts)
+            agent = Agent(spec, logs, reports, nursery, heard, facts, is_live)
             return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.

@@ -195,13 +195,19 @@ def _begin(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
-def started_by(nursery: Nursery | None) -> contextlib.AbstractContextManager[None]:
-    """While in the block, the nursery starts the workers of torch's agent, if there is a nursery."""
-    if nursery is None:
-        return contextlib.nullcontext()
+def started_by(
+    nursery: Nursery | None, more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
+) -> contextlib.AbstractContextManager[None]:
+    """While in the block, the nursery starts the workers of torch's agent, if there is a nursery.
+
+    `more` gives further variables for a worker with this environment.
+    """
 
     def start(usual: Callable[..., Any], *, args: tuple[str, ...], env: dict[str, str], **others: Any) -> Any:
         _, _, *words = args  # -m PACKAGE
+        env = {**env, **more(env)}
+        if nursery is None:
+            return usual(args=args, env=env, **others)
         try:
             return _Handler(nursery.start(words, {**os.environ, **env}))
         except OSError:

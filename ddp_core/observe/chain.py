@@ -44,6 +44,7 @@ DIGITS = 16
 """Of a number."""
 OTHER_STATE = "averaged weights, scaler or schedule"
 """The last name in `tensors`."""
+NO_CHAIN_AFTER_LOSS = "the chain is not carried over yet when the process that writes it is lost"
 _HEAD = b',"head":"'
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 

@@ -3,7 +3,7 @@
 With `--ledger` every rank appends two lines per step to `ledger/attempt-<n>-rank-<r>.jsonl`: the samples before it
 trains them, and that the step is done. A step is done for all ranks when it is done on one of them, because that rank
 has received the gradients of all; so a rank that is killed just after it sent its gradients leaves no gap. An attempt
-that starts with the weights of step k cancels what earlier attempts did after step k.
+that starts with the weights of step k cancels what earlier attempts did after step k, and shows that step k was done.
 """
 
 from __future__ import annotations
@@ -70,12 +70,17 @@ def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:
     if not attempts:
         raise UserError(f"{directory} has no ledger; train with --ledger")
     steps: dict[int, tuple[int, list[int]]] = {}
+    begun = {
+        number: [lines[0]["from_step"] for lines in ranks if lines and "from_step" in lines[0]]
+        for number, ranks in attempts.items()
+    }
     for number in sorted(attempts):
         ranks = attempts[number]
-        begun = [lines[0]["from_step"] for lines in ranks if lines and "from_step" in lines[0]]
-        first = min(begun, default=max(steps, default=0))
+        first = min(begun[number], default=max(steps, default=0))
         steps = {step: entry for step, entry in steps.items() if step <= first}
         done = max((line["done"] for lines in ranks for line in lines if "done" in line), default=0)
+        following = next((begun[later] for later in sorted(attempts) if later > number and begun[later]), [0])
+        done = max(done, min(following))
         for lines in ranks:
             for line in (line for line in lines if line.get("step", done + 1) <= done):
                 epoch, ids = steps.get(line["step"], (line.get("epoch", 0), []))

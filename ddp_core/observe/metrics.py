@@ -21,8 +21,11 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.ending import take_off_bar
+from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
+
+_END_BYTES = 2**16
 
 
 class MetricsRecord(TypedDict):
@@ -53,6 +56,8 @@ class MetricsWriter:
     ) -> None:
         self._may_write = may_write
         self._loggers = loggers
+        self._path = path
+        self._written: set[tuple[str, int]] = set()
         self._file: IO[str] | None = None
         if path is not None:
             self._file = path.open("a", buffering=1)
@@ -62,7 +67,7 @@ class MetricsWriter:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
-        if self._file is None:
+        if self._file is None or (kind, fields.get("step", -1)) in self._written:
             return
         self._may_write()
         record = {"kind": kind, "time": round(time.time(), 3)} | fields
@@ -70,6 +75,12 @@ class MetricsWriter:
         values = {name: value for name, value in fields.items() if isinstance(value, float)}
         for logger in self._loggers:
             logger.record(kind, fields.get("step", 0), values)
+
+    def go_on(self, step: int) -> None:
+        """Go on after `step`: later records are rolled back, and of that step no kind of record is written twice."""
+        if self._path is not None:
+            self._written = {(kind, step) for kind in _kinds_at(self._path, step)}
+        self.write("resume", step=step)
 
     def finish(self, result: Mapping[str, Any], weights_sha256: str) -> None:
         """Tell the loggers the numbers of the run's result, and the digest of its weights."""
@@ -90,7 +101,7 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close("completed" if error is None else "stopped" if isinstance(error, Stopped) else "failed")
+        self.close("completed" if error is None else "stopped" if isinstance(error, Stopped | Regroup) else "failed")
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -109,6 +120,21 @@ def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
             resumes = min(resumes + 1, len(resumed_at))
         if record["step"] <= limits[resumes] and kind in (None, record["kind"]):
             yield dict(record)
+
+
+def _kinds_at(path: Path, step: int) -> set[str]:
+    """The kinds of the records of one step near the end of the file, but for `resume`, and for what was rolled back."""
+    kinds: set[str] = set()
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        for line in file:
+            with contextlib.suppress(BadDocument):
+                record = parse_document(line, MetricsRecord)
+                if record["kind"] == "resume":
+                    kinds = kinds if record["step"] >= step else set()
+                elif record["step"] == step:
+                    kinds.add(record["kind"])
+    return kinds
 
 
 def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:

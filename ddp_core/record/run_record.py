@@ -17,6 +17,7 @@ from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.config.experiment import Component
 from ddp_core.data.data_digest import DataDigest, changed_at, unsteady
+from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import Stopped
 from ddp_core.experiment.blame import shortage, unforeseen
@@ -184,6 +185,8 @@ class RunRecord:
         try:
             with no_way_out("your code"):
                 yield
+        except Regroup:
+            raise  # the run goes on
         except Stopped as stopped:
             told = Stopped(stopped.reason, stopped.step, continue_command(self.request))
             self._end("stopped", ExitCode.STOPPED, str(told))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import no_way_out
-from ddp_core.checkpoint import Checkpoint, Checkpointer, Fence, Ranks, sweep
+from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
 from ddp_core.distributed.stop import StopRequest
@@ -25,7 +26,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.chain import ChainPlan
+from ddp_core.observe.chain import NO_CHAIN_AFTER_LOSS, ChainPlan
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -41,6 +42,7 @@ from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import begun
 from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
+from ddp_core.run.live import LiveRecovery
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import (
@@ -97,18 +99,43 @@ def run_worker(request: Request, world: World) -> int:
 
 
 def run(request: Request, world: World) -> None:
-    """Train: meet the other workers, build the parts, choose where to start, and keep the record (rank 0).
+    """Train, and where the launcher offers it, go on without a rank that is lost.
 
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
-    began = time.perf_counter()
     launched = world.report_dir is not None
     stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
+    with ExitStack() as heard:
+        # It is heard from its first use on, until this process leaves.
+        listen = cache(lambda: heard.enter_context(stop))
+        if world.member is None:
+            _train(request, world, stop, listen)
+            return
+        live = LiveRecovery(world, request.options.timeout)
+        while (place := live.place(stop)) is not None:
+            with live.surviving():
+                _train(request.for_ranks(place.world_size), place, stop, listen, live)
+                return
+
+
+def _train(
+    request: Request,
+    world: World,
+    stop: StopRequest,
+    listen: Callable[[], object],
+    live: LiveRecovery | None = None,
+) -> None:
+    """Meet the other workers, build the parts, choose where to start, train, and keep the record (rank 0).
+
+    `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
+    workers have to meet anew.
+    """
+    began = time.perf_counter()
     with ExitStack() as stack:
         collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
-        stack.enter_context(stop)
+        listen()
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
         if world.local_rank == 0:
             tell_caller(directory.path)
@@ -117,11 +144,15 @@ def run(request: Request, world: World) -> None:
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
         metrics = stack.enter_context(_metrics(record, console))
-        with record.outcome():
-            start = choose_checkpoint(collectives, directory, console)
+        with record.outcome(), live.leaving() if live is not None else nullcontext():
+            held = live.newest(collectives, directory) if live is not None else None
+            start = choose_checkpoint(collectives, directory, console) if held is None else None
             chain = plan_chain(collectives, record)
-            if origin.weights is not None and (start is None or chain is not None):
+            if chain is not None and live is not None:
+                raise UserError(f"{directory.path} has a chain: {NO_CHAIN_AFTER_LOSS}; use --recovery restart")
+            if origin.weights is not None and held is None and (start is None or chain is not None):
                 put_weights(parts.model, origin.weights)  # a chain that begins tells of them
+            first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
             with ExitStack() as training:
                 job = Job(
@@ -152,24 +183,36 @@ def run(request: Request, world: World) -> None:
                     ),
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),
                     chain=chain,
+                    makes_room=None if live is None else live.makes_room,
                     observers=[
                         heartbeat,
                         *parts.observers,
-                        *training.enter_context(_observers(record, parts.model, collectives, console, start)),
+                        *training.enter_context(_observers(record, parts.model, collectives, console, first_step)),
                     ],
                 )
-                trainer = stack.enter_context(closing(build_trainer(job)))
+                trainer = build_trainer(job)
+                if live is not None:
+                    # Called when the trainer is closed.
+                    stack.callback(live.hold, trainer)
+                stack.enter_context(closing(trainer))
                 record.state, record.guard = trainer.state, trainer.guard.figures
                 if trainer.chain is not None:
                     begun_with = trainer.chain.start_digest()
-                    by_rank_0(collectives, trainer.chain.begin, 0 if start is None else start.step, begun_with)
+                    by_rank_0(collectives, trainer.chain.begin, first_step, begun_with)
                     record.chain = trainer.chain.file
-                _announce(trainer, directory)
-                resume(trainer, start, directory, record.notes)
-                if start is None:
-                    check_loss(trainer)
+                if held is None:
+                    _announce(trainer, directory)
+                saved_step = None
+                if held is not None and live is not None:
+                    saved_step = held.saved_step
+                    live.go_on(held, trainer)
+                    held = None  # the weights of the trainer before
+                else:
+                    resume(trainer, start, directory, record.notes)
+                    if start is None:
+                        check_loss(trainer)
                 record.usage.restart()
-                trainer.train()
+                trainer.train(saved_step)
             result = record.finish(trainer, heartbeat.speed())
             if result is not None:
                 _add_prediction(request, record, job, result)
@@ -268,9 +311,12 @@ def _raise_failed_save(checkpointer: Checkpointer) -> None:
 
 @contextmanager
 def _observers(
-    record: RunRecord, model: nn.Module, collectives: Collectives, console: Console, start: Checkpoint | None
+    record: RunRecord, model: nn.Module, collectives: Collectives, console: Console, first_step: int
 ) -> Iterator[list[StepObserver]]:
-    """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults."""
+    """The observers that the options ask for: profiler, ledger and, always last in a step, scripted faults.
+
+    `first_step`: the steps that were done before.
+    """
     options, world, directory = record.request.options, record.world, record.directory.path
     with ExitStack() as stack:
         observers: list[StepObserver] = []
@@ -279,7 +325,6 @@ def _observers(
         elif rules_of(options.numerics) is not None and world.is_first:
             observers.append(stack.enter_context(closing(UnknownOperations(console.warn))))
         if options.ledger:
-            first_step = start.step if start is not None else 0
             observers.append(stack.enter_context(closing(Ledger(directory, record.attempt, world.rank, first_step))))
         if options.faults:
             observers.append(FaultScript(options.faults, world.rank, directory, model))

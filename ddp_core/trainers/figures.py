@@ -23,7 +23,8 @@ class Figures(StepObserver):
         self._metrics, self._console, self._every = job.metrics, job.console, job.options.log_every
         self._state, self._clock, self._total_steps = state, clock, total_steps
         self._is_warm = False
-        self._loss = math.nan
+        self.loss = math.nan
+        """The mean loss of the newest step that was read."""
         self._start_record()
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
@@ -32,7 +33,7 @@ class Figures(StepObserver):
             if math.isfinite(loss):
                 self._state.epoch_loss += loss
                 self._state.epoch_samples += report.samples
-            self._loss = loss / report.samples
+            self.loss = loss / report.samples
 
     def after_step(self, batch: StepBatch) -> None:
         self._samples += batch.samples
@@ -43,7 +44,18 @@ class Figures(StepObserver):
             self._start_record()
         elif (batch.step + 1) % self._every == 0:
             self._write(batch)
-        self._console.progress(batch.step + 1, self._total_steps, self._loss)
+        self._console.progress(batch.step + 1, self._total_steps, self.loss)
+
+    def go_on(self, step: int, steps_per_epoch: int) -> None:
+        """Go on after `step` in a process that has trained before; write that step's record, where it is due.
+
+        The process that writes records may have been lost before it could. Nobody knows the speed.
+        """
+        self._is_warm = True
+        self._start_record()
+        if step and (step % self._every == 0 or step % steps_per_epoch == 0):
+            epoch, lr = (step - 1) // steps_per_epoch, self._state.learning_rate
+            self._metrics.write("step", step=step, epoch=epoch, loss=self.loss, lr=lr, samples_per_second=None)
 
     def epoch_done(self, batch: StepBatch) -> None:
         """Write a record of the steps that no record covers yet."""
@@ -68,7 +80,7 @@ class Figures(StepObserver):
             "step",
             step=batch.step + 1,
             epoch=batch.epoch,
-            loss=self._loss,
+            loss=self.loss,
             lr=state.learning_rate,
             samples_per_second=round(speed, 2),
             data_wait=round(min(1.0, self._waited / seconds), 5) if seconds > 0 else 0.0,

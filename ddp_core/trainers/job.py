@@ -68,5 +68,7 @@ class Job:
     """Tries a resume in a process of its own (rank 0); None where no other process could build this job."""
     chain: ChainPlan | None = None
     """How the run's chain is kept; None where it has none."""
+    makes_room: Callable[[], bool] | None = None
+    """Whether all ranks are to leave at the end of the step, to let a new one in; None where none can come."""
     observers: Sequence[StepObserver] = ()
     """Called at the moments of every step, in this order, after the trainer's own observers."""

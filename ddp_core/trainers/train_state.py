@@ -53,11 +53,15 @@ class TrainState:
     trained_samples: int = 0
     ended_early: str | None = None
     """Why a callback has ended the run after this step; None where none has."""
+    is_settled: bool = True
+    """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save. Not saved."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
+    _committed: tuple[bool, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ownership = OwnsAll(self.model, self.optimizer)
+        self.commit()
         self._built = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
 
     def require_saveable(self, of_all_ranks: bool = False) -> None:
@@ -107,17 +111,39 @@ class TrainState:
                 for name, parameter in self.model.named_parameters()
                 if parameter.requires_grad != self._built[name]
             },
-            "position": {
-                "step": self.step,
-                "epoch_loss": self.epoch_loss,
-                "epoch_samples": self.epoch_samples,
-                "last_epoch_loss": self.last_epoch_loss,
-                "best": self.best,
-                "evaluation": self.evaluation,
-                "trained_seconds": self.trained_seconds,
-                "trained_samples": self.trained_samples,
-                "ended_early": self.ended_early,
-            },
+            "position": self._position(),
+        }
+
+    def commit(self, is_settled: bool = True) -> None:
+        """Keep the position as that of a moment to which a step that is not finished can go back."""
+        self.is_settled = is_settled
+        self._committed = (is_settled, self._position())
+
+    @property
+    def committed_at(self) -> tuple[int, bool]:
+        """The step of the last `commit`, and whether it was settled."""
+        is_settled, position = self._committed
+        return position["step"], is_settled
+
+    def committed(self) -> dict[str, Any]:
+        """The state of the last `commit`; whole weights only, and to be called when the reduction is closed.
+
+        A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
+        change in the update alone, which waits for no rank; batch-norm statistics are put back by the reduction.
+        """
+        return {**self.state_dict(), "position": self._committed[1]}
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "epoch_loss": self.epoch_loss,
+            "epoch_samples": self.epoch_samples,
+            "last_epoch_loss": self.last_epoch_loss,
+            "best": self.best,
+            "evaluation": self.evaluation,
+            "trained_seconds": self.trained_seconds,
+            "trained_samples": self.trained_samples,
+            "ended_early": self.ended_early,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,6 +163,7 @@ class TrainState:
             parameters[name].requires_grad_(flag)
         for name, value in state["position"].items():
             setattr(self, name, value)
+        self.commit()
 
     def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
         """The callbacks by class and position: one that the code has exchanged since gets nothing of another one's."""

@@ -18,6 +18,7 @@ from ddp_core.config.cut import BatchCut, MicroBatch
 from ddp_core.config.experiment import Optimizer
 from ddp_core.data.loader import Loader
 from ddp_core.data.trees import Batch, Tree
+from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import ASKED_ELSEWHERE, Stopped
 from ddp_core.model.averaging import WeightAverage
 from ddp_core.model.builders import lay_out
@@ -180,7 +181,8 @@ class Trainer(ABC):
         Called once per step on every rank, after its last forward and before it waits for another rank.
         """
         self.observers.before_wait()
-        self.losses.send(batch, self.job.stop.requested, bool(self.checks.changed))
+        leaves = self.job.stop.requested or (self.job.makes_room is not None and self.job.makes_room())
+        self.losses.send(batch, leaves, bool(self.checks.changed))
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the gradient; overridden where a rank has a part of it."""
@@ -234,13 +236,20 @@ class Trainer(ABC):
     def close(self) -> None:  # noqa: B027
         """End threads and drop everything that refers to the process group; does nothing by default."""
 
-    def train(self) -> None:
-        """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised."""
-        # A state that is not at step 0 came from the checkpoint of its step.
-        self.saving.newest_step = self.state.step
+    def train(self, saved_step: int | None = None) -> None:
+        """Train from `state.step` to the end. Raises Stopped, UserError, or what the model raised.
+
+        `saved_step`: the step of the newest checkpoint (0: there is none); None where the state came from it, or is
+        that of step 0. Raises Regroup where this rank leaves its group to let another one in.
+        """
+        self.saving.newest_step = self.state.step if saved_step is None else saved_step
         self.checks.begin()
         self.callbacks.begin()
         self.clock.restart()
+        if not self.state.is_settled:
+            # A rank was lost after the update.
+            step = self.state.step - 1
+            self.settle(StepBatch(step, step // self.steps_per_epoch, self.batches.samples_of(step), [], [], []))
         # A run that ended early may have been lost after its last save, and before its record said so.
         end = self.state.step if self.is_at_end else self.total_steps
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
@@ -272,15 +281,10 @@ class Trainer(ABC):
                 else:
                     self.skip_update(batch, bad)
                 self.state.step += 1
+                self.state.commit(is_settled=False)
                 self.checks.updated()
                 self.observers.after_step(batch)
-                self.agree_to_end("on_step", batch)
-                is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
-                if self.is_digest_due:
-                    self.record_digest()
-                self.checks.step_done(batch)
-                if is_best or self.is_at_end or self.saving.is_due(self.state.step):
-                    self.save(best=is_best)
+                self.settle(batch)
                 if self.is_at_end:
                     break
                 if stop:
@@ -288,6 +292,19 @@ class Trainer(ABC):
         if self.callbacks.has_any:
             self.saving.wait()
             self.callbacks.end((self.state.step - 1) // self.steps_per_epoch)
+
+    def settle(self, batch: StepBatch) -> None:
+        """Do what follows an update, where it is due: evaluate, record a digest, compare ranks, save."""
+        self.agree_to_end("on_step", batch)
+        is_best = self.end_epoch(batch) if self.is_at_epoch_end else False
+        if self.is_digest_due:
+            self.record_digest()
+        self.checks.step_done(batch)
+        is_due = is_best or self.is_at_end or self.saving.is_due(self.state.step)
+        if is_due and self.saving.newest_step < self.state.step:  # a lost rank 0 may have saved this step
+            self.save(best=is_best)
+        if self.job.collectives.world.is_first:
+            self.state.commit()  # what the others have done here leaves no trace: only rank 0 writes
 
     @property
     def is_at_end(self) -> bool:
@@ -452,7 +469,9 @@ class Trainer(ABC):
         self.saving.save(best=best, wait=wait)
 
     def stop(self) -> None:
-        """Save, wait for all ranks, and raise Stopped."""
+        """Save, wait for all ranks, and raise Stopped; or Regroup, where the ranks only make room for another one."""
+        if self.job.makes_room is not None and not any(self.job.collectives.gather(self.job.stop.requested)):
+            raise Regroup
         self.checks.require_same_state()
         self.save(wait=True)
         self.job.stop.saved()

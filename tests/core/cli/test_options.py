@@ -38,6 +38,7 @@ VALUES = {
     "backend": "gloo",
     "timeout": 1.5,
     "max_restarts": 0,
+    "recovery": "live",
     "output": "a folder",
     "data_dir": "elsewhere",
     "workers": 2,

@@ -41,6 +41,14 @@ def test_a_step_is_done_for_all_ranks_when_it_is_done_on_one(tmp_path: Path) -> 
     assert committed_steps(tmp_path) == {1: (0, [0, 1]), 2: (0, [2, 3])}
 
 
+def test_an_attempt_that_starts_after_a_step_shows_that_the_step_was_done(tmp_path: Path) -> None:
+    """In a live recovery the others go on after a step that no rank could note before one was lost."""
+    for rank in (0, 1):
+        write(tmp_path, 1, rank, 0, {1: (0, [rank]), 2: (0, [2 + rank])}, done=1)
+    write(tmp_path, 2, 0, 2, {3: (0, [4, 5])})
+    assert committed_steps(tmp_path) == {1: (0, [0, 1]), 2: (0, [2, 3]), 3: (0, [4, 5])}
+
+
 def test_an_attempt_that_died_before_its_first_line_takes_nothing_back(tmp_path: Path) -> None:
     write(tmp_path, 1, 0, 0, {1: (0, [0]), 2: (0, [1])})
     (tmp_path / "ledger" / "attempt-0002-rank-0000.jsonl").touch()

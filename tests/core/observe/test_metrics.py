@@ -79,6 +79,21 @@ def test_two_resumes_roll_back_as_one_after_the_other_does(tmp_path: Path) -> No
     assert found == [("step", 1), ("resume", 1), ("step", 2), ("resume", 2)]
 
 
+def test_whoever_goes_on_after_a_step_repeats_none_of_its_records(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    with MetricsWriter(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.write("step", step=step)
+        metrics.write("evaluation", step=2)
+    with MetricsWriter(path) as metrics:
+        metrics.go_on(2)
+        metrics.write("evaluation", step=2)
+        metrics.write("digest", step=2)
+        metrics.write("step", step=3)
+    kept = [(record["kind"], record["step"]) for record in read_metrics(path)]
+    assert kept == [("step", 1), ("step", 2), ("evaluation", 2), ("resume", 2), ("digest", 2), ("step", 3)]
+
+
 @pytest.mark.parametrize(
     "rest", ['{"kind": "step", "st', "\x00\x00\x00", '"a string"', "[1, 2]", '{"kind": "resume", "step": "x"}']
 )

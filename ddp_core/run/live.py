@@ -1,0 +1,137 @@
+"""A live recovery, as a worker does it: it survives the loss of another one, and goes on from the newest state.
+
+Nothing of the lost group is used again: model, trainer and process group are built anew, as at the start of a worker,
+in the process that there is. What stays is the state that it held when it left (`HeldState`).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
+from ddp_core.distributed.members import Seat
+from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder
+from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.stop import StopRequest
+from ddp_core.distributed.world import World
+from ddp_core.observe.lost_peers import is_peer_loss
+from ddp_core.record.directory import RunDirectory
+from ddp_core.run.resuming import by_rank_0
+from ddp_core.trainers import Trainer
+from ddp_core.trainers.held import HeldState
+
+
+class LiveRecovery:
+    """What one worker keeps from one group to the next.
+
+    `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost.
+    """
+
+    def __init__(self, world: World, timeout: float) -> None:
+        self._seat = Seat(world, timeout)
+        self._held: HeldState | None = None
+        self._is_leaving, self._left_at = False, time.monotonic()
+
+    def place(self, stop: StopRequest) -> World | None:
+        """This process's place in the next group; None where nobody takes it in any more. See `Seat.take`."""
+        return self._seat.take(lambda: stop.requested)
+
+    def makes_room(self) -> bool:
+        """Whether all ranks are to leave at the end of the step, to let a new one in."""
+        return self._seat.makes_room
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """A block in which the loss of another rank becomes Regroup, before anything takes it for the end of the run.
+
+        What the error refers to is let go: DDP must be gone before its group is.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not _is_survived(error):
+                raise
+            self._is_leaving, self._left_at = True, time.monotonic()
+            _let_go(error)
+        if self._is_leaving:
+            raise Regroup
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """A block that ends without an error where another rank is lost, or is to be let in."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_survived(error):
+                raise
+            _let_go(error)
+        self._is_leaving = False
+        gc.collect()
+        self._seat.leave()
+
+    def hold(self, trainer: Trainer) -> None:
+        """Keep the state of a trainer that was closed, where this rank leaves its group."""
+        if self._is_leaving:
+            self._held = HeldState.of(trainer)
+
+    def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:
+        """The newest state that a rank holds, on every rank; None where the newest one is in a checkpoint.
+
+        A rank that is behind keeps its own until it has received all of the other one.
+        """
+        mine = self._held
+        offered = collectives.gather(None if mine is None else (mine.at, mine.position))
+        at = [None if each is None else each[0] for each in offered]
+        holder = newest_holder(at)
+        newest = None if holder is None else at[holder]
+        saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
+        if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
+            self._held = None
+            return None
+        if any(each is None or each.step < newest.step for each in at):
+            received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
+            mine = mine if mine is not None and mine.at.step == newest.step else received
+        assert mine is not None
+        _, position = offered[holder]
+        self._held = mine.at_position(newest, position, saved or 0)
+        return self._held
+
+    def go_on(self, held: HeldState, trainer: Trainer) -> None:
+        """Let the trainer go on from the newest state, and say so (rank 0)."""
+        held.give_to(trainer)
+        self._held = None
+        count = trainer.job.collectives.world.world_size
+        who = "1 rank goes" if count == 1 else f"{count} ranks go"
+        seconds = time.monotonic() - self._left_at
+        trainer.job.console.say(
+            f"membership {self._seat.number}: {who} on after step {held.at.step}, "
+            f"{seconds:.1f} s after the last exchange, no step repeated"
+        )
+
+
+def _saved_step(directory: RunDirectory, newest: int) -> int | None:
+    """The step of the newest checkpoint; one that is newer than `newest` is read, whether it is good."""
+    found = next(iter(find_checkpoints(directory.checkpoints)), None)
+    if found is not None and found.step > newest:
+        found = newest_valid(directory.checkpoints)
+    return None if found is None else found.step
+
+
+def _is_survived(error: Exception) -> bool:
+    """Whether only another rank has ended, or is silent, or is to be let in."""
+    lost = isinstance(error, UserError) and error.exit_code == ExitCode.PEERS_LOST and not isinstance(error, Superseded)
+    return isinstance(error, Regroup) or lost or is_peer_loss(error)
+
+
+def _let_go(error: BaseException) -> None:
+    """Forget the variables of the functions in which the error came up, and those before it."""
+    before: BaseException | None = error
+    while before is not None:
+        traceback.clear_frames(before.__traceback__)
+        before.__traceback__ = None
+        before = before.__cause__ or before.__context__

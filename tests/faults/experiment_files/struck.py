@@ -1,0 +1,91 @@
+"""Does a small network end with the same weights when a rank is killed in the middle of a step?
+
+`model.kills` names processes and where in their work they are killed (SIGKILL): with "1.0 update 20" it is the process
+1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another name, and lives.
+BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
+"""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
+from ddp_core.data.splits import InMemory, Splits, content_digest
+
+POINTS = ("forward", "backward", "update", "updated", "evaluation", "save", "later")
+LEFT = dict.fromkeys(POINTS, -1)
+"""How many times this process may still come to each point; below 0: always."""
+
+
+def pass_by(point: str) -> None:
+    LEFT[point] -= 1
+    if LEFT[point] == 0 and point == "later":
+        # Meanwhile it goes on: it waits for others, or is in its update.
+        threading.Timer(0.0017, die).start()
+    elif LEFT[point] == 0:
+        die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Struck(nn.Module):
+    """The identity; each forward and backward passes by."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        pass_by("forward" if self.training else "evaluation")
+        if self.training:
+            pass_by("later")
+        if inputs.requires_grad:
+            inputs.register_hook(lambda _: pass_by("backward"))
+        return inputs
+
+
+def network(kills: str = "") -> nn.Module:
+    LEFT.update(dict.fromkeys(POINTS, -1))
+    for each in filter(None, kills.split(",")):
+        name, point, count = each.split()
+        if name == os.environ.get("DDP_MEMBER") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            LEFT[point] = int(count)
+    hidden = [nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*hidden, Struck(), nn.Linear(12, 3))
+
+
+def save(*arguments: Any, **named: Any) -> None:
+    usual_save(*arguments, **named)
+    pass_by("save")
+
+
+usual_save, torch.save = torch.save, save
+register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
+register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
+
+
+def dots() -> Splits:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(116, 6, generator=generator), torch.randint(0, 3, (116,), generator=generator)
+    train, test = InMemory(inputs[:96], targets[:96]), InMemory(inputs[96:], targets[96:])
+    return Splits(train, test, 3, None, content_digest(inputs, targets))
+
+
+experiment = Experiment(
+    name="struck",
+    model=Component(name="network", options={"kills": ""}),
+    data=Component(name="dots"),
+    loss="cross_entropy",
+    optimizer=Optimizer(name="adamw", lr=0.01),
+    schedule=Schedule(name="cosine"),
+    clip_norm=1.0,
+    ema_decay=0.9,
+    evaluation=Evaluation(samples_per_batch=2),
+    global_batch_size=12,
+    micro_batch=2,
+    epochs=6,
+    reduction="exact",
+)

@@ -1,0 +1,139 @@
+"""A worker is lost, and the others go on: same weights, same processes, no step done again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.observe.metrics import read_metrics
+from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, check_ledger, train_words, undisturbed
+from tests.support.commands import Ended, ddp, trained, wait_until
+from tests.support.processes import HANG
+
+STRUCK = str(Path(DOTS).with_name("struck.py"))
+STEPS = 48
+DIGESTS = ("weights_sha256", "optimizer_sha256", "ema_sha256")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The digests of `struck` after its steps, trained by one process."""
+    output = tmp_path_factory.mktemp("alone")
+    ended = ddp("train", STRUCK, "--device", "cpu", "--output", output)
+    assert ended.code == 0, ended.errors
+    return {name: trained(output)[1][name] for name in DIGESTS}
+
+
+def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str) -> Ended:
+    live = ["--recovery", "live", "--timeout", "20", "--set", f"model.kills={','.join(kills)}"]
+    return ddp(*train_words(output, *live, *words, ranks=ranks, experiment=STRUCK), timeout=HANG / 2)
+
+
+def check_end(output: Path, ended: Ended, ends: dict[str, str]) -> dict[str, Any]:
+    """Check that the run has ended as if nothing had happened; returns its record."""
+    assert ended.code == 0, f"{ended.output}\n{ended.errors}"
+    assert "Traceback" not in ended.errors
+    directory, record = trained(output)
+    assert {name: record[name] for name in DIGESTS} == ends
+    check_ledger(directory, STEPS)
+    return record
+
+
+def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) -> None:
+    """Check that the others have gone on, repeated nothing, and told each step once."""
+    record = check_end(output, ended, ends)
+    directory, _ = trained(output)
+    counts = Counter((each["kind"], each["step"]) for each in read_metrics(directory.metrics))
+    repeated = {kind: steps for (kind, steps), count in counts.items() if count > 1 and kind != "resume"}
+    assert not repeated
+    assert sorted(step for kind, step in counts if kind == "step")[1:] == list(range(3, STEPS + 1))
+    assert sorted(step for kind, step in counts if kind == "evaluation") == list(range(8, STEPS + 1, 8))
+    assert "starting the workers again" not in ended.errors
+    assert "no step repeated" in ended.output
+    assert "resumed at step" not in ended.output
+    assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
+    told = 0
+    for each in map(json.loads, directory.metrics.read_text().splitlines()):
+        if each["kind"] == "resume":
+            # The step whose state has died with rank 0 may be computed again.
+            assert each["step"] >= told - 1, "more than that was done again"
+        told = each["step"] if each["kind"] == "step" else told
+    assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(["1.0 update 10"], id="in-the-update"),
+        pytest.param(["0.0 updated 16"], id="rank-0-before-it-tells-of-an-epoch"),
+        pytest.param(["1.0 forward 20"], id="before-the-exchange", marks=pytest.mark.slow),
+        pytest.param(["2.0 backward 22"], id="in-backward", marks=pytest.mark.slow),
+        pytest.param(["1.0 later 31"], id="at-any-moment", marks=pytest.mark.slow),
+        pytest.param(["0.0 later 40"], id="rank-0-at-any-moment", marks=pytest.mark.slow),
+        pytest.param(["2.0 evaluation 5"], id="in-an-evaluation", marks=pytest.mark.slow),
+        pytest.param(["0.0 evaluation 5"], id="rank-0-in-an-evaluation", marks=pytest.mark.slow),
+        pytest.param(["0.0 save 3"], id="in-a-save", marks=pytest.mark.slow),
+        pytest.param(["1.0 update 10", "2.0 update 10"], id="two-at-once", marks=pytest.mark.slow),
+        pytest.param(
+            ["0.0 update 10", "1.0 update 14", "2.0 forward 20"], id="one-after-another", marks=pytest.mark.slow
+        ),
+        pytest.param(["1.0 update 10", "1.1 forward 1"], id="in-a-join", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_go_on(tmp_path: Path, ends: dict[str, str], kills: list[str]) -> None:
+    check_live(tmp_path, train(tmp_path, kills), ends, lost=len(kills))
+
+
+@pytest.mark.slow
+def test_all_are_lost_and_start_again(tmp_path: Path, ends: dict[str, str]) -> None:
+    kills = ["0.0 update 10", "1.0 update 10", "2.0 update 10"]
+    ended = train(tmp_path, kills)
+    check_end(tmp_path, ended, ends)
+
+
+@pytest.mark.slow
+def test_no_restarts_are_left(tmp_path: Path) -> None:
+    ended = train(tmp_path, ["1.0 update 10"], 3, "--max-restarts", "0")
+    assert ended.code == 6
+    assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
+
+
+@pytest.mark.slow
+def test_survivors_keep_their_processes_and_a_new_one_joins(tmp_path: Path) -> None:
+    longer = ["--set", "epochs=60"]
+    digest = undisturbed(tmp_path / "alone", *longer)
+    watch, words = Watch(tmp_path / "live"), ["--recovery", "live", "--timeout", "5", *longer]
+    with Launch(*train_words(watch.output, *words, ranks=3), pause=0.004) as launch:
+        watch.wait_for_step(10)
+        before = {rank: process.pid for rank, process in launch.workers().items()}
+        launch.workers()[0].kill()
+        wait_until(lambda: "3 ranks go on" in launch.output(), HANG, "a new worker has joined")
+        after = {rank: process.pid for rank, process in launch.workers().items()}
+        launch.workers()[2].send_signal(signal.SIGSTOP)
+        ended = launch.wait()
+    assert ended.code == 0, ended.errors
+    assert {rank: after[rank] for rank in (1, 2)} == {rank: before[rank] for rank in (1, 2)}
+    assert after[0] != before[0]
+    assert "2 ranks go on" in ended.output
+    check_aftermath(watch.output, digest, 480)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--shard", "optimizer"], "only copy of its part"),
+        (["--reduction", "plain"], "exact reduction"),
+        (["--launcher", "spawn"], "replaces no process"),
+    ],
+)
+def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, words: list[str], reason: str) -> None:
+    ended = ddp(*train_words(tmp_path, "--recovery", "live", *words))
+    assert ended.code == 2
+    assert reason in ended.errors
+    assert "use --recovery restart" in ended.errors
