@@ -89,6 +89,12 @@ KINDS: dict[str, Kind] = {
         True,
         "call sampler.set_epoch(epoch) before each epoch",
     ),
+    "evaluates-a-share": Kind(
+        "Each rank evaluates its share, and nobody puts the shares together",
+        True,
+        "add up correct and counted samples over the ranks before dividing (all_reduce, Accelerate's "
+        "gather_for_metrics, Lightning's sync_dist=True), or let each rank evaluate all samples",
+    ),
     "resume-weights": Kind(
         "After a resume the weights are others",
         True,
@@ -98,6 +104,11 @@ KINDS: dict[str, Kind] = {
         "After a resume the optimizer's state is another",
         True,
         "save and load optimizer.state_dict(), after the model is on its device and before the first step",
+    ),
+    "resume-scaler": Kind(
+        "After a resume the gradient scaler's state is another",
+        True,
+        "save and load scaler.state_dict(): else the scale starts anew, and steps are skipped that were not",
     ),
     "resume-rate": Kind(
         "After a resume the learning rate is another",
@@ -150,6 +161,26 @@ KINDS: dict[str, Kind] = {
     ),
     "local-steps": Kind(
         "Ranks step alone, and their weights are made equal again later", False, "nothing, if that is local SGD"
+    ),
+    "other-sums": Kind(
+        "What ranks receive of an all-reduce is their sum in no order",
+        False,
+        "nothing, if the backend rounds or compresses on purpose",
+    ),
+    "remains-samples": Kind(
+        "What remains is which samples a step has",
+        False,
+        "nothing; a global batch of one size, cut alike on any number of ranks, makes the same bits on all",
+    ),
+    "remains-random-numbers": Kind(
+        "What remains are the random numbers of each rank",
+        False,
+        "nothing; keyed by step and micro-batch they are the same on any number of ranks",
+    ),
+    "remains-order-of-additions": Kind(
+        "What remains is the order of additions",
+        False,
+        "nothing; an exact reduction adds up in one order on any number of ranks",
     ),
     "sharded": Kind(
         "Ranks hold parts of the parameters", False, "nothing; gradients and weights of sharded models are not compared"

@@ -42,9 +42,11 @@ CASES = {
     "plateau_of_each_rank": Case("rates-differ", "lucidrains/DALLE-pytorch#268"),
     "schedule_once_per_rank": Case("schedule-steps-with-ranks", "huggingface/accelerate#2926"),
     "no_set_epoch": Case("same-order-each-epoch", "pytorch/pytorch#31771"),
+    "evaluates_one_share": Case("evaluates-a-share", "Lyken17/Efficient-PyTorch#24"),
     "order_of_a_set": Case("not-repeatable", "", "1"),
     "resume_without_generator": Case("resume-generators", "huggingface/transformers#11504", "1", True),
     "resume_at_the_epoch": Case("resume-samples", "allenai/allennlp#5220", "1", True),
+    "resume_without_scaler": Case("resume-scaler", "huggingface/transformers#11323", "1", True),
     "resume_without_optimizer": Case("resume-optimizer", "", "1", True),
 }
 
