@@ -126,14 +126,31 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
     if all(counts) and set(counts[0]) == {1} and set(counts[1]) == {run.world}:
         event = run.ranks[0].steps[1].schedules[0]
         evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
-        yield Finding("schedule-steps-with-ranks", evidence, run.world, event["site"])
+        name = "schedule-counts-samples" if _follows_samples(one, run) else "schedule-steps-with-ranks"
+        yield Finding(name, evidence, run.world, event["site"])
         return
     for step, other in zip(one.ranks[0].steps, run.ranks[0].steps, strict=False):
         here, there = step.event["rates"], other.event["rates"]
-        if len(here) == len(there) and any(abs(a - b) > CLEAR * abs(a) for a, b in zip(here, there, strict=True)):
+        if len(here) == len(there) and not _alike(here, there):
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
             yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
             return
+
+
+def _follows_samples(one: Run, run: Run) -> bool:
+    """Whether the rate is a function of the samples trained: a step of W ranks is one of W steps on one rank."""
+    alone, together = one.ranks[0].steps, list(run.by_step())
+    counts = len(alone[0].samples), sum(len(step.samples) for step in together[0])
+    if counts[1] != run.world * counts[0]:
+        return False
+    pairs = list(zip(alone[:: run.world], (at[0] for at in together), strict=False))[1:]
+    rates = [(step.event["rates"], other.event["rates"]) for step, other in pairs]
+    return bool(rates) and all(_alike(*each) for each in rates)
+
+
+def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
+    pairs = zip(rates, others, strict=False)
+    return len(rates) == len(others) and all(abs(a - b) <= CLEAR * abs(a) for a, b in pairs)
 
 
 def _batch(one: Run, run: Run) -> Iterator[Finding]:

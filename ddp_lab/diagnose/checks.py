@@ -170,9 +170,7 @@ def evaluations(run: Run) -> Iterator[Finding]:
         seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each) for each in ids if each]
         if all(seen) and any(each != seen[0] for each in seen):
             counts = ", ".join(str(len(each)) for each in seen)
-            evidence = (
-                f"ranks evaluate {counts} samples, not the same ones, and exchange no figure before they train on"
-            )
+            evidence = f"ranks evaluate {counts} samples, not the same ones, and then exchange no figure"
             where = (passes[0].evaluation or {}).get("site")
             yield Finding("evaluates-a-share", evidence, run.world, where)
             return

@@ -81,8 +81,8 @@ KINDS: dict[str, Kind] = {
     "schedule-steps-with-ranks": Kind(
         "The schedule moves on once per rank instead of once per step",
         True,
-        "call the scheduler once per optimizer step; with Accelerate, step_scheduler_with_optimizer=False, or do not "
-        "prepare it",
+        "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader is "
+        "prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
     ),
     "same-order-each-epoch": Kind(
         "Each epoch has the same order",
@@ -137,6 +137,11 @@ KINDS: dict[str, Kind] = {
     ),
     "rate-depends-on-ranks": Kind(
         "The learning rate depends on the number of ranks", False, "nothing, if the batch grows with the ranks"
+    ),
+    "schedule-counts-samples": Kind(
+        "The schedule moves on once per rank and step: it counts samples",
+        False,
+        "nothing, if its length counts the batches that one rank alone would have, as Accelerate's prepare expects",
     ),
     "batch-grows": Kind(
         "The batch of a step grows with the number of ranks",

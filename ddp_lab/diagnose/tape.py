@@ -116,7 +116,7 @@ class Tape(TorchDispatchMode):
 
     def step(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """An optimizer has made its step."""
-        if self._is_running and self._steps_left:
+        if self._steps_left:
             self._entries.append(StepMade({name: self._seen(each) for name, each in weights.items()}, dict(digests)))
             self._steps_left -= 1
 

@@ -1,4 +1,4 @@
-"""After pytorch/examples, imagenet/main.py: spawns its ranks, torchvision's ResNet, random crops, all-reduced meters.
+"""After pytorch/examples, imagenet/main.py: spawns its ranks, flips pictures at random, all-reduces its meters.
 
 As there: DistributedSampler for both data sets, set_epoch, SGD with momentum, StepLR, an evaluation of each share that
 is put together, and the rest that the samplers would have padded, evaluated by each rank. Cut: 48 pictures of 16 x 16
@@ -37,7 +37,7 @@ def main_worker(rank, arguments):
     random.seed(arguments.seed)
     torch.manual_seed(arguments.seed)
     dist.init_process_group("gloo", init_method=arguments.dist_url, world_size=arguments.world_size, rank=rank)
-    model = DistributedDataParallel(models.resnet18(num_classes=10))
+    model = DistributedDataParallel(models.shufflenet_v2_x0_5(num_classes=10))
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
