@@ -51,6 +51,11 @@ KINDS: dict[str, Kind] = {
         "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide "
         "the loss by the micro-batches that a step has on this number of ranks",
     ),
+    "reduced-unlike": Kind(
+        "Some gradients are reduced otherwise than the rest",
+        True,
+        "reduce each parameter once, also one that has two names: model.parameters() has each once",
+    ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
         True,
@@ -81,8 +86,8 @@ KINDS: dict[str, Kind] = {
     "schedule-steps-with-ranks": Kind(
         "The schedule moves on once per rank instead of once per step",
         True,
-        "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader is "
-        "prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
+        "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader "
+        "is prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
     ),
     "same-order-each-epoch": Kind(
         "Each epoch has the same order",

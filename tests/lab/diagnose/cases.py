@@ -33,6 +33,7 @@ CASES = {
     "weights_of_each_rank": Case("weights-start-differently", ""),
     "clip_before_reduce": Case("clipped-before-reduction", "mindspore-lab/mindcv#603"),
     "sum_for_mean": Case("step-grows-with-ranks", "tensorflow/tensorflow#25806", "1,2,3"),
+    "tied_weight_reduced_twice": Case("reduced-unlike", "pytorch/pytorch#132027"),
     "divided_twice": Case("step-grows-with-ranks", "meta-pytorch/torchtune#2172"),
     "mean_of_means": Case("unlike-weights", "huggingface/transformers#34191"),
     "tokens_of_one_rank": Case("unlike-weights", "meta-pytorch/torchtune#1917"),

@@ -120,6 +120,22 @@ def test_a_sum_that_is_meant_may_grow_with_its_elements() -> None:
     assert names(across.with_ranks(alone, run(*ranks))) == ["batch-grows"]
 
 
+def test_a_parameter_that_is_reduced_otherwise_than_the_rest() -> None:
+    """The gradient of `tied` was summed twice over two ranks, those of the others once."""
+
+    def gradients(tied: float) -> dict[str, Any]:
+        return {
+            name: {"digest": "g1", "own": [1.0, 2.0], "reduced": [factor, 2 * factor]}
+            for name, factor in (("a", 2.0), ("b", 2.0), ("tied", tied))
+        }
+
+    once = {name: each | {"reduced": [1.0, 2.0]} for name, each in gradients(2.0).items()}
+    alone = run([step(gradients=once)])
+    for tied, expected in ((4.0, ["reduced-unlike"]), (2.0, [])):
+        ranks = [[step(rank=rank, world=2, gradients=gradients(tied))] for rank in range(2)]
+        assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == expected
+
+
 def test_a_gradient_that_is_no_multiple_of_the_ranks_own_has_no_factor() -> None:
     reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 1.0]}}
     assert across.reduction_factor([step(gradients=reduced)]) is None
