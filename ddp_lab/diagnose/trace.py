@@ -185,7 +185,7 @@ def _rank(events: Iterator[Event]) -> Rank:
                 latest.is_complete = True
             else:
                 latest.batches.append(event)
-        elif kind == "evaluation":
+        elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
             evaluated.append(_pass_of(rank.passes, event))
             evaluated[-1].evaluation = event
         elif kind == "exchange":

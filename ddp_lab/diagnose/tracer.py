@@ -80,11 +80,13 @@ class Tracer:
         self._steps = 0
         self._is_saved = False
         self._names: dict[int, str] = {}
+        self._hooked: set[int] = set()
         self._own: dict[int, Tensor] = {}
         self._kept: set[int] = set()
         self._unclipped: dict[int, Tensor] = {}
         self._gradients: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, str] = {}
+        self._before: dict[int, str] = {}
+        """By parameter, its digest before the step: a closure's forward may yet give it its name."""
         self._state = ""
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
@@ -162,7 +164,8 @@ class Tracer:
 
     def _hook_parameters(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self._names and parameter.requires_grad:
+            if id(parameter) not in self._hooked and parameter.requires_grad:
+                self._hooked.add(id(parameter))
                 self._names[id(parameter)] = _plain(name)
                 if not hasattr(parameter, "to_local"):
                     parameter.register_hook(self._own_gradient(parameter))
@@ -248,9 +251,9 @@ class Tracer:
         self._stepping = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                # With a closure, the gradients come later.
+                # With a closure, forward and the gradients come later.
                 self._names.setdefault(id(parameter), f"a parameter of no model, number {len(self._names)}")
-        self._before = {name: digest(each) for name, each in self._parameters(optimizer)}
+        self._before = {id(each): digest(each) for _, each in self._parameters(optimizer)}
         self._state = _state_digest(optimizer)
         self._gradients = self._look_at_gradients(optimizer)
 
@@ -270,7 +273,7 @@ class Tracer:
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
             **{"optimizer": self._optimizers.setdefault(optimizer, len(self._optimizers)), "state": self._state},
             gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
-            weights_before=self._before,
+            weights_before={self._names[number]: found for number, found in self._before.items()},
             weights=digests,
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             scaler=self._scaler,

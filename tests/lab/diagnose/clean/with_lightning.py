@@ -1,7 +1,7 @@
 """After Lightning's examples/pytorch/basics: a LightningModule, its Trainer with strategy="ddp", manual nothing.
 
-As there: the Trainer puts DistributedSampler into the loaders, steps by closures, accumulates, clips, and evaluates
-with sync_dist. Cut: an autoencoder of random numbers. Lightning starts the other ranks itself.
+As there: the Trainer puts DistributedSampler into the loaders, steps by closures, clips, and evaluates with
+sync_dist. Cut: an autoencoder of random numbers. Lightning starts the other ranks itself.
 """
 
 import argparse
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     train, val = torch.utils.data.random_split(data, [72, 24])
     trainer = L.Trainer(
         **{"accelerator": "cpu", "strategy": "ddp", "devices": devices, "max_epochs": 3},
-        **{"accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
-        **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
+        **{"gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False},
+        **{"enable_progress_bar": False, "enable_model_summary": False},
     )
     trainer.fit(LitAutoEncoder(), DataLoader(train, 6, shuffle=True), DataLoader(val, 6))

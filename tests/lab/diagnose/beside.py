@@ -1,0 +1,129 @@
+"""Two other tools on the scripts with known bugs, each in an environment of its own.
+
+python -m tests.lab.diagnose.beside guardtower --bin DIR     audits the first step of each script, and of its clean twin
+python -m tests.lab.diagnose.beside traincheck --bin DIR     learns from the clean twin, then checks the script
+
+DIR is the `bin` of an environment that has the tool and torch. Both are given their best: guardtower the script's own
+model, optimizer and loss; TrainCheck the clean twin as the good run that it learns from, and that twin once more, so
+that what it says of a good run is not counted. Scripts run on two ranks; what shows after a resume only is left out.
+Writes one JSON line for each script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ddp_core.distributed.world import free_port
+from tests.lab.diagnose.cases import CASES, FIXTURES
+
+_SECONDS = 300
+_AUDIT = """
+def _audited(loss):
+    import json, sys
+    import guardtower
+    from torch import nn
+    known = [each for each in (globals().get("ddp"), globals().get("model")) if isinstance(each, nn.Module)]
+    report = guardtower.audit(known[0], loss, optimizer=globals().get("optimizer"))
+    if dist.get_rank() == 0:
+        said = [[each.check, each.message] for each in (*report.errors, *report.warnings)]
+        print("audit: " + json.dumps(said), flush=True)
+    dist.barrier()
+    sys.exit()
+"""
+
+
+class _AuditFirstLoss(ast.NodeTransformer):
+    """Hands each cross_entropy of the script to guardtower, as the closure that it wants."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if ast.unparse(node.func) == "F.cross_entropy":
+            closure = ast.Lambda(ast.arguments([], [], None, [], [], None, []), node)
+            return ast.Call(ast.Name("_audited", ast.Load()), [closure], [])
+        return self.generic_visit(node)
+
+
+def guardtower(name: str, folder: Path, bin_folder: Path) -> dict[str, object]:
+    """What guardtower says of the script, and of its twin."""
+    tree = ast.fix_missing_locations(_AuditFirstLoss().visit(ast.parse((FIXTURES / f"{name}.py").read_text())))
+    lines = ast.unparse(tree).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("dist.init_process_group"))
+    (folder / "audited.py").write_text("\n".join([*lines[:at], _AUDIT, *lines[at:]]))
+    found: dict[str, object] = {}
+    for kind, words in (("bug", []), ("twin", ["--mended"])):
+        output = run(folder, bin_folder / "torchrun", *torchrun(), "audited.py", *words)
+        said = [line for line in output.splitlines() if line.startswith("audit: ")]
+        found[kind] = json.loads(said[0].removeprefix("audit: ")) if said else f"it has not run: {output[-300:]}"
+    return found
+
+
+def traincheck(name: str, folder: Path, bin_folder: Path) -> dict[str, object]:
+    """How many invariants of the twin the script breaks, and how many another run of the twin."""
+    shutil.copy(FIXTURES / f"{name}.py", folder)
+    for kind, words in (("good", "--mended"), ("twin", "--mended"), ("bug", "")):
+        (folder / f"{kind}.sh").write_text(f"{bin_folder}/torchrun {' '.join(torchrun())} {name}.py {words}\n")
+        collect = ("--pyscript", f"{name}.py", "--shscript", f"{kind}.sh", "--models-to-track", "model")
+        output = run(folder, bin_folder / "traincheck-collect", *collect, "--output-dir", kind)
+        if not list((folder / kind).glob("*trace*")):
+            return {"problem": f"no trace of {kind}: {output[-300:]}"}
+    output = run(folder, bin_folder / "traincheck-infer", "-f", "good", "-o", "invariants.json")
+    if not (folder / "invariants.json").exists():
+        return {"problem": f"no invariants: {output[-300:]}"}
+    found: dict[str, object] = {"invariants": len((folder / "invariants.json").read_text().splitlines())}
+    for kind in ("twin", "bug"):
+        output = run(folder, bin_folder / "traincheck-check", "-f", kind, "-i", "invariants.json", "-o", f"said-{kind}")
+        failed = [line for file in (folder / f"said-{kind}").rglob("failed*") for line in file.read_text().splitlines()]
+        found[kind] = len(failed) or output.splitlines()[-3:]
+    return found
+
+
+def torchrun() -> list[str]:
+    """torchrun's own words: two ranks on this machine."""
+    return ["--nproc_per_node", "2", "--master_port", str(free_port())]
+
+
+def run(folder: Path, *words: str | Path) -> str:
+    """Run a command in the folder; what it has printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{Path(words[0]).parent}{os.pathsep}{environment['PATH']}"
+    try:
+        done = subprocess.run(
+            [str(word) for word in words],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {_SECONDS} s"
+    return done.stdout
+
+
+def main() -> None:
+    """Run a tool on each script, or on those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tool", choices=("guardtower", "traincheck"))
+    parser.add_argument("--bin", type=Path, required=True)
+    parser.add_argument("names", nargs="*", default=[name for name, case in CASES.items() if not case.resumes])
+    options = parser.parse_args()
+    for name in options.names:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            tool = guardtower if options.tool == "guardtower" else traincheck
+            found = tool(name, Path(folder), options.bin.absolute())
+        print(json.dumps({"script": name, "seconds": round(time.monotonic() - began)} | found), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
