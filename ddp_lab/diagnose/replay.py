@@ -103,9 +103,7 @@ def _answer(tapes: Sequence[list[Entry]]) -> Finding:
             return Finding(_NAMES[part], f"{steps}: {_before(part, last)}the same bits", world)
         last = f"{found.differs}, by {_largest(found.weights, whole.weights):.1g} of the largest weight"
     proof = (
-        f"; each of the {whole.sums} reduced numbers is the ranks' sum in some order, bit for bit"
-        if world <= MOST_ORDERS
-        else ""
+        f"; each of the {whole.sums} reduced numbers is the ranks' sum in some order, bit for bit" if whole.sums else ""
     )
     return Finding(_NAMES[Part.ADDITIONS], f"{steps}: {_before(Part.ADDITIONS, last)}the same bits{proof}", world)
 

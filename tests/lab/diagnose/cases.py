@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ddp_lab.diagnose.findings import KINDS
 
 FIXTURES = Path(__file__).parent / "fixtures"
+CLEAN = Path(__file__).parent / "clean"
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "diagnose.md"
 BEGIN, END = "<!-- begin: python -m tests.lab.diagnose.cases -->", "<!-- end -->"
 
@@ -63,7 +64,7 @@ def between_marks() -> str:
         f"### {name}\n\n{kind.title}{'' if kind.is_bug else ' (by design)'}. Mend: {kind.mend}.\n"
         for name, kind in KINDS.items()
     ]
-    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows()])
+    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows(), "", *_clean()])
 
 
 def write() -> None:
@@ -79,6 +80,19 @@ def _rows() -> list[str]:
         script = f"[{name}](../../tests/lab/diagnose/fixtures/{name}.py)"
         what = ast.get_docstring(ast.parse((FIXTURES / f"{name}.py").read_text()))
         lines.append(f"| {script} | {what} | {_link(case.reported)} | [{case.finding}](#{case.finding}) |")
+    return lines
+
+
+def _clean() -> list[str]:
+    lines = [
+        *("## Scripts without a bug", ""),
+        "Each of the above has a clean twin (`--mended`), in which no bug is found. Nor is one found in scripts after",
+        *("public examples, cut to small data:", "", "| script | after |", "|---|---|"),
+    ]
+    for file in sorted(CLEAN.glob("*.py")):
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        link = f"[{file.stem}](../../tests/lab/diagnose/clean/{file.name})"
+        lines.append(f"| {link} | {first.removeprefix('After ')} |")
     return lines
 
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.lab.diagnose.cases import CLEAN
 from tests.lab.diagnose.test_fixtures import diagnose
-
-CLEAN = Path(__file__).parent / "clean"
 
 
 class Clean(NamedTuple):

@@ -1,4 +1,4 @@
-"""After Lightning's examples/pytorch/basics: a LightningModule, its Trainer with strategy="ddp", manual nothing.
+"""After Lightning's examples/pytorch/basics: a LightningModule, and a Trainer with strategy="ddp".
 
 As there: the Trainer puts DistributedSampler into the loaders, steps by closures, clips, and evaluates with
 sync_dist. Cut: an autoencoder of random numbers. Lightning starts the other ranks itself.
