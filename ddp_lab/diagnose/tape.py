@@ -130,7 +130,8 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Make the operation, and write it down."""
         named = dict(kwargs or {})
-        if self.problem or self._is_paused or not self._steps_left or os.getpid() != self._process:
+        is_off = self.problem or self._is_paused or not self._steps_left or os.getpid() != self._process
+        if is_off or func.namespace == "profiler":
             return func(*args, **named)
         told = self._collective if func.namespace in ("c10d", "_c10d_functional") else self._operation
         finish: Callable[[Any], None] | None = None
@@ -167,7 +168,7 @@ class Tape(TorchDispatchMode):
             if torch.distributed.ProcessGroup.unbox(args[1]).size() != torch.distributed.get_world_size():
                 raise _Untold("some of its ranks reduce among themselves")
             number, self._reductions = self._reductions, self._reductions + 1
-            operation = str(args[2].op()).rpartition(".")[2]
+            operation = torch.distributed.ReduceOp.RedOpType(int(args[2].op())).name
             self._entries.append(Reduction(number, [self._seen(each) for each in args[0]], operation))
         elif "reduce" in str(func) or func.namespace != "c10d":
             raise _Untold(f"{func} is not replayed")
@@ -185,6 +186,8 @@ class Tape(TorchDispatchMode):
         """What an operation was given: of tensors their places; a generator stays torch's own one."""
         if isinstance(each, Tensor):
             return self._seen(each)
+        if isinstance(each, torch.ScriptObject):
+            raise _Untold(f"it computes with a {each._type()}")
         if isinstance(each, torch.layout | torch.memory_format):
             return Constant(str(each).removeprefix("torch."))
         if isinstance(each, torch.Generator):
