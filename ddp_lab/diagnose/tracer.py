@@ -129,8 +129,10 @@ class Tracer:
                 _wrap(torch.distributed, name, self._exchange)
 
     def _forward(self, call: Callable[..., Any], module: nn.Module, words: Any, named: Any) -> Any:
-        is_training = torch.is_grad_enabled() and module.training
         self._root, self._wrapped, self._buffer_digests = module, getattr(module, "module", None), {}
+        # Lightning brings only the wrapped model back into training mode after an evaluation, not DDP around it.
+        in_training = module.training or (isinstance(self._wrapped, nn.Module) and self._wrapped.training)
+        is_training = torch.is_grad_enabled() and in_training
         try:
             if not is_training:
                 self._is_evaluating = True

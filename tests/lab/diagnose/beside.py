@@ -1,10 +1,10 @@
 """Two other tools on the scripts with known bugs, each in an environment of its own.
 
-python -m tests.lab.diagnose.beside guardtower --bin DIR     audits the first step of each script, and of its clean twin
-python -m tests.lab.diagnose.beside traincheck --bin DIR     learns from the clean twin, then checks the script
+python -m tests.lab.diagnose.beside guardtower     audits the first step of each script, and of its clean twin
+python -m tests.lab.diagnose.beside traincheck     learns from the clean twin, then checks the script
 
-DIR is the `bin` of an environment that has the tool and torch. Both are given their best: guardtower the script's own
-model, optimizer and loss; TrainCheck the clean twin as the good run that it learns from, and that twin once more, so
+Run it by the Python of an environment that has the tool and torch. Both are given their best: guardtower the script's
+own model, optimizer and loss; TrainCheck the clean twin as the good run that it learns from, and that twin again, so
 that what it says of a good run is not counted. Scripts run on two ranks; what shows after a resume only is left out.
 Writes one JSON line for each script.
 """
@@ -15,11 +15,13 @@ import argparse
 import ast
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from ddp_core.distributed.world import free_port
@@ -51,7 +53,7 @@ class _AuditFirstLoss(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def guardtower(name: str, folder: Path, bin_folder: Path) -> dict[str, object]:
+def guardtower(name: str, folder: Path) -> dict[str, object]:
     """What guardtower says of the script, and of its twin."""
     tree = ast.fix_missing_locations(_AuditFirstLoss().visit(ast.parse((FIXTURES / f"{name}.py").read_text())))
     lines = ast.unparse(tree).splitlines()
@@ -59,14 +61,40 @@ def guardtower(name: str, folder: Path, bin_folder: Path) -> dict[str, object]:
     (folder / "audited.py").write_text("\n".join([*lines[:at], _AUDIT, *lines[at:]]))
     found: dict[str, object] = {}
     for kind, words in (("bug", []), ("twin", ["--mended"])):
-        output = run(folder, bin_folder / "torchrun", *torchrun(), "audited.py", *words)
+        port = free_port()
+        for pid in [fork(folder, rank, port, words) for rank in range(2)]:
+            os.waitpid(pid, 0)
+        output = (folder / "0.log").read_text()
         said = [line for line in output.splitlines() if line.startswith("audit: ")]
         found[kind] = json.loads(said[0].removeprefix("audit: ")) if said else f"it has not run: {output[-300:]}"
     return found
 
 
-def traincheck(name: str, folder: Path, bin_folder: Path) -> dict[str, object]:
+def fork(folder: Path, rank: int, port: int, words: list[str]) -> int:
+    """Run audited.py as one of two ranks in a fork, which has torch already; the process's number."""
+    import guardtower  # noqa: F401
+    import torch
+
+    if pid := os.fork():
+        return pid
+    log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = ["audited.py", *words]
+    torch.set_num_threads(1)
+    try:
+        runpy.run_path(str(folder / "audited.py"), run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def traincheck(name: str, folder: Path) -> dict[str, object]:
     """How many invariants of the twin the script breaks, and how many another run of the twin."""
+    bin_folder = Path(sys.executable).parent
     shutil.copy(FIXTURES / f"{name}.py", folder)
     for kind, words in (("good", "--mended"), ("twin", "--mended"), ("bug", "")):
         (folder / f"{kind}.sh").write_text(f"{bin_folder}/torchrun {' '.join(torchrun())} {name}.py {words}\n")
@@ -114,14 +142,13 @@ def main() -> None:
     """Run a tool on each script, or on those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=("guardtower", "traincheck"))
-    parser.add_argument("--bin", type=Path, required=True)
     parser.add_argument("names", nargs="*", default=[name for name, case in CASES.items() if not case.resumes])
     options = parser.parse_args()
     for name in options.names:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             tool = guardtower if options.tool == "guardtower" else traincheck
-            found = tool(name, Path(folder), options.bin.absolute())
+            found = tool(name, Path(folder))
         print(json.dumps({"script": name, "seconds": round(time.monotonic() - began)} | found), flush=True)
 
 

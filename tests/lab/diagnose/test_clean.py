@@ -13,14 +13,15 @@ from tests.lab.diagnose.test_fixtures import diagnose
 
 
 class Clean(NamedTuple):
-    """The script's arguments, and names by design of which one at least must be found: it was looked at."""
+    """The script's arguments, and what must be found by design, since it was looked at."""
 
     words: tuple[str, ...]
     by_design: str
+    ranks: str = "1,2,3"
 
 
 SCRIPTS = {
-    "imagenet": Clean(("--world-size", "{ranks}"), "order-depends-on-ranks"),
+    "imagenet": Clean(("--world-size", "{ranks}"), "order-depends-on-ranks", "1,3"),
     "nanogpt": Clean((), "order-depends-on-ranks"),
     "with_lightning": Clean(("--devices", "{ranks}"), "batch-grows"),
     "with_accelerate": Clean((), "batch-grows"),
@@ -30,8 +31,8 @@ SCRIPTS = {
 
 def check(name: str, folder: Path) -> None:
     shutil.copy(CLEAN / f"{name}.py", folder)
-    words, by_design = SCRIPTS[name]
-    ended, told = diagnose(folder, "--", f"{name}.py", *words)
+    words, by_design, ranks = SCRIPTS[name]
+    ended, told = diagnose(folder, "--ranks", ranks, "--", f"{name}.py", *words)
     found = {each["name"]: each for each in told["findings"]}
     assert [each for each in found.values() if each["severity"] == "bug"] == [], ended.output
     assert (ended.code, told["notes"]) == (0, []), ended.output
