@@ -26,7 +26,18 @@ from torch import Tensor
 from ddp_core.base.errors import UserError
 from ddp_lab.diagnose.findings import Finding
 from ddp_lab.diagnose.recorder import digest
-from ddp_lab.diagnose.tape import Constant, Content, Entry, Operation, Place, Reduction, StepMade, mapped, read_tape
+from ddp_lab.diagnose.tape import (
+    Constant,
+    Content,
+    Entry,
+    Operation,
+    Place,
+    Reduction,
+    StepMade,
+    Whole,
+    mapped,
+    read_tape,
+)
 from ddp_lab.diagnose.trace import Run
 
 MOST_ORDERS = 5
@@ -72,14 +83,13 @@ def remaining(run: Run) -> Finding:
     files = [run.folder / f"{rank.rank}.tape" for rank in run.ranks]
     if not all(file.exists() for file in files):
         raise UserError("it has ended before its steps were made")
-    tapes = [read_tape(file) for file in files]
-    if problem := next((problem for problem, _ in tapes if problem), ""):
-        raise UserError(problem)
-    entries = [each for _, each in tapes]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the script's processes
     try:
-        return _answer(entries)
+        tapes = [read_tape(file) for file in files]
+        if problem := next((problem for problem, _ in tapes if problem), ""):
+            raise UserError(problem)
+        return _answer([entries for _, entries in tapes])
     except UserError:
         raise
     except Exception as error:  # the operations are other people's, and may fail in any way without their program
@@ -216,6 +226,8 @@ class _Rank:
     def _given_as(self, each: Any) -> Any:
         if isinstance(each, Place):
             return self.at(each)
+        if isinstance(each, Whole):
+            return self._storages[each.storage]
         return getattr(torch, each.name) if isinstance(each, Constant) else each
 
 
@@ -328,7 +340,7 @@ def _storages(entry: Entry) -> Iterator[int]:
         tree: Any = [entry.given, entry.made]
     else:
         tree = list(entry.places.values()) if isinstance(entry, StepMade) else entry.places
-    yield from (each.storage for each in _leaves(tree) if isinstance(each, Place))
+    yield from (each.storage for each in _leaves(tree) if isinstance(each, Place | Whole))
 
 
 def _leaves(tree: Any) -> list[Any]:

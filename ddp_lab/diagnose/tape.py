@@ -36,6 +36,12 @@ class Place(NamedTuple):
     offset: int
 
 
+class Whole(NamedTuple):
+    """A storage that an operation is given as such, as when a tensor is copied deeply: its number."""
+
+    storage: int
+
+
 class Constant(NamedTuple):
     """A layout or a memory format, by its name in torch."""
 
@@ -186,8 +192,10 @@ class Tape(TorchDispatchMode):
         """What an operation was given: of tensors their places; a generator stays torch's own one."""
         if isinstance(each, Tensor):
             return self._seen(each)
-        if isinstance(each, torch.ScriptObject):
-            raise _Untold(f"it computes with a {each._type()}")
+        if isinstance(each, torch.UntypedStorage):
+            return Whole(self._seen(torch.empty(0, dtype=torch.uint8).set_(each)).storage)
+        if isinstance(each, torch.ScriptObject | torch.TypedStorage):
+            raise _Untold(f"it computes with a {type(each).__name__}")
         if isinstance(each, torch.layout | torch.memory_format):
             return Constant(str(each).removeprefix("torch."))
         if isinstance(each, torch.Generator):
@@ -226,10 +234,10 @@ class _Untold(Exception):
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree of tuples, lists and dicts with the function's result in the place of each leaf; a Place is a leaf."""
+    """The tree of tuples, lists and dicts with the function's result in the place of each leaf, such as a Place."""
     if isinstance(tree, dict):
         return {key: mapped(function, each) for key, each in tree.items()}
-    if isinstance(tree, list | tuple) and not isinstance(tree, Place | Constant | torch.Size):
+    if isinstance(tree, list | tuple) and not isinstance(tree, Place | Whole | Constant | torch.Size):
         parts = [mapped(function, each) for each in tree]
         return parts if isinstance(tree, list) else tuple(parts)
     return function(tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_every_order_of_four_is_tried() -> None:
 
 
 def test_a_training_is_made_again_to_the_last_bit(tmp_path: Path) -> None:
-    """Dropout, views, in-place operations, a fused loss, momentum; batches are made while the tape is paused."""
+    """Dropout, views, in-place operations, deep copies, momentum; batches are made while the tape is paused."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten())
     model = nn.Sequential(model, nn.Linear(64, 3))
@@ -89,6 +90,7 @@ def test_a_training_is_made_again_to_the_last_bit(tmp_path: Path) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            copy.deepcopy(optimizer.state_dict())
             with tape.paused():
                 digests = {name: digest(each) for name, each in model.named_parameters()}
             tape.step(dict(model.named_parameters()), digests)
