@@ -93,7 +93,7 @@ class Tape(TorchDispatchMode):
     """Writes down what this process does in some optimizer steps; `problem` says why it cannot, where it cannot."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.problem = ""
         self._steps_left = steps
         self._process = os.getpid()
@@ -109,7 +109,7 @@ class Tape(TorchDispatchMode):
         """Begin with the next operation, if that has not been done."""
         if not self._is_running and self._steps_left:
             self._is_running = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -226,7 +226,7 @@ class Tape(TorchDispatchMode):
         key = StorageWeakRef(tensor.untyped_storage())
         is_new = key not in self._numbers
         number = self._numbers.setdefault(key, len(self._numbers))
-        return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()), is_new
+        return Place(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())), is_new
 
 
 class _Untold(Exception):

@@ -220,7 +220,7 @@ class Tracer:
             self._scaler = scaler.state_dict() or None
             return step(scaler, *words, **named)
 
-        torch.amp.GradScaler.step = traced  # type: ignore[method-assign]
+        torch.amp.GradScaler.step = traced  # type: ignore[assignment,method-assign]
 
     def _watch_schedule(self, kind: Any) -> None:
         step = kind.step

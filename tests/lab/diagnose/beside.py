@@ -97,7 +97,8 @@ def traincheck(name: str, folder: Path) -> dict[str, object]:
     bin_folder = Path(sys.executable).parent
     shutil.copy(FIXTURES / f"{name}.py", folder)
     for kind, words in (("good", "--mended"), ("twin", "--mended"), ("bug", "")):
-        (folder / f"{kind}.sh").write_text(f"{bin_folder}/torchrun {' '.join(torchrun())} {name}.py {words}\n")
+        launch = f"{sys.executable} -m torch.distributed.run {' '.join(torchrun())}"
+        (folder / f"{kind}.sh").write_text(f"{launch} {name}.py {words}\n")
         collect = ("--pyscript", f"{name}.py", "--shscript", f"{kind}.sh", "--models-to-track", "model")
         output = run(folder, bin_folder / "traincheck-collect", *collect, "--output-dir", kind)
         if not list((folder / kind).glob("*trace*")):
@@ -106,10 +107,23 @@ def traincheck(name: str, folder: Path) -> dict[str, object]:
     if not (folder / "invariants.json").exists():
         return {"problem": f"no invariants: {output[-300:]}"}
     found: dict[str, object] = {"invariants": len((folder / "invariants.json").read_text().splitlines())}
+    broken: dict[str, set[str]] = {}
     for kind in ("twin", "bug"):
         output = run(folder, bin_folder / "traincheck-check", "-f", kind, "-i", "invariants.json", "-o", f"said-{kind}")
-        failed = [line for file in (folder / f"said-{kind}").rglob("failed*") for line in file.read_text().splitlines()]
-        found[kind] = len(failed) or output.splitlines()[-3:]
+        if "Total failed invariants" not in output:
+            return found | {"problem": f"{kind} was not checked: {output[-300:]}"}
+        broken[kind] = {each for file in folder.glob(f"said-{kind}/**/failed*") for each in invariants(file)}
+        found[kind] = len(broken[kind])
+    return found | {"only broken with the bug": sorted(broken["bug"] - broken["twin"])}
+
+
+def invariants(file: Path) -> list[str]:
+    """The invariants of a file of traincheck-check: JSON documents, one after the other."""
+    text, found = file.read_text(), []
+    while text := text.lstrip():
+        told, end = json.JSONDecoder().raw_decode(text)
+        found.append(json.dumps([told["invariant"]["relation"], told["invariant"]["params"]], sort_keys=True))
+        text = text[end:]
     return found
 
 
