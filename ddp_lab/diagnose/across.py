@@ -51,6 +51,7 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 def with_ranks(one: Run, run: Run) -> Iterator[Finding]:
     """What a run on more ranks does otherwise than the run on one."""
     yield from _step_grows(one, run)
+    yield from _unlike_reductions(one, run)
     yield from _schedule(one, run)
     yield from _batch(one, run)
     yield from _epoch(one, run)
@@ -76,6 +77,26 @@ def _step_grows(one: Run, run: Run) -> Iterator[Finding]:
             yield Finding("step-grows-with-ranks", evidence, run.world, run.ranks[0].steps[0].event["site"])
 
 
+def _unlike_reductions(one: Run, run: Run) -> Iterator[Finding]:
+    """Parameters of one model whose gradients ranks reduce by other factors, where one rank uses them all alike."""
+    if one.is_sharded or run.is_sharded:
+        return
+    alone, together = reduction_factors([one.ranks[0].steps[0]]), reduction_factors(next(run.by_step()))
+    ratios = {name: many / single for name, many in together.items() if many and (single := alone.get(name))}
+    if not ratios:
+        return
+    usual = median(ratios.values())
+    name = max(ratios, key=lambda each: abs(ratios[each] - usual))
+    # Another factor that is not near a whole one, such as that of a clipped gradient, has other reasons.
+    factor = ratios[name] / usual
+    if abs(factor - 1) > CLEAR and min(abs(factor / run.world - 1), abs(factor * run.world - 1)) < CLEAR:
+        evidence = (
+            f"step 1: the optimizer's gradient of {name} is {ratios[name]:.3g} times the mean of the ranks' own ones, "
+            f"that of most parameters {usual:.3g} times"
+        )
+        yield Finding("reduced-unlike", evidence, run.world, run.ranks[0].steps[0].event["site"])
+
+
 def _whole_weight(at: Sequence[Step]) -> tuple[float, int] | None:
     """What the elements of a loss weigh together in the gradient that the optimizer uses, and how many they are."""
     factor = reduction_factor(at)
@@ -99,7 +120,19 @@ def reduction_factor(at: Sequence[Step]) -> float | None:
 
     None where it is no multiple of it, to one part in a hundred, or where the own gradients are unknown.
     """
-    factors: list[float] = []
+    factors = list(reduction_factors(at).values())
+    if not factors or None in factors:
+        return None
+    known = [each for each in factors if each is not None]
+    return median(known) if max(known) - min(known) <= CLEAR * abs(median(known)) else None
+
+
+def reduction_factors(at: Sequence[Step]) -> dict[str, float | None]:
+    """By parameter, the multiple that `reduction_factor` speaks of; None for one that is no multiple.
+
+    Parameters are left out whose own gradients are unknown or zero.
+    """
+    factors: dict[str, float | None] = {}
     for name, found in at[0].gradients.items():
         owns = [step.gradients.get(name, {}).get("own") for step in at]
         reduced = found["reduced"]
@@ -111,12 +144,8 @@ def reduction_factor(at: Sequence[Step]) -> float | None:
             continue
         factor = sum(one * other for one, other in zip(mean, reduced, strict=True)) / square
         rest = sum((factor * one - other) ** 2 for one, other in zip(mean, reduced, strict=True))
-        if rest > (CLEAR / 2) ** 2 * factor * factor * square:
-            return None
-        factors.append(factor)
-    if not factors or max(factors) - min(factors) > CLEAR * abs(median(factors)):
-        return None
-    return median(factors)
+        factors[name] = factor if rest <= (CLEAR / 2) ** 2 * factor * factor * square else None
+    return factors
 
 
 def _schedule(one: Run, run: Run) -> Iterator[Finding]:
@@ -126,14 +155,31 @@ def _schedule(one: Run, run: Run) -> Iterator[Finding]:
     if all(counts) and set(counts[0]) == {1} and set(counts[1]) == {run.world}:
         event = run.ranks[0].steps[1].schedules[0]
         evidence = f"between steps 1 and 2 {event['kind']} moves {run.world} times on {run.world} ranks, once on one"
-        yield Finding("schedule-steps-with-ranks", evidence, run.world, event["site"])
+        name = "schedule-counts-samples" if _follows_samples(one, run) else "schedule-steps-with-ranks"
+        yield Finding(name, evidence, run.world, event["site"])
         return
     for step, other in zip(one.ranks[0].steps, run.ranks[0].steps, strict=False):
         here, there = step.event["rates"], other.event["rates"]
-        if len(here) == len(there) and any(abs(a - b) > CLEAR * abs(a) for a, b in zip(here, there, strict=True)):
+        if len(here) == len(there) and not _alike(here, there):
             evidence = f"step {step.number}: {here} on one rank, {there} on {run.world}"
             yield Finding("rate-depends-on-ranks", evidence, run.world, other.event["site"])
             return
+
+
+def _follows_samples(one: Run, run: Run) -> bool:
+    """Whether the rate is a function of the samples trained: a step of W ranks is one of W steps on one rank."""
+    alone, together = one.ranks[0].steps, list(run.by_step())
+    counts = len(alone[0].samples), sum(len(step.samples) for step in together[0])
+    if counts[1] != run.world * counts[0]:
+        return False
+    pairs = list(zip(alone[:: run.world], (at[0] for at in together), strict=False))[1:]
+    rates = [(step.event["rates"], other.event["rates"]) for step, other in pairs]
+    return bool(rates) and all(_alike(*each) for each in rates)
+
+
+def _alike(rates: Sequence[float], others: Sequence[float]) -> bool:
+    pairs = zip(rates, others, strict=False)
+    return len(rates) == len(others) and all(abs(a - b) <= CLEAR * abs(a) for a, b in pairs)
 
 
 def _batch(one: Run, run: Run) -> Iterator[Finding]:

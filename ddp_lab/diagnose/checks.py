@@ -20,7 +20,7 @@ _FEWEST_SAMPLES = 4
 
 def of_run(run: Run) -> list[Finding]:
     """All findings of a run on two ranks or more."""
-    found = [*samples_of(run), *same_dropout(run), *unlike_weights(run), *rates(run)]
+    found = [*samples_of(run), *evaluations(run), *same_dropout(run), *unlike_weights(run), *rates(run)]
     if run.is_sharded:
         return [*found, Finding("sharded", "parameters are DTensors: each rank holds its part", run.world)]
     differing = list(weights_and_gradients(run))
@@ -159,6 +159,21 @@ def _same_order(run: Run, passes: Sequence[Pass]) -> Iterator[Finding]:
     if seen >= _FEWEST_SAMPLES and first[:seen] == second[:seen]:
         evidence = f"rank 0: epochs 1 and 2 begin with the same {seen} samples: {', '.join(map(str, first[:4]))}, …"
         yield Finding("same-order-each-epoch", evidence, run.world, passes[1].begin["site"])
+
+
+def evaluations(run: Run) -> Iterator[Finding]:
+    """An evaluation of which each rank has a share, and after which the ranks exchange no figures."""
+    for passes in zip(*(rank.evaluated_passes() for rank in run.ranks), strict=False):
+        if any(each.is_put_together or not each.is_complete for each in passes):
+            continue
+        ids = [each.ids for each in passes]
+        seen = [sorted(each.rows) for each in passes] if None in ids else [sorted(each) for each in ids if each]
+        if all(seen) and any(each != seen[0] for each in seen):
+            counts = ", ".join(str(len(each)) for each in seen)
+            evidence = f"ranks evaluate {counts} samples, not the same ones, and then exchange no figure"
+            where = (passes[0].evaluation or {}).get("site")
+            yield Finding("evaluates-a-share", evidence, run.world, where)
+            return
 
 
 def unlike_weights(run: Run) -> Iterator[Finding]:

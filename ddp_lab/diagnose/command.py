@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from ddp_lab.diagnose.trace import Run
 from ddp_lab.options import Parser
 
 FORMAT = "ddp-diagnose/1"
+TAPED_STEPS = 2
+"""So many steps are replayed in one process: the second shows that it goes on from the first one's weights."""
 FOUND = 1
 """The exit code where a bug was found."""
 _EPILOG = f"""what it does:
@@ -140,12 +142,33 @@ def _diagnose(runner: Runner, options: argparse.Namespace) -> tuple[list[Finding
         for ranks, run in runs.items():
             if ranks > 1:
                 found += across.with_ranks(runs[1], run)
+    if not any(each.kind.is_bug for each in found):
+        try:
+            found += _remaining(runner, runs)
+        except UserError as error:
+            notes.append(f"what remains was not looked at: {error}")
     if options.resume_args is not None:
         try:
             found += _after_resume(runner, min(runs), options, repeatable)
         except UserError as error:
             notes.append(f"the resume was not looked at: {error}")
     return by_harm(found), notes
+
+
+def _remaining(runner: Runner, runs: Mapping[int, Run]) -> list[Finding]:
+    """What makes a run without a bug another than one process makes of it: by a replay of the most ranks.
+
+    Raises UserError where it cannot be replayed.
+    """
+    ranks = max(runs)
+    run = runs[ranks]
+    if ranks == 1 or run.is_sharded or run.problem:
+        return []
+    print(f"running {in_words(ranks)} again, to replay them in one process …", flush=True)
+    taped = runner.run(ranks, min(TAPED_STEPS, len(run.ranks[0].steps)), tape=True)
+    from ddp_lab.diagnose.replay import remaining
+
+    return [remaining(taped)]
 
 
 def _after_resume(runner: Runner, ranks: int, options: argparse.Namespace, repeatable: bool) -> list[Finding]:

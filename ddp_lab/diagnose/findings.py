@@ -51,6 +51,11 @@ KINDS: dict[str, Kind] = {
         "divide by the number of ranks exactly once: a sum over ranks needs it, DDP's mean has it already; and divide "
         "the loss by the micro-batches that a step has on this number of ranks",
     ),
+    "reduced-unlike": Kind(
+        "Some gradients are reduced otherwise than the rest",
+        True,
+        "reduce each parameter once, also one that has two names: model.parameters() has each once",
+    ),
     "unlike-weights": Kind(
         "Elements of one step's loss do not weigh the same",
         True,
@@ -81,13 +86,19 @@ KINDS: dict[str, Kind] = {
     "schedule-steps-with-ranks": Kind(
         "The schedule moves on once per rank instead of once per step",
         True,
-        "call the scheduler once per optimizer step; with Accelerate, step_scheduler_with_optimizer=False, or do not "
-        "prepare it",
+        "call the scheduler once per optimizer step; with Accelerate, give the schedule its length before the loader "
+        "is prepared, or step_scheduler_with_optimizer=False, or do not prepare it",
     ),
     "same-order-each-epoch": Kind(
         "Each epoch has the same order",
         True,
         "call sampler.set_epoch(epoch) before each epoch",
+    ),
+    "evaluates-a-share": Kind(
+        "Each rank evaluates its share, and nobody puts the shares together",
+        True,
+        "add up correct and counted samples over the ranks before dividing (all_reduce, Accelerate's "
+        "gather_for_metrics, Lightning's sync_dist=True), or let each rank evaluate all samples",
     ),
     "resume-weights": Kind(
         "After a resume the weights are others",
@@ -98,6 +109,11 @@ KINDS: dict[str, Kind] = {
         "After a resume the optimizer's state is another",
         True,
         "save and load optimizer.state_dict(), after the model is on its device and before the first step",
+    ),
+    "resume-scaler": Kind(
+        "After a resume the gradient scaler's state is another",
+        True,
+        "save and load scaler.state_dict(): else the scale starts anew, and steps are skipped that were not",
     ),
     "resume-rate": Kind(
         "After a resume the learning rate is another",
@@ -127,6 +143,11 @@ KINDS: dict[str, Kind] = {
     "rate-depends-on-ranks": Kind(
         "The learning rate depends on the number of ranks", False, "nothing, if the batch grows with the ranks"
     ),
+    "schedule-counts-samples": Kind(
+        "The schedule moves on once per rank and step: it counts samples",
+        False,
+        "nothing, if its length counts the batches that one rank alone would have, as Accelerate's prepare expects",
+    ),
     "batch-grows": Kind(
         "The batch of a step grows with the number of ranks",
         False,
@@ -150,6 +171,26 @@ KINDS: dict[str, Kind] = {
     ),
     "local-steps": Kind(
         "Ranks step alone, and their weights are made equal again later", False, "nothing, if that is local SGD"
+    ),
+    "other-sums": Kind(
+        "What ranks receive of an all-reduce is their sum in no order",
+        False,
+        "nothing, if the backend rounds or compresses on purpose",
+    ),
+    "remains-samples": Kind(
+        "What remains is which samples a step has",
+        False,
+        "nothing; a global batch of one size, cut alike on any number of ranks, makes the same bits on all",
+    ),
+    "remains-random-numbers": Kind(
+        "What remains are the random numbers of each rank",
+        False,
+        "nothing; keyed by step and micro-batch they are the same on any number of ranks",
+    ),
+    "remains-order-of-additions": Kind(
+        "What remains is the order of additions",
+        False,
+        "nothing; an exact reduction adds up in one order on any number of ranks",
     ),
     "sharded": Kind(
         "Ranks hold parts of the parameters", False, "nothing; gradients and weights of sharded models are not compared"

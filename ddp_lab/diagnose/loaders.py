@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import count
 from numbers import Integral
@@ -18,8 +19,10 @@ from ddp_lab.diagnose.recorder import Recorder, rows, site
 class Loaders:
     """The DataLoaders of this process, each with how often it was gone through."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, quiet: Callable[[], AbstractContextManager[None]]) -> None:
         self._recorder = recorder
+        self.quiet = quiet
+        """What a batch is made in."""
         self._numbers: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
         self._next_number = count()
         self._passes: Counter[int] = Counter()
@@ -27,6 +30,7 @@ class Loaders:
         self._latest: int | None = None
         self._batches: Counter[tuple[int, int]] = Counter()
         """By loader and pass, how many batches a model was trained on."""
+        self._evaluated: set[tuple[int, int]] = set()
         self._drawn: dict[int, list[Any]] = {}
         """By id of a sampler whose loader is just making its iterator, what that one will draw."""
 
@@ -41,7 +45,8 @@ class Loaders:
             index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             self._watch_sampler(index_sampler)
             drawn = self._drawn[id(index_sampler)] = []
-            batches = begin(loader)
+            with self.quiet():
+                batches = begin(loader)
             del self._drawn[id(index_sampler)]
             this_pass = self._passes[number]
             self._passes[number] += 1
@@ -80,6 +85,12 @@ class Loaders:
         """A model is trained on the latest batch."""
         if self._latest is not None:
             self._batches[self._latest, self._passes[self._latest] - 1] += 1
+
+    def evaluated(self) -> None:
+        """A model that is not trained was called on the latest batch."""
+        if self._latest is not None and (key := (self._latest, self._passes[self._latest] - 1)) not in self._evaluated:
+            self._evaluated.add(key)
+            self._recorder.write("evaluation", **{"loader": key[0], "pass": key[1], "site": site()})
 
     def second_pass_comes(self, steps: int, most: int) -> bool:
         """Whether a training loader is to be gone through a second time within so many steps, and was not yet."""
@@ -120,7 +131,8 @@ class _Batches:
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._inner)
+            with self._loaders.quiet():
+                batch = next(self._inner)
         except StopIteration:
             if not self._is_over:
                 self._is_over = True

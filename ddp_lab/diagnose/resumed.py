@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddp_lab.diagnose.across import first_difference
 from ddp_lab.diagnose.findings import Finding
-from ddp_lab.diagnose.trace import Run
+from ddp_lab.diagnose.trace import Event, Run
 
 
 def not_restored(straight: Run, stopped: Run, resumed: Run) -> Iterator[Finding]:
@@ -26,6 +26,10 @@ def not_restored(straight: Run, stopped: Run, resumed: Run) -> Iterator[Finding]
         yield Finding("resume-weights", f"{at}: {name} is another", world, found.event["site"])
     if "unknown" not in (states := (expected.event["state"], found.event["state"])) and states[0] != states[1]:
         yield Finding("resume-optimizer", f"{at}: the optimizer's state is another", world, found.event["site"])
+    scalers = expected.event.get("scaler"), found.event.get("scaler")
+    if scalers[0] != scalers[1]:
+        evidence = f"{at}: {_scaler(scalers[1])}; without a stop {_scaler(scalers[0])}"
+        yield Finding("resume-scaler", evidence, world, found.event["site"])
     for expected, found in pairs:
         rates = expected.event["rates"], found.event["rates"]
         if rates[0] != rates[1]:
@@ -44,3 +48,9 @@ def not_restored(straight: Run, stopped: Run, resumed: Run) -> Iterator[Finding]
             if forward["generators"][name] != other["generators"].get(name):
                 yield Finding("resume-generators", f"{at}: forward draws from {name}, which stands elsewhere", world)
                 return
+
+
+def _scaler(state: Event | None) -> str:
+    if state is None:
+        return "no scaler has made it"
+    return f"the scale is {state['scale']:g}, {state['_growth_tracker']} steps after its last change"

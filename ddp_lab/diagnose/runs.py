@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.world import free_port
 from ddp_lab.diagnose.trace import Run, read_run
-from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, UNTIL
+from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, TAPE, UNTIL
 
 RANKS_WORD = "{ranks}"
 """Stands in the script's arguments for the number of ranks: then the script starts them itself."""
@@ -55,19 +55,45 @@ class Runner:
         self._deadline = deadline
         self._copies = 0
         self._runs = 0
+        self._large: dict[Path, Path] = {}
+        """By file that is too large for a copy in each run, the one copy that all runs read."""
 
     def folder(self) -> Path:
         """A new copy of the folder that the script is started in."""
         self._copies += 1
         target = self._scratch / f"folder-{self._copies}"
-        _copy(self._script.folder, target)
+        _copy(self._script.folder, target, self._one_copy)
         return target
 
-    def run(self, ranks: int, steps: int, until: str = "", folder: Path | None = None, more: Sequence[str] = ()) -> Run:
+    def _one_copy(self, file: Path) -> Path:
+        """The one copy of a large file, which is for reading alone. Raises UserError (4) where the disk has no room."""
+        if (copy := self._large.get(file)) is not None:
+            return copy
+        size, free = file.stat().st_size, shutil.disk_usage(self._scratch).free
+        if 2 * size > free:
+            raise UserError(
+                f"{file} has {size >> 20} MiB, and {self._scratch.parent} only {free >> 20} MiB free for a copy of it: "
+                "move it out of the folder that the script is started in, and give the script its absolute path",
+                ExitCode.RESOURCES,
+            )
+        copy = self._large[file] = self._scratch / f"large-{len(self._large)}"
+        shutil.copy2(file, copy)
+        copy.chmod(0o444)
+        return copy
+
+    def run(
+        self,
+        ranks: int,
+        steps: int,
+        until: str = "",
+        folder: Path | None = None,
+        more: Sequence[str] = (),
+        tape: bool = False,
+    ) -> Run:
         """The trace of `ranks` ranks over `steps` optimizer steps, and on to a second `epoch` or until it has `saved`.
 
-        `folder` is that of an earlier run that is to be continued, with `more` arguments. Raises UserError where no
-        rank has made a step.
+        `folder` is that of an earlier run that is to be continued, with `more` arguments. With `tape` every operation
+        is written down, too, for a replay. Raises UserError where no rank has made a step.
         """
         work = folder or self.folder()
         self._runs += 1
@@ -81,6 +107,7 @@ class Runner:
         everywhere = {
             **{FOLDER: str(traces), ROOTS: os.pathsep.join((str(work), str(file.parent)))},
             **{STEPS: str(steps), UNTIL: until, PARENT: str(os.getpid())},
+            TAPE: str(steps) if tape else "",
             **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             # Compiled code calls no hooks; and what it computes is not what is asked for here.
             **{"TORCHDYNAMO_DISABLE": "1", "ACCELERATE_USE_CPU": "true", "TORCH_CPP_LOG_LEVEL": "ERROR"},
@@ -166,8 +193,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a folder; of large files a link, so that only what is small is there twice. Raises UserError (4)."""
+def _copy(source: Path, target: Path, one_copy: Callable[[Path], Path]) -> None:
+    """Copy a folder; of a large file a link to the one copy that `one_copy` gives. Raises UserError (4)."""
     files, size = 0, 0
     target.mkdir()
     for here, folders, names in os.walk(source):
@@ -181,7 +208,7 @@ def _copy(source: Path, target: Path) -> None:
             copy = target / file.relative_to(source)
             files, bytes_here = files + 1, file.stat().st_size
             if bytes_here > _LARGEST_COPIED:
-                copy.symlink_to(file.resolve())
+                copy.symlink_to(one_copy(file))
                 continue
             size += bytes_here
             if files > _MOST_FILES or size > _MOST_BYTES:

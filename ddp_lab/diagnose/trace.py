@@ -51,6 +51,10 @@ class Pass:
     batches: list[Event] = field(default_factory=list)
     is_trained_on: bool = False
     is_complete: bool = False
+    evaluation: Event | None = None
+    """The first call of a model that was not trained on it."""
+    is_put_together: bool = False
+    """Whether ranks have exchanged figures between its evaluation and the next training."""
 
     @property
     def ids(self) -> list[int] | None:
@@ -88,12 +92,19 @@ class Rank:
         most = max(trained, key=lambda each: len(each.batches)).begin["loader"]
         return [each for each in trained if each.begin["loader"] == most]
 
+    def evaluated_passes(self) -> list[Pass]:
+        """The passes of loaders that no model was trained on, but called on, in their order."""
+        trained = {each.begin["loader"] for each in self.passes if each.is_trained_on}
+        return [each for each in self.passes if each.evaluation is not None and each.begin["loader"] not in trained]
+
 
 @dataclass
 class Run:
     """What all ranks of one start of the script have done."""
 
     ranks: list[Rank]
+    folder: Path | None = None
+    """Where its processes have written their traces."""
     problem: str = ""
     """Why it has not come to its end, in one line; empty where it has."""
 
@@ -138,7 +149,7 @@ def read_run(folder: Path, problem: str = "") -> Run:
             )
         if rank.steps:
             ranks[rank.rank] = rank
-    return Run([ranks[number] for number in sorted(ranks)], problem)
+    return Run([ranks[number] for number in sorted(ranks)], folder, problem)
 
 
 def _events(file: Path) -> Iterator[Event]:
@@ -152,6 +163,7 @@ def _rank(events: Iterator[Event]) -> Rank:
     rank = Rank(0)
     kept: dict[str, list[Event]] = {name: [] for name in _STEP_EVENTS}
     latest: Pass | None = None
+    evaluated: list[Pass] = []
     for event in events:
         kind = event["event"]
         if kind == "step":
@@ -173,8 +185,16 @@ def _rank(events: Iterator[Event]) -> Rank:
                 latest.is_complete = True
             else:
                 latest.batches.append(event)
-        elif kind == "forward" and latest is not None:
-            latest.is_trained_on = True
+        elif kind == "evaluation" and rank.steps:  # one before the first step only tries whether it runs
+            evaluated.append(_pass_of(rank.passes, event))
+            evaluated[-1].evaluation = event
+        elif kind == "exchange":
+            for each in evaluated:
+                each.is_put_together = True
+        elif kind == "forward":
+            evaluated.clear()
+            if latest is not None:
+                latest.is_trained_on = True
     return rank
 
 

@@ -7,6 +7,8 @@ The events, in the order in which they happen; all but `step` tell of what has h
     batch     it has handed out a batch: the samples' indices, and digests of their content
     end       it has handed out its last batch
     forward   a model with trainable parameters was called: its samples, the generators, buffers, DDP's flag
+    evaluation  a model was called that is not trained, on a loader's batch: once in each pass
+    exchange  after an evaluation, ranks have put their figures together
     loss      a backward pass has reached a loss function (`loss_weights`)
     backward  a backward pass begins
     clip      gradients are about to be clipped
@@ -23,9 +25,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,41 +41,59 @@ from ddp_core.base.process import die_with_parent
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
-from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, UNTIL
+from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, TAPE, UNTIL
+
+if TYPE_CHECKING:
+    from ddp_lab.diagnose.tape import Tape
 
 LONGER = 6
 """For a second epoch, or for a checkpoint, so many times the steps are seen at most."""
 _WAIT_SECONDS = 10.0
+_EXCHANGES = (
+    *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_to_all", "all_to_all_single"),
+    *("all_gather_object", "gather_object"),
+)
+"""Functions of torch.distributed by which figures of all ranks come together."""
 
 
 def install() -> None:
     """Hook into torch, which was just loaded."""
     if os.environ.get(PARENT) == str(os.getppid()):
         die_with_parent()
-    Tracer(Recorder(Path(os.environ[FOLDER])), int(os.environ[STEPS]), os.environ.get(UNTIL, "")).install()
+    tape = None
+    if os.environ.get(TAPE):
+        from ddp_lab.diagnose.tape import Tape
+
+        tape = Tape(int(os.environ[TAPE]))
+    Tracer(Recorder(Path(os.environ[FOLDER])), int(os.environ[STEPS]), os.environ.get(UNTIL, ""), tape).install()
 
 
 class Tracer:
     """What is known of this process between two optimizer steps."""
 
-    def __init__(self, recorder: Recorder, steps: int, until: str) -> None:
+    def __init__(self, recorder: Recorder, steps: int, until: str, tape: Tape | None = None) -> None:
         self._recorder = recorder
+        self._tape = tape
         self._wanted = steps
         self._until = until
         self._losses = LossWeights(recorder)
         self._steps = 0
         self._is_saved = False
         self._names: dict[int, str] = {}
+        self._hooked: set[int] = set()
         self._own: dict[int, Tensor] = {}
         self._kept: set[int] = set()
         self._unclipped: dict[int, Tensor] = {}
         self._gradients: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, str] = {}
+        self._before: dict[int, str] = {}
+        """By parameter, its digest before the step: a closure's forward may yet give it its name."""
         self._state = ""
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         self._is_in_schedule = False
-        self._loaders = Loaders(recorder)
+        self._is_evaluating = False
+        self._scaler: dict[str, Any] | None = None
+        self._loaders = Loaders(recorder, tape.paused if tape else nullcontext)
         self._root: nn.Module | None = None
         self._wrapped: nn.Module | None = None
         self._buffer_digests: dict[str, str] = {}
@@ -102,15 +123,26 @@ class Tracer:
             if "step" in vars(kind):
                 self._watch_schedule(kind)
         _wrap(torch, "save", self._save)
+        self._watch_scaler()
+        if torch.distributed.is_available():
+            for name in _EXCHANGES:
+                _wrap(torch.distributed, name, self._exchange)
 
     def _forward(self, call: Callable[..., Any], module: nn.Module, words: Any, named: Any) -> Any:
-        is_training = torch.is_grad_enabled() and module.training
         self._root, self._wrapped, self._buffer_digests = module, getattr(module, "module", None), {}
+        # Lightning brings only the wrapped model back into training mode after an evaluation, not DDP around it.
+        in_training = module.training or (isinstance(self._wrapped, nn.Module) and self._wrapped.training)
+        is_training = torch.is_grad_enabled() and in_training
         try:
             if not is_training:
+                self._is_evaluating = True
+                self._loaders.evaluated()
                 return call(module, *words, **named)
+            self._is_evaluating = False
             self._hook_parameters(module)
             before, sync = _generators(), getattr(module, "require_backward_grad_sync", None)
+            if self._tape is not None:
+                self._tape.begin()
             result = call(module, *words, **named)
             if not isinstance(self._wrapped, nn.Module):
                 self._note_buffers(module)
@@ -134,7 +166,8 @@ class Tracer:
 
     def _hook_parameters(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self._names and parameter.requires_grad:
+            if id(parameter) not in self._hooked and parameter.requires_grad:
+                self._hooked.add(id(parameter))
                 self._names[id(parameter)] = _plain(name)
                 if not hasattr(parameter, "to_local"):
                     parameter.register_hook(self._own_gradient(parameter))
@@ -173,6 +206,22 @@ class Tracer:
         )
         return function(given, *words, **named)
 
+    def _exchange(self, function: Callable[..., Any], *words: Any, **named: Any) -> Any:
+        if self._is_evaluating:
+            self._recorder.write("exchange")
+        return function(*words, **named)
+
+    def _watch_scaler(self) -> None:
+        """Note the state that a gradient scaler has when it lets an optimizer make its step."""
+        step = torch.amp.GradScaler.step
+
+        @wraps(step)
+        def traced(scaler: torch.amp.GradScaler, *words: Any, **named: Any) -> Any:
+            self._scaler = scaler.state_dict() or None
+            return step(scaler, *words, **named)
+
+        torch.amp.GradScaler.step = traced  # type: ignore[assignment,method-assign]
+
     def _watch_schedule(self, kind: Any) -> None:
         step = kind.step
 
@@ -204,9 +253,9 @@ class Tracer:
         self._stepping = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                # With a closure, the gradients come later.
+                # With a closure, forward and the gradients come later.
                 self._names.setdefault(id(parameter), f"a parameter of no model, number {len(self._names)}")
-        self._before = {name: digest(each) for name, each in self._parameters(optimizer)}
+        self._before = {id(each): digest(each) for _, each in self._parameters(optimizer)}
         self._state = _state_digest(optimizer)
         self._gradients = self._look_at_gradients(optimizer)
 
@@ -215,6 +264,10 @@ class Tracer:
             return
         self._stepping = None
         self._steps += 1
+        weights = dict(self._parameters(optimizer))
+        digests = {name: digest(each) for name, each in weights.items()}
+        if self._tape is not None:
+            self._tape.step(weights, digests)
         closure = len(words) > 1 or named.get("closure") is not None  # the first word is the optimizer itself
         rank, world, is_distributed = _place()
         self._recorder.write(
@@ -222,13 +275,15 @@ class Tracer:
             **{"step": self._steps, "rank": rank, "world": world, "distributed": is_distributed, "site": site()},
             **{"optimizer": self._optimizers.setdefault(optimizer, len(self._optimizers)), "state": self._state},
             gradients=self._look_at_gradients(optimizer) if closure else self._gradients,
-            weights_before=self._before,
-            weights={name: digest(each) for name, each in self._parameters(optimizer)},
+            weights_before={self._names[number]: found for number, found in self._before.items()},
+            weights=digests,
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            scaler=self._scaler,
             generators=_generators(),
             seed=torch.initial_seed(),
             sharded=any(hasattr(each, "to_local") for _, each in self._parameters(optimizer)),
         )
+        self._scaler = None
         self._own.clear()
         self._kept.clear()
         self._unclipped.clear()
@@ -270,6 +325,8 @@ class Tracer:
         self._recorder.write("stopped")
         rank, world, _ = _place()
         folder = Path(os.environ[FOLDER])
+        if self._tape is not None:
+            self._tape.write(folder / f"{rank}.tape")
         (folder / f"{rank}.stopped").touch()
         deadline = time.monotonic() + _WAIT_SECONDS
         while len(list(folder.glob("*.stopped"))) < world and time.monotonic() < deadline:

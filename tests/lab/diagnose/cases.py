@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ddp_lab.diagnose.findings import KINDS
 
 FIXTURES = Path(__file__).parent / "fixtures"
+CLEAN = Path(__file__).parent / "clean"
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "diagnose.md"
 BEGIN, END = "<!-- begin: python -m tests.lab.diagnose.cases -->", "<!-- end -->"
 
@@ -33,6 +34,7 @@ CASES = {
     "weights_of_each_rank": Case("weights-start-differently", ""),
     "clip_before_reduce": Case("clipped-before-reduction", "mindspore-lab/mindcv#603"),
     "sum_for_mean": Case("step-grows-with-ranks", "tensorflow/tensorflow#25806", "1,2,3"),
+    "tied_weight_reduced_twice": Case("reduced-unlike", "pytorch/pytorch#132027"),
     "divided_twice": Case("step-grows-with-ranks", "meta-pytorch/torchtune#2172"),
     "mean_of_means": Case("unlike-weights", "huggingface/transformers#34191"),
     "tokens_of_one_rank": Case("unlike-weights", "meta-pytorch/torchtune#1917"),
@@ -42,9 +44,11 @@ CASES = {
     "plateau_of_each_rank": Case("rates-differ", "lucidrains/DALLE-pytorch#268"),
     "schedule_once_per_rank": Case("schedule-steps-with-ranks", "huggingface/accelerate#2926"),
     "no_set_epoch": Case("same-order-each-epoch", "pytorch/pytorch#31771"),
+    "evaluates_one_share": Case("evaluates-a-share", "Lyken17/Efficient-PyTorch#24"),
     "order_of_a_set": Case("not-repeatable", "", "1"),
     "resume_without_generator": Case("resume-generators", "huggingface/transformers#11504", "1", True),
     "resume_at_the_epoch": Case("resume-samples", "allenai/allennlp#5220", "1", True),
+    "resume_without_scaler": Case("resume-scaler", "huggingface/transformers#11323", "1", True),
     "resume_without_optimizer": Case("resume-optimizer", "", "1", True),
 }
 
@@ -60,7 +64,7 @@ def between_marks() -> str:
         f"### {name}\n\n{kind.title}{'' if kind.is_bug else ' (by design)'}. Mend: {kind.mend}.\n"
         for name, kind in KINDS.items()
     ]
-    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows()])
+    return "\n".join([*sections, "## Scripts with known bugs", "", *_rows(), "", *_clean()])
 
 
 def write() -> None:
@@ -76,6 +80,19 @@ def _rows() -> list[str]:
         script = f"[{name}](../../tests/lab/diagnose/fixtures/{name}.py)"
         what = ast.get_docstring(ast.parse((FIXTURES / f"{name}.py").read_text()))
         lines.append(f"| {script} | {what} | {_link(case.reported)} | [{case.finding}](#{case.finding}) |")
+    return lines
+
+
+def _clean() -> list[str]:
+    lines = [
+        *("## Scripts without a bug", ""),
+        "Each of the above has a clean twin (`--mended`), in which no bug is found. Nor is one found in scripts after",
+        *("public examples, cut to small data:", "", "| script | after |", "|---|---|"),
+    ]
+    for file in sorted(CLEAN.glob("*.py")):
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+        link = f"[{file.stem}](../../tests/lab/diagnose/clean/{file.name})"
+        lines.append(f"| {link} | {first.removeprefix('After ')} |")
     return lines
 
 

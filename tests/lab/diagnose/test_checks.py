@@ -120,6 +120,22 @@ def test_a_sum_that_is_meant_may_grow_with_its_elements() -> None:
     assert names(across.with_ranks(alone, run(*ranks))) == ["batch-grows"]
 
 
+def test_a_parameter_that_is_reduced_otherwise_than_the_rest() -> None:
+    """The gradient of `tied` was summed twice over two ranks, those of the others once."""
+
+    def gradients(tied: float) -> dict[str, Any]:
+        return {
+            name: {"digest": "g1", "own": [1.0, 2.0], "reduced": [factor, 2 * factor]}
+            for name, factor in (("a", 2.0), ("b", 2.0), ("tied", tied))
+        }
+
+    once = {name: each | {"reduced": [1.0, 2.0]} for name, each in gradients(2.0).items()}
+    alone = run([step(gradients=once)])
+    for tied, expected in ((4.0, ["reduced-unlike"]), (2.0, [])):
+        ranks = [[step(rank=rank, world=2, gradients=gradients(tied))] for rank in range(2)]
+        assert [name for name in names(across.with_ranks(alone, run(*ranks))) if name != "batch-grows"] == expected
+
+
 def test_a_gradient_that_is_no_multiple_of_the_ranks_own_has_no_factor() -> None:
     reduced = {"w": {"digest": "g1", "own": [1.0, 2.0], "reduced": [2.0, 1.0]}}
     assert across.reduction_factor([step(gradients=reduced)]) is None
@@ -129,6 +145,18 @@ def test_a_schedule_that_moves_once_per_rank() -> None:
     move = {"site": "train.py:12", "kind": "LinearLR"}
     alone = run([step(), step(2, schedules=[move])])
     ranks = [[step(rank=rank, world=2), step(2, rank=rank, world=2, schedules=[move, move])] for rank in range(2)]
+    assert "schedule-steps-with-ranks" in names(across.with_ranks(alone, run(*ranks)))
+
+
+def test_a_schedule_that_counts_samples_is_by_design() -> None:
+    """Each rank has a batch as large as that of one alone, and two moves on two ranks are two steps on one."""
+    move = {"site": "train.py:12", "kind": "LinearLR"}
+    alone = run([step(number, schedules=[move] * (number > 1), rates=[1 / number]) for number in range(1, 5)])
+    ranks = [
+        [step(1, rank, 2, rates=[1.0]), step(2, rank, 2, schedules=[move, move], rates=[1 / 3])] for rank in range(2)
+    ]
+    assert "schedule-counts-samples" in names(across.with_ranks(alone, run(*ranks)))
+    ranks[0][1].event["rates"] = [1 / 5]
     assert "schedule-steps-with-ranks" in names(across.with_ranks(alone, run(*ranks)))
 
 
@@ -183,6 +211,35 @@ def test_what_a_resume_does_not_bring_back() -> None:
     found = list(not_restored(straight, stopped, run([changed])))
     assert names(found) == ["resume-weights", "resume-optimizer", "resume-rate", "resume-samples"]
     assert found[-1].evidence.endswith("has the samples of step 1")
+
+
+def test_a_scaler_that_a_resume_does_not_bring_back() -> None:
+    straight, stopped = run([step(), step(2, scaler={"scale": 2048.0, "_growth_tracker": 1})]), run([step()])
+    (found,) = not_restored(straight, stopped, run([step(2, scaler={"scale": 1024.0, "_growth_tracker": 0})]))
+    assert found.name == "resume-scaler"
+    assert "the scale is 1024, 0 steps after its last change; without a stop the scale is 2048" in found.evidence
+
+
+def evaluated(ids: Sequence[int], **changes: Any) -> Pass:
+    one = one_pass(ids, loader=1)
+    one.is_trained_on, one.evaluation = False, {"site": "train.py:20"}
+    for name, value in changes.items():
+        setattr(one, name, value)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        (evaluated([0, 2]), evaluated([1, 3]), ["evaluates-a-share"]),
+        (evaluated([0, 1]), evaluated([1, 0]), []),
+        (evaluated([0, 2], is_put_together=True), evaluated([1, 3], is_put_together=True), []),
+        (evaluated([0, 2], is_complete=False), evaluated([1, 3]), []),
+    ],
+)
+def test_an_evaluation_of_which_each_rank_has_a_share(first: Pass, second: Pass, found: list[str]) -> None:
+    passes = [[first], [second]]
+    assert names(checks.of_run(run([step(world=2)], [step(rank=1, world=2)], passes=passes))) == found
 
 
 def test_two_equal_runs_that_differ_are_a_bug_only_with_a_seed() -> None:

@@ -1,0 +1,65 @@
+"""Scripts after public examples, in which nothing is wrong: none is blamed, and each is seen to its second epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.lab.diagnose.cases import CLEAN
+from tests.lab.diagnose.test_fixtures import diagnose
+
+
+class Clean(NamedTuple):
+    """The script's arguments, and what must be found by design, since it was looked at."""
+
+    words: tuple[str, ...]
+    by_design: str
+    ranks: str = "1,2,3"
+
+
+SCRIPTS = {
+    "imagenet": Clean(("--world-size", "{ranks}"), "order-depends-on-ranks", "1,3"),
+    "nanogpt": Clean((), "order-depends-on-ranks"),
+    "with_lightning": Clean(("--devices", "{ranks}"), "batch-grows"),
+    "with_accelerate": Clean((), "batch-grows"),
+    "with_transformers": Clean((), "batch-grows"),
+}
+
+
+def check(name: str, folder: Path) -> None:
+    shutil.copy(CLEAN / f"{name}.py", folder)
+    words, by_design, ranks = SCRIPTS[name]
+    ended, told = diagnose(folder, "--ranks", ranks, "--", f"{name}.py", *words)
+    found = {each["name"]: each for each in told["findings"]}
+    assert [each for each in found.values() if each["severity"] == "bug"] == [], ended.output
+    assert (ended.code, told["notes"]) == (0, []), ended.output
+    assert by_design in found
+    assert any(name.startswith("remains-") for name in found), "it was replayed in one process"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["imagenet", "nanogpt"])
+def test_a_clean_script_is_not_blamed(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path)
+
+
+@pytest.mark.extras("lightning")
+def test_a_script_of_lightning_is_not_blamed(tmp_path: Path) -> None:
+    check("with_lightning", tmp_path)
+
+
+@pytest.mark.extras("accelerate")
+def test_a_script_of_accelerate_is_not_blamed(tmp_path: Path) -> None:
+    check("with_accelerate", tmp_path)
+
+
+@pytest.mark.extras("transformers", "accelerate")
+def test_a_script_of_transformers_is_not_blamed(tmp_path: Path) -> None:
+    check("with_transformers", tmp_path)
+
+
+def test_every_clean_script_is_tried() -> None:
+    assert {file.stem for file in CLEAN.glob("*.py")} == SCRIPTS.keys()
