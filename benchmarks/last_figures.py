@@ -216,7 +216,8 @@ def _guard(found: Any) -> str:
 def _chain(found: Any) -> str:
     return (
         f"of a step: {100 * found['share']:.2f} % of its time, {100 * found['cpu_share']:.2f} % of its processor time "
-        f"(goal: 1 %); {found['bytes_per_step']:.0f} bytes a step, and {found['sha256_seconds']:.2f} s for the SHA-256 "
+        f"(goal: 1 %), at a load of {found['load_average'][0]:.0f}; "
+        f"{found['bytes_per_step']:.0f} bytes a step, and {found['sha256_seconds']:.2f} s for the SHA-256 "
         "of a kept checkpoint"
     )
 

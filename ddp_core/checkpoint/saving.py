@@ -65,7 +65,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         at: At = lambda point: None,
     ) -> None:
         every = () if keep_every is None else (keep_every,) if isinstance(keep_every, int) else tuple(keep_every)
-        if min(keep_last, *every) < 1:
+        if min((keep_last, *every)) < 1:
             raise ValueError(f"keep_last and keep_every count from 1, got {keep_last} and {keep_every}")
         self.directory = Path(directory)
         self.asynchronous = asynchronous

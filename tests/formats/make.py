@@ -16,6 +16,7 @@ from benchmarks.gpu_lines import append
 from ddp_core import __version__
 from ddp_core.base.errors import ExitCode
 from ddp_core.checkpoint.manifest import MANIFEST_FORMAT
+from ddp_core.observe.chain import CHAIN_FORMAT
 from ddp_core.record.bundles import BUNDLE_FORMAT
 from ddp_core.record.directory import RECORD_FORMAT, find_runs
 from ddp_lab.chaos.judge import DrillReport, FaultReport, judge
@@ -30,6 +31,7 @@ FORMATS = {
     "bundle": BUNDLE_FORMAT,
     "drill": DRILL_FORMAT,
     "claim": CLAIM_FORMAT,
+    "chain": CHAIN_FORMAT,
 }
 """What today's code writes and reads back."""
 TOLD = "told.json"
@@ -42,7 +44,7 @@ def make(folder: Path) -> None:
         place = Path(scratch)
         shutil.copy(FOLDER / "tiny.py", place)
         often = ("--checkpoint-every", "2", "--digest-every", "1", "--ledger")
-        finished = _train(place, "finished", ExitCode.DONE, *often)
+        finished = _train(place, "finished", ExitCode.DONE, *often, "--keep-for-audit", "2")
         shards = ("--layout", "ddp", "--nproc-per-node", "2", "--shard", "optimizer", "--max-restarts", "0")
         # A slow step leaves the save of the step before it the time to end.
         faults = ("--fault", "slow@3:1", "--fault", "kill@3:1")

@@ -16,7 +16,9 @@ from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Fence, best_checkpoint, find_checkpoints, newest_valid
 from ddp_core.cli import main
+from ddp_core.cli.audit.audit import AUDIT_FORMAT
 from ddp_core.config.options import Asked
+from ddp_core.observe.chain import CHAIN, each_link, read_begin
 from ddp_core.observe.heartbeat import read_heartbeats
 from ddp_core.observe.ledger import audit, committed_steps
 from ddp_core.record.bundles import unpack_bundle
@@ -29,6 +31,7 @@ from ddp_lab.report.reading.runs import read_runs
 from tests.formats.make import FOLDER, FORMATS, TOLD
 from tests.support.commands import ROOT, ddp
 
+CHAINS = sorted(FOLDER.rglob(CHAIN))
 FOLDERS = sorted(file.parent for file in FOLDER.glob(f"*/{TOLD}"))
 
 
@@ -45,14 +48,21 @@ def told(folder: Path) -> dict[str, Any]:
 
 def test_every_format_of_today_has_its_files() -> None:
     there = {each for folder in FOLDERS for each in told(folder)["formats"].items()}
+    there |= {("chain", read_begin(file)["format"]) for file in CHAINS}
     missing = FORMATS.items() - there
     assert not missing, f"{dict(missing)}: `python -m tests.formats.make` makes a folder of files of this version"
+
+
+@pytest.mark.parametrize("file", CHAINS, ids=str)
+def test_a_chain_is_read_and_its_heads_follow_from_its_lines(file: Path) -> None:
+    steps = [link.step for link in each_link(file) if link.line["kind"] == "step"]
+    assert steps == [1, 2, 3, 4]
 
 
 def test_every_format_that_is_named_in_the_code_is_one_of_these() -> None:
     code = [file.read_text() for room in ("ddp_core", "ddp_lab", "benchmarks") for file in (ROOT / room).rglob("*.py")]
     named = {form for text in code for form in re.findall(r'= "(ddp-[a-z]+/\d+)"', text)}
-    only_written = {DIAGNOSIS_FORMAT, PROJECTION_FORMAT}
+    only_written = {AUDIT_FORMAT, DIAGNOSIS_FORMAT, PROJECTION_FORMAT}
     assert named == {*FORMATS.values(), *only_written}, "what is read back belongs into tests/formats/make.py"
 
 
