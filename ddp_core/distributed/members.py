@@ -102,7 +102,7 @@ class Seat:
     def __init__(self, world: World, timeout: float) -> None:
         assert world.member is not None
         assert world.members_at is not None
-        self._name, self._world, self._patience = world.member, world, timeout + _LATE_SECONDS
+        self._name, self._given, self._patience = world.member, world, timeout + _LATE_SECONDS
         host, _, port = world.members_at.rpartition(":")
         self._address = host, int(port)
         try:
@@ -159,14 +159,14 @@ class Seat:
     @property
     def makes_room(self) -> bool:
         """Whether the launcher asks to make room for a new process; a look at a file, since each step asks."""
-        assert self._world.report_dir is not None
-        return os.path.exists(room_file(self._world.report_dir))  # noqa: PTH110 - a third of the time of a Path
+        assert self._given.report_dir is not None
+        return os.path.exists(room_file(self._given.report_dir))  # noqa: PTH110 - a third of the time of a Path
 
     def _placed(self, now: Membership) -> World:
         rank, count = now.members.index(self._name), len(now.members)
         host, port = self._address
         return replace(
-            self._world,
+            self._given,
             rank=rank,
             world_size=count,
             local_rank=rank,

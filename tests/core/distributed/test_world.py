@@ -100,7 +100,11 @@ def test_a_single_process_needs_no_store() -> None:
 
 def test_nothing_else_knows_the_launchers_variables() -> None:
     """Two modules read the variables; the others are those in which a launcher hands a variable to its workers."""
-    handed_on = {("launch/launch.py", "DDP_REPORT_DIR"), ("launch/nursery.py", "RANK")}
+    handed_on = {
+        ("launch/launch.py", "DDP_REPORT_DIR"),
+        ("launch/nursery.py", "RANK"),
+        ("launch/live.py", "LOCAL_RANK"),
+    }
     named = {
         (name, node.value)
         for name, tree in sources()
