@@ -240,11 +240,12 @@ def splits_of(case: Case) -> Splits:
 def trainer_turn(
     experiment: Experiment, steps: int, layout: Layout, model: nn.Module, splits: Splits, collectives: Collectives
 ) -> Seconds:
-    """One run of `Trainer.train` with everything on that a real run has.
+    """One run of `Trainer.train` with everything on that a real run has, but for the guard.
 
-    That is metrics, log, progress bar, heartbeat, NaN guard, stop request and checkpoints. `step` and `cpu` are from
-    the first step's end to the last one's; `run` is all of `train`, with the first step and the digest and checkpoint
-    at the epoch's end, until they are on disk.
+    That is metrics, log, progress bar, heartbeat, check for NaN, stop request and checkpoints. The guard computes again
+    in the first steps of a run, and a turn has few others: `benchmarks.guard` measures it over whole runs. `step` and
+    `cpu` are from the first step's end to the last one's; `run` is all of `train`, with the first step and the digest
+    and checkpoint at the epoch's end, until they are on disk.
     """
     clock = Clock(steps)
     first = collectives.world.is_first
@@ -259,7 +260,7 @@ def trainer_turn(
             job = Job(
                 experiment=experiment,
                 layout=layout,
-                options=Options(reduction=experiment.reduction),
+                options=Options(reduction=experiment.reduction, guard="off"),
                 model=model,
                 loss=cross_entropy,
                 hits=class_hits,

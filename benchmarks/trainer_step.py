@@ -6,8 +6,10 @@ Every contender is a process of its own, and they take turns. Each figure is the
 same round, as the median over the rounds. For a machine that others disturb there are also the ratio of the fastest
 turns, and that of the processor's time. The bare loop is that of source 003; others do step by step what makes ours
 quicker, with torch's own means, and the target is for the ratio to the fastest of them. Ours is the real
-`Trainer.train()` with metrics, log, progress bar, heartbeat, NaN guard, stop request and checkpoint schedule on. The
-peers run with as little as possible, and are measured where they are installed: pip install -e '.[peers]'.
+`Trainer.train()` with metrics, log, progress bar, heartbeat, check for NaN, stop request and checkpoint schedule on.
+The guard is off: it computes again in the first steps of a run, of which a turn has too many, and `benchmarks.guard`
+measures it over whole runs. The peers run with as little as possible, and are measured where they are installed:
+pip install -e '.[peers]'.
 """
 
 from __future__ import annotations

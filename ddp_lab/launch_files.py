@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_lab.options import Parser
 
 _HERE = Path(__file__).parent
 FILES = next(folder for folder in (_HERE / "launch", _HERE.parent / "launch") if folder.is_dir())
@@ -19,7 +19,7 @@ SCHEDULERS = ("slurm", "swarm", "kubernetes")
 @said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Copy the files for SLURM, Swarm and Kubernetes to here."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddp launch-files",
         description="Copy the files that schedulers are given, as the how-to pages use them. Nothing is overwritten.",
     )

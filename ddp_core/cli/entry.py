@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import shell_complete
@@ -14,12 +15,15 @@ from click.shell_completion import shell_complete
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import UserError, near_names
 from ddp_core.base.process import leave_first_process, make_patient
-from ddp_core.cli.click_kinds import meant_by
-from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp
+from ddp_core.cli.click_kinds import asked_in, meant_by
+from ddp_core.cli.commands import COMPLETION_VARIABLE, ddp, train_
 from ddp_core.cli.config import DEFAULT_MAP, config_of
 from ddp_core.cli.words import IS_OWN_PROCESS
 from ddp_core.distributed.stop import asking_signals, signals_as_before, stops_at_once
 from ddp_core.distributed.world import World
+
+if TYPE_CHECKING:
+    from ddp_core.config.options import Asked
 
 
 @said_by("ddp")
@@ -56,6 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ddp_core.distributed.reports import report_error
 
         return report_error(error)
+
+
+def asked_by(words: Sequence[str]) -> Asked:
+    """What `ddp train` is asked for by these words. Raises UserError where it would not take them."""
+    try:
+        with train_.make_context("ddp train", list(words)) as context:
+            return asked_in(context)
+    except click.UsageError as error:
+        raise _in_one_line(error) from None
 
 
 def _in_one_line(error: click.UsageError) -> UserError:

@@ -19,13 +19,19 @@ from typing import cast
 
 from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.addresses import address_served, address_towards, listen_at, names_loopback, store_on
 from ddp_core.distributed.reports import tell_user
+from ddp_core.distributed.world import free_port
 from ddp_core.experiment.request import Request
 from ddp_core.record.environment import facts_of
 
@@ -33,6 +39,7 @@ _ANSWER_SECONDS = 10
 _READ_SECONDS = 30
 _PROBE_SECONDS = 2.0
 _LOOPBACK = "127.0.0.1"
+_WORKERS_PORT = "workers_port"
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 _OF_ONE_NODE = {"data_dir", "faults", "log_to", "output", "profile", "workers"}
@@ -85,6 +92,20 @@ def own_address(meeting: Meeting) -> str:
     return address
 
 
+class _Rendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous, with another port for the store of a round's workers."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See torch. Raises RendezvousError and DistError as torch's does."""
+        round_ = super().next_rendezvous()
+        # torch names a port that the system may give to a connection before rank 0 listens, seconds later.
+        if round_.rank == 0:
+            round_.store.set(_WORKERS_PORT, str(free_port()))
+        assert round_.bootstrap_store_info is not None
+        told = RendezvousStoreInfo(round_.bootstrap_store_info.master_addr, int(round_.store.get(_WORKERS_PORT)))
+        return RendezvousInfo(round_.store, round_.rank, round_.world_size, told)
+
+
 def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler:
     """Reach the place where the nodes of this launch meet; as the host, or with no endpoint, make that place here.
 
@@ -92,18 +113,6 @@ def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler
     RendezvousLost, and UserError (4) where the host's port is in use.
     """
     assert meeting.launch_id is not None
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=meeting.endpoint or "",
-        run_id=meeting.launch_id,
-        min_nodes=meeting.min_nodes,
-        max_nodes=meeting.max_nodes,
-        local_addr=address,
-        join_timeout=join_seconds,
-        last_call_timeout=2,
-        keep_alive_interval=1,
-        keep_alive_max_attempt=3,
-    )
     try:
         if meeting.endpoint is None:
             store = store_on(listen_at(_LOOPBACK, 0), _READ_SECONDS)
@@ -115,7 +124,18 @@ def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler
             else:
                 _await_answer(meeting.endpoint)
                 store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
-        return create_handler(store, C10dRendezvousBackend(store, meeting.launch_id), parameters)
+        handler: RendezvousHandler = _Rendezvous.from_backend(
+            meeting.launch_id,
+            store,
+            C10dRendezvousBackend(store, meeting.launch_id),
+            meeting.min_nodes,
+            meeting.max_nodes,
+            address,
+            RendezvousTimeout(join=timedelta(seconds=join_seconds), last_call=timedelta(seconds=2)),
+            keep_alive_interval=1,
+            keep_alive_max_attempt=3,
+        )
+        return handler
     except (RendezvousError, DistError) as error:
         raise RendezvousLost(meeting.endpoint, error) from None
 

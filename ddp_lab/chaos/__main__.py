@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -23,14 +22,14 @@ from ddp_lab.chaos.runner import Runner
 from ddp_lab.cluster.__main__ import choose_backend, launch, plan
 from ddp_lab.cluster.cluster import Backend, Spec
 from ddp_lab.cluster.runs import Planned, find_baseline
+from ddp_lab.options import Parser
 
 
 @said_by("chaos")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a drill; 0 only where nothing was lost. A UserError becomes one line and its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_lab.chaos",
-        allow_abbrev=False,
+    parser = Parser(
+        prog="ddp chaos",
         description="Break a training cluster on purpose and judge whether anything was lost.",
     )
     known_drills = f"a file, or one of {', '.join(names())}"

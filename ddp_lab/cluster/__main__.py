@@ -15,6 +15,7 @@ from types import FrameType
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.extras import require
+from ddp_core.cli.entry import asked_by
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.numerics.limits import portable_refused_by
 from ddp_core.record.directory import RunDirectory
@@ -24,6 +25,7 @@ from ddp_lab.cluster.local import LocalBackend
 from ddp_lab.cluster.published_run import beside_published
 from ddp_lab.cluster.runs import Planned, find_baseline, find_launched, settings_of
 from ddp_lab.cluster.verdict import Verdict
+from ddp_lab.options import Parser
 from ddp_lab.probe.published import published
 
 # The options that say what is trained: the baseline gets them, too.
@@ -41,13 +43,9 @@ def say(text: str) -> None:
 @said_by("cluster")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a UserError becomes one line and its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_lab.cluster", allow_abbrev=False)
+    parser = Parser(prog="python -m ddp_lab.cluster")
     commands = parser.add_subparsers(dest="command", required=True)
-    up = commands.add_parser(
-        "up",
-        allow_abbrev=False,
-        help="train on a cluster; further options go to `ddp train`",
-    )
+    up = commands.add_parser("up", help="train on a cluster; further options go to `ddp train`")
     up.add_argument("--nodes", type=int, default=2)
     up.add_argument("--nproc", type=int, default=2, help="processes per node")
     up.add_argument("--experiment", default="digits")
@@ -112,12 +110,10 @@ def train(known: argparse.Namespace, options: tuple[str, ...]) -> int:
 
 
 def plan(experiment: str, options: Sequence[str]) -> Planned:
-    """What `ddp train` will train. Raises UserError for an unknown experiment or setting."""
-    words = settings_of(options, ["--set"])
-    settings = [word.removeprefix("--set=") for word in words if word != "--set"]
-    loaded = load_with_settings(experiment, settings).experiment
-    asked = settings_of(options, ["--numerics"])
-    wanted = asked[-1].removeprefix("--numerics=") if asked else loaded.numerics
+    """What `ddp train` will train. Raises UserError for an unknown experiment, setting or option."""
+    asked = asked_by([experiment, *options])
+    loaded = load_with_settings(experiment, asked.settings).experiment
+    wanted = asked.numerics or loaded.numerics
     can_be_portable = portable_refused_by() is None
     return Planned(loaded.digest(), "portable" if wanted == "portable" and can_be_portable else "native")
 

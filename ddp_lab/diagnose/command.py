@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
@@ -21,6 +21,7 @@ from ddp_lab.diagnose.findings import Finding, by_harm
 from ddp_lab.diagnose.resumed import not_restored
 from ddp_lab.diagnose.runs import RANKS_WORD, Runner, Script, in_words
 from ddp_lab.diagnose.trace import Run
+from ddp_lab.options import Parser
 
 FORMAT = "ddp-diagnose/1"
 TAPED_STEPS = 2
@@ -39,15 +40,9 @@ exit code: 0 no bug found, 1 bugs, 2 it cannot be run so, or makes no optimizer 
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError, which is one line; argparse would print all options before it."""
-        raise UserError(f"{message} (see `{self.prog} --help`)")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The options of `ddp diagnose`."""
-    parser = _Parser(
+    parser = Parser(
         prog="ddp diagnose",
         usage="ddp diagnose [OPTIONS] -- SCRIPT [ARGUMENTS]",
         description="Say what makes the result of a PyTorch training script depend on the number of ranks.",

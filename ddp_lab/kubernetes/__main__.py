@@ -8,14 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
-from ddp_core.cli.click_kinds import asked_in
-from ddp_core.cli.commands import train_
+from ddp_core.cli.entry import asked_by
 from ddp_lab.kubernetes.manifests import KINDS, Wanted, manifests
+from ddp_lab.options import Parser
 
 
 @said_by("kubernetes")
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     low, high = _nodes(known.nnodes)
     wanted = Wanted(
         kind=known.kind,
-        name=known.name or _name_for(_experiment(options)),
+        name=known.name or _name_for(asked_by(options).experiment),
         train=(*(["--nnodes", known.nnodes] if low < high else []), *options),
         nnodes=high,
         nproc_per_node=known.nproc_per_node,
@@ -50,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m ddp_lab.kubernetes",
-        allow_abbrev=False,
         usage="%(prog)s [OPTION]... EXPERIMENT [OPTION OF ddp train]...",
         description="Print what `kubectl apply -f -` reads. Words that are no options here go to `ddp train`.",
     )
@@ -82,15 +79,6 @@ def _nodes(text: str) -> tuple[int, int]:
     if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
         raise UserError(f"--nnodes {text}: expected a number of pods, or MIN:MAX")
     return int(low), int(high or low)
-
-
-def _experiment(options: Sequence[str]) -> str:
-    """The experiment that these words name. Raises UserError where `ddp train` would not take the words."""
-    try:
-        with train_.make_context("ddp train", list(options)) as context:
-            return asked_in(context).experiment
-    except click.UsageError as error:
-        raise UserError(f"{error.format_message().rstrip('.')} (see `ddp train --help`)") from None
 
 
 def _name_for(experiment: str) -> str:

@@ -6,7 +6,6 @@ operation and of a short training of each experiment. They are compared with the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.numerics.limits import LIMITS, require_portable_here
+from ddp_lab.options import Parser
 from ddp_lab.probe.published import Published, published
 
 DIFFERENT = 1
@@ -87,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Prints one line, and returns 2, where portable numerics cannot be had here.
     """
-    parser = argparse.ArgumentParser(
-        prog="ddp probe", description="Say whether this CPU computes the published bits; takes seconds."
-    )
+    parser = Parser(prog="ddp probe", description="Say whether this CPU computes the published bits; takes seconds.")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     as_json = parser.parse_args(arguments).json
     require_portable_here()

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.process import make_patient
+from ddp_lab.options import Parser
 from ddp_lab.projection.costs import Cluster, Link
 from ddp_lab.projection.fit import Fitted
 from ddp_lab.projection.forecast import beside, compare, forecast_errors, gap, whole_node
@@ -52,15 +53,9 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError, which is one line; argparse would print all options before it."""
-        raise UserError(f"{message} (see `{self.prog} --help`)")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The options of `ddp project`."""
-    parser = _Parser(
+    parser = Parser(
         prog="ddp project",
         description="Scaling out on paper: a latency-bandwidth model, checked here, for hardware that is not here.",
         epilog=_EPILOG,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode
 from ddp_core.base.extras import require
+from ddp_lab.options import Parser
 from ddp_lab.report.serving import address, serve
 from ddp_lab.report.values import plural
 
@@ -18,9 +18,7 @@ from ddp_lab.report.values import plural
 @said_by("report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report, and serve it if asked to; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_lab.report", description="All runs, claims and drills on one page."
-    )
+    parser = Parser(prog="ddp report", description="All runs, claims and drills on one page.")
     output = Path(os.environ.get("DDP_OUTPUT", "outputs"))
     parser.add_argument("--output", type=Path, default=output, help="where the runs are")
     parser.add_argument("--to", type=Path, help="where the report goes (default: OUTPUT/report)")

@@ -12,6 +12,7 @@ from typing import Any
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError, nearest_name
 from ddp_core.cli.trials import Trial, require_one_machine, train_all
+from ddp_lab.options import Parser
 from ddp_lab.sweep.plan import Plan, read_plan
 from ddp_lab.sweep.study import Study
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddp sweep", description="Train with many settings, each in a run of its own, and name the best."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="The sweep: a TOML, YAML or JSON file.")

@@ -25,6 +25,7 @@ from ddp_core.reduction import ExactReduction, OrderedSum
 from ddp_core.reduction.communication import CommunicationThreads, in_one_phase
 from ddp_core.reduction.exchange import exchange_on
 from ddp_core.reduction.host_memory import ThroughHost
+from ddp_core.reduction.parts import PartsInOneLevel
 from ddp_core.trainers.keyed_random import KeyedRandom
 from ddp_core.trainers.passes import InPrecision, Passes
 from tests.distributed.exact_cases import sum_in_rounds
@@ -102,7 +103,7 @@ def _sums(rank: int, world_size: int) -> list[str]:
                 ordered(own, out, leaves)
                 if not torch.equal(out.cpu(), expected):
                     wrong.append(f"{name}: {leaves} leaves, {elements} elements, {dtype}")
-            if not torch.equal(sum_in_rounds(exchange, list(all_leaves.to(device))).cpu(), expected):
+            if not torch.equal(sum_in_rounds(PartsInOneLevel(exchange), list(all_leaves.to(device))).cpu(), expected):
                 wrong.append(f"in rounds: {leaves} leaves, {elements} elements, {dtype}")
     return wrong
 

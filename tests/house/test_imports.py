@@ -35,7 +35,7 @@ FLOORS = [
 ]
 # All floors of ddp_lab lie above those of ddp_core.
 LAB_FLOORS = [
-    ["ddp_lab.records"],
+    ["ddp_lab.options", "ddp_lab.records"],
     [
         *("ddp_lab.claims.framework", "ddp_lab.kubernetes", "ddp_lab.launch_files", "ddp_lab.probe"),
         "ddp_lab.report.values",

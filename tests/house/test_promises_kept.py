@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import RESULTS
+from benchmarks.record import results_of
 from tests.support.commands import ROOT
 
 KEPT = ROOT / "docs" / "reference" / "promises-kept.md"
@@ -149,8 +148,7 @@ def entries(name: str, wanted: str) -> list[float]:
         elif isinstance(value, int | float):
             yield path, value
 
-    results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
-    return [value for path, value in walk(results, "") if fnmatchcase(path, wanted)]
+    return [value for path, value in walk(results_of(name), "") if fnmatchcase(path, wanted)]
 
 
 def lies_in(values: list[float], some: str, sign: str) -> bool:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode
+from ddp_lab.options import Parser
 
 
 @said_by("ddp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, judge again, or document the claims; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ddp claims", description="What the sources say, measured on this machine and judged by stated rules."
     )
     parser.add_argument("claims", nargs="*", metavar="C06", help="which claims (default: all)")

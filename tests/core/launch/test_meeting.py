@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_internals import end_keep_alives
 from ddp_core.cli.prepare import prepare
 from ddp_core.config.options import Asked
+from ddp_core.distributed.world import free_port
 from ddp_core.launch import meeting
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, own_address, require_same_request
 from tests.support.processes import HANG
@@ -34,6 +38,24 @@ def test_torch_has_understood_the_settings() -> None:
         assert (settings.keep_alive_interval, settings.keep_alive_max_attempt) == (timedelta(seconds=1), 3)
     finally:
         handler.shutdown()
+
+
+def test_nodes_are_told_one_port_for_the_workers_and_none_that_the_system_gives_to_a_connection() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    endpoint = f"127.0.0.1:{free_port()}"
+
+    def node(is_host: bool) -> tuple[RendezvousHandler, RendezvousInfo]:
+        handler = join(Meeting(2, 2, endpoint, "ports", is_host), "127.0.0.1", join_seconds=HANG)
+        return handler, handler.next_rendezvous()
+
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(node, [True, False], timeout=HANG))
+    for handler, _ in met:
+        end_keep_alives(handler, HANG)
+    one, other = ((told.bootstrap_store_info.master_addr, told.bootstrap_store_info.master_port) for _, told in met)
+    assert one == other
+    assert one[0] == "127.0.0.1"
+    assert one[1] < first
 
 
 @pytest.mark.parametrize("endpoint", ["store", ":1234", "store:", "store:port"])
