@@ -37,7 +37,6 @@ NO_PROMISE = {
     "any cut of the batch": "what det-train says of itself",
     "any batch size": "what batch_invariant_ops says of itself",
     "a referee who finds the first step at which two parties differ": "what Verde says of itself",
-    "MKL's maker promises the same bits on all CPUs": "what Intel says of MKL",
     "must never be used on one": "what PyTorch says of its files",
     "74 times as fast on 448 times as many GPUs": "two quotients of figures that stand beside them",
     "the ones that are left could go on without a restart": "a plan",
