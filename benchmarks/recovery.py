@@ -58,7 +58,7 @@ def joins(output: Path) -> tuple[float, int]:
         steps = watch.records("step")
     before = [found for found in steps if found["time"] < joined["time"] and "data_wait" in found][-1]
     after = next(found for found in steps if found["step"] > joined["step"])
-    return after["time"] - before["time"], int(before["step"] - joined["step"])
+    return after["time"] - before["time"], max(0, int(before["step"] - joined["step"]))
 
 
 def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object]) -> tuple[float, int]:
@@ -76,7 +76,7 @@ def _strike(watch: Watch, strike: Callable[[], object]) -> tuple[float, int]:
     seconds = watch.wait_for_new_step(struck)
     resume = next(found for found in watch.records("resume") if found["time"] > struck)
     done = max(found["step"] for found in watch.records("step") if found["time"] < resume["time"])
-    return seconds, done - int(resume["step"])
+    return seconds, max(0, done - int(resume["step"]))
 
 
 def kill_worker(launch: Launch) -> None:
