@@ -46,16 +46,19 @@ def test_a_clean_script_is_not_blamed(name: str, tmp_path: Path) -> None:
     check(name, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.extras("lightning")
 def test_a_script_of_lightning_is_not_blamed(tmp_path: Path) -> None:
     check("with_lightning", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.extras("accelerate")
 def test_a_script_of_accelerate_is_not_blamed(tmp_path: Path) -> None:
     check("with_accelerate", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.extras("transformers", "accelerate")
 def test_a_script_of_transformers_is_not_blamed(tmp_path: Path) -> None:
     check("with_transformers", tmp_path)
