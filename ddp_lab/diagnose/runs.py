@@ -16,7 +16,7 @@ from pathlib import Path
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.world import free_port
 from ddp_lab.diagnose.trace import Run, read_run
-from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, TAPE, UNTIL
+from ddp_lab.diagnose.variables import FOLDER, PARENT, ROOTS, STEPS, TAPE, UNTIL, ended_file
 
 RANKS_WORD = "{ranks}"
 """Stands in the script's arguments for the number of ranks: then the script starts them itself."""
@@ -132,7 +132,7 @@ class Runner:
                             start_new_session=True,
                         )
                     )
-            problem = self._wait(processes, logs)
+            problem = self._wait(processes, logs, traces)
         finally:
             for process in processes:
                 _end(process)
@@ -143,19 +143,19 @@ class Runner:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
         return run
 
-    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> str:
+    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], traces: Path) -> str:
         """Wait for all to end; returns the reason where one failed, or not all have ended in time."""
         failed, deadline = -1, self._deadline
         while any(process.poll() is None for process in processes):
             if failed < 0:
-                failed = next((rank for rank, process in enumerate(processes) if process.returncode), -1)
+                failed = _first_failed(processes, traces)
                 if failed >= 0:
                     deadline = min(deadline, time.monotonic() + _PEERS_SECONDS)
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
         if failed < 0:
-            failed = next((rank for rank, process in enumerate(processes) if process.returncode), -1)
+            failed = _first_failed(processes, traces)
         if failed >= 0:
             code = processes[failed].returncode
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -164,6 +164,19 @@ class Runner:
             waiting = [str(rank) for rank, process in enumerate(processes) if process.returncode is None]
             return f"rank {' and '.join(waiting)} had not ended when the time was up (more of it: --seconds)"
         return ""
+
+
+def _first_failed(processes: Sequence[subprocess.Popen[bytes]], traces: Path) -> int:
+    """The first rank that has failed; -1 where none has.
+
+    A signal after the script's last line is none of its faults: torch may abort while the interpreter ends, if a script
+    leaves its process group to that.
+    """
+    for rank, process in enumerate(processes):
+        code = process.returncode
+        if code and not (code < 0 and ended_file(traces, process.pid).exists()):
+            return rank
+    return -1
 
 
 def _environment() -> dict[str, str]:

@@ -20,6 +20,7 @@ The events, in the order in which they happen; all but `step` tell of what has h
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import sys
@@ -41,7 +42,7 @@ from ddp_core.base.process import die_with_parent
 from ddp_lab.diagnose.loaders import Loaders
 from ddp_lab.diagnose.loss_weights import LossWeights
 from ddp_lab.diagnose.recorder import Recorder, digest, digest_of_bytes, rows, site, some_elements
-from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, TAPE, UNTIL
+from ddp_lab.diagnose.variables import FOLDER, PARENT, STEPS, TAPE, UNTIL, ended_file
 
 if TYPE_CHECKING:
     from ddp_lab.diagnose.tape import Tape
@@ -58,6 +59,7 @@ _EXCHANGES = (
 
 def install() -> None:
     """Hook into torch, which was just loaded."""
+    atexit.register(lambda: ended_file(Path(os.environ[FOLDER]), os.getpid()).touch())
     if os.environ.get(PARENT) == str(os.getppid()):
         die_with_parent()
     tape = None

@@ -1,6 +1,8 @@
-"""The environment variables by which the command tells the processes of a script what to trace."""
+"""What the command and the processes of a script tell each other: environment variables, and a file."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 FOLDER = "DDP_DIAGNOSE_TRACE"
 """The folder of the traces; without it nothing is traced."""
@@ -14,3 +16,8 @@ TAPE = "DDP_DIAGNOSE_TAPE"
 """Of how many optimizer steps every operation is to be written; without it, of none."""
 PARENT = "DDP_DIAGNOSE_PARENT"
 """The process that has started the ranks: they end with it."""
+
+
+def ended_file(traces: Path, process: int) -> Path:
+    """What a process leaves among the traces when its program is over, before the interpreter clears away."""
+    return traces / f"{process}.ended"

@@ -157,3 +157,16 @@ def test_what_could_not_be_looked_at_is_said(tmp_path: Path) -> None:
     assert ended.code == 0, ended.errors
     assert "note: the resume was not looked at: 1 steps without a torch.save" in ended.output
     assert ended.output.endswith("verdict: no bug found on 1 rank; not all was seen, as the notes say\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [("sys.at_the_end = Killer()", False), ("os.kill(os.getpid(), signal.SIGABRT)", True)],
+)
+def test_a_signal_while_the_interpreter_ends_is_no_fault_of_the_script(tmp_path: Path, end: str, is_told: bool) -> None:
+    killer = "class Killer:\n    def __del__(self, kill=os.kill):\n        kill(os.getpid(), signal.SIGABRT)\n"
+    begins = "import os, signal, sys, torch\ntorch.manual_seed(0)\n" + killer
+    ended = diagnose(tmp_path, "--ranks", "1", "--", write(tmp_path, begins + TRAINS + STEP + f"{end}\n"))
+    assert ended.code == 0, ended.errors
+    assert ("rank 0 was killed by SIGABRT" in ended.output) is is_told
