@@ -151,7 +151,7 @@ def _numerics(
         if can_hold(wanted):
             return ("portable" if rules == RULES else wanted), None
         reason = limits_missed()
-    if asked.numerics is not None:
+    if asked.numerics is not None and rules is not None:
         raise UserError(f"--numerics {asked.numerics}: {reason}")
     return "native", reason
 

@@ -201,3 +201,8 @@ def test_a_model_that_is_not_portable_ends_with_one_line(tmp_path: Path) -> None
     assert ended.code == 2
     assert "torch.linalg.lstsq in module Fits is not portable" in ended.errors
     assert ended.errors.count("\n") == 1
+
+
+def test_native_numerics_that_were_asked_for_are_refused_nowhere() -> None:
+    asked = Asked(experiment="toy_mlp", device="cpu", numerics="native")
+    assert prepare(asked, "ddp", can_hold=lambda _: False).options.numerics == "native"
