@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -115,6 +116,12 @@ def target_of(name: str) -> str | None:
     """The name for which `NewFile` made the temporary file `name`; None where `name` is no such temporary name."""
     found = _TEMPORARY.fullmatch(name)
     return found[1] if found else None
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal digits. Raises OSError."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ddp_core.base.digests import bytes_of
 from ddp_core.base.seeds import finalise
 
 _COLUMNS = 1021
@@ -33,9 +34,8 @@ def position_sum(tensor: Tensor, start: int = 0) -> Tensor:
     Elements count in the sequence in which they lie in memory. `start`: of a flat piece of a larger tensor, the number
     of its first element there; the sums of all pieces, added up, are the sum of the larger tensor.
     """
-    flat = _in_memory_order(tensor.detach())
-    first = start * flat.element_size()
-    content = flat.view(torch.uint8)
+    first = start * tensor.element_size()
+    content = bytes_of(_in_memory_order(tensor.detach()))
     before, after = first % 8, -(first + len(content)) % 8
     if before or after or content.storage_offset() % 8:
         content = pad(content, (before, after))
@@ -86,10 +86,7 @@ def _keys_of_groups(device: torch.device, count: int) -> Tensor:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """The elements in one dimension, in the sequence in which they lie in memory where there are no gaps."""
     if tensor.is_contiguous():
-        flat = tensor.reshape(-1)
-    else:
-        strides = tensor.stride()
-        turned = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-        flat = turned.reshape(-1) if turned.is_contiguous() else tensor.reshape(-1)
-    # Bytes can be seen with a stride of 1 only, and of fewer than two elements a tensor counts as contiguous with any.
-    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+        return tensor.reshape(-1)
+    strides = tensor.stride()
+    turned = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return turned.reshape(-1) if turned.is_contiguous() else tensor.reshape(-1)

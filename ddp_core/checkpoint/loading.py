@@ -22,11 +22,11 @@ from ddp_core.checkpoint.manifest import (
     Checkpoint,
     Damaged,
     DataPart,
+    manifest_at,
     pointed_step,
     read_manifest,
     require_data,
     require_size,
-    stem,
     step_of_data,
     step_of_manifest,
     uncommitted,
@@ -82,7 +82,7 @@ def read_checkpoint(path: str | Path, *, sha256: str | None = None) -> Checkpoin
     path = Path(path)
     step = step_of_data(path.name)
     try:
-        checkpoint = _complete(path if step is None else path.with_name(f"{stem(step)}.json"))
+        checkpoint = _complete(path if step is None else manifest_at(path.parent, step))
         if sha256 is not None and checkpoint.sha256 != sha256:
             raise Damaged(f"it is {checkpoint.sha256[:12]}… here and {sha256[:12]}… for the process that chose it")
     except Damaged as error:
@@ -96,7 +96,7 @@ def best_checkpoint(directory: str | Path) -> Checkpoint | None:
     if step is None:
         return None
     try:
-        return _complete(Path(directory) / f"{stem(step)}.json")
+        return _complete(manifest_at(Path(directory), step))
     except Damaged:
         return None
 

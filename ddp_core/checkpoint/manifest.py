@@ -31,6 +31,11 @@ def stem(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def manifest_at(directory: Path, step: int) -> Path:
+    """The manifest of the checkpoint of this step."""
+    return directory / f"{stem(step)}.json"
+
+
 def data_name(step: int, version: int, part: tuple[int, int] | None) -> str:
     """The name of a data file, e.g. "step-000000120.pt".
 
@@ -101,7 +106,12 @@ class Checkpoint:
     @property
     def manifest(self) -> Path:
         """The manifest file."""
-        return self.directory / f"{stem(self.step)}.json"
+        return manifest_at(self.directory, self.step)
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """The names of all its files, the manifest last: a checkpoint is there once that is."""
+        return (*(part.file for part in self.data), self.manifest.name)
 
 
 class _Part(TypedDict):
@@ -204,7 +214,7 @@ def uncommitted(path: Path) -> bool:
     if step is None:
         return False
     try:
-        committed = read_manifest(path.with_name(f"{stem(step)}.json"))
+        committed = read_manifest(manifest_at(path.parent, step))
         return all(part.file != path.name for part in committed.data)
     except FileNotFoundError:
         return True

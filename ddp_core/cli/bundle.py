@@ -13,10 +13,10 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import NewFile, is_file, is_there, sync
+from ddp_core.base.files import NewFile, is_file, is_there, sha256_of, sync
 from ddp_core.base.refusals import refused
 from ddp_core.checkpoint import read_checkpoint
-from ddp_core.checkpoint.manifest import stem
+from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.cli.repeating import DIFFERENT
 from ddp_core.cli.verify import verify_run
 from ddp_core.config.layout import LayoutKind
@@ -71,8 +71,7 @@ def make_bundle(path: Path, target: Path | None, key: Path | None = None) -> int
     try:
         with NewFile(target) as new:
             _write(new.temporary, members)
-            with new.temporary.open("rb") as written:
-                digest = hashlib.file_digest(written, "sha256").hexdigest()
+            digest = sha256_of(new.temporary)
             sync(new.temporary)
             new.rename()
         sync(target.parent)
@@ -112,8 +111,8 @@ def _for_audit(path: Path, record: Mapping[str, Any]) -> dict[str, Path]:
         return {}
     every, files = read_begin(path / CHAIN)["every"], {CHAIN: path / CHAIN}
     for step in range(every, record["result"]["steps"], every):
-        checkpoint = read_checkpoint(path / "checkpoints" / f"{stem(step)}.json")
-        for name in (checkpoint.manifest.name, *(part.file for part in checkpoint.data)):
+        checkpoint = read_checkpoint(manifest_at(path / "checkpoints", step))
+        for name in checkpoint.file_names:
             files[f"checkpoints/{name}"] = checkpoint.directory / name
     return files
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ddp_core.base.digests import tree_digest
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import sha256_of
 from ddp_core.base.seeds import generators_kept
 from ddp_core.base.user_code import user_code
 from ddp_core.data.splits import Dataset, Splits
@@ -133,8 +134,7 @@ def _file_size(path: Path) -> int:
 
 def _file_digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise _unreadable(path, error) from None
 

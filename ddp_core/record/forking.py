@@ -122,8 +122,7 @@ def bring_checkpoint(directory: RunDirectory) -> None:
         )
     try:
         make_directory(directory.checkpoints)
-        # The manifest last: a checkpoint is there once it is.
-        for file in [*(part.file for part in source.data), source.manifest.name]:
+        for file in source.file_names:
             with NewFile(directory.checkpoints / file) as new:
                 shutil.copyfile(source.directory / file, new.temporary)
                 new.sync()

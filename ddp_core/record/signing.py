@@ -7,7 +7,6 @@ so that no other program is needed, nor a key of another kind than those that pe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, read_document
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.files import sha256_of
 from ddp_core.observe.chain import CHAIN
 from ddp_core.record.weights import WEIGHTS
 
@@ -52,7 +52,7 @@ def statement(directory: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{directory} has no chain, over whose head a signature is made; train with --keep-for-audit N")
     return {
         "_type": STATEMENT_TYPE,
-        "subject": [{"name": name, "digest": {"sha256": _file_digest(directory / name)}} for name in _SUBJECTS],
+        "subject": [{"name": name, "digest": {"sha256": sha256_of(directory / name)}} for name in _SUBJECTS],
         "predicateType": PREDICATE_TYPE,
         "predicate": {
             "chain_head": chain["head"],
@@ -135,8 +135,3 @@ def _ssh_keygen(action: str, *words: str, content: bytes | None = None) -> subpr
 def _said(done: subprocess.CompletedProcess[bytes]) -> str:
     lines = done.stderr.decode(errors="replace").split("\n")
     return next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "no message").rstrip(".")
-
-
-def _file_digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

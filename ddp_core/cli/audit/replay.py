@@ -13,7 +13,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.files import is_file
 from ddp_core.base.fingerprint import fingerprint_differences
 from ddp_core.checkpoint import Checkpoint, load, read_checkpoint
-from ddp_core.checkpoint.manifest import stem
+from ddp_core.checkpoint.manifest import manifest_at
 from ddp_core.cli import training
 from ddp_core.cli.audit.draw import Segment
 from ddp_core.cli.audit.whole_chain import WholeChain
@@ -66,9 +66,8 @@ def _given(asked: Asked, changes: Mapping[str, Any]) -> Asked:
 
 def _kept(directory: RunDirectory, chain: WholeChain, segment: Segment) -> Checkpoint:
     """The checkpoint with which the segment begins. Raises Different where it is gone, or holds another state."""
-    manifest = directory.checkpoints / f"{stem(segment.start)}.json"
     try:
-        checkpoint = read_checkpoint(manifest)
+        checkpoint = read_checkpoint(manifest_at(directory.checkpoints, segment.start))
         digests = state_digests(load(checkpoint))
     except UserError as error:
         raise Different(f"different checkpoint: segment {segment.number} cannot begin, {error}") from None
@@ -78,9 +77,9 @@ def _kept(directory: RunDirectory, chain: WholeChain, segment: Segment) -> Check
 
 
 def _bring(checkpoint: Checkpoint, again: Path) -> None:
-    """Let the scratch run begin with the checkpoint, of which it has no copy of its own."""
+    """Let the scratch run begin with the checkpoint: it gets links to the files, no copies."""
     (again / "checkpoints").mkdir(parents=True)
-    for name in (checkpoint.manifest.name, *(part.file for part in checkpoint.data)):
+    for name in checkpoint.file_names:
         (again / "checkpoints" / name).symlink_to((checkpoint.directory / name).absolute())
 
 

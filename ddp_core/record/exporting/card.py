@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_core.base.files import sha256_of
 from ddp_core.record.exporting.formats import FORMATS
 from ddp_core.record.guarded import what_broke_it
 
@@ -128,9 +128,4 @@ def _steps(result: Mapping[str, Any]) -> str:
 def sums(folder: Path) -> str:
     """The lines of SHA256SUMS for all files in the folder, by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = []
-    for file in files:
-        with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        lines.append(f"{digest}  {file.relative_to(folder).as_posix()}\n")
-    return "".join(lines)
+    return "".join(f"{sha256_of(file)}  {file.relative_to(folder).as_posix()}\n" for file in files)
