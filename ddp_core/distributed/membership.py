@@ -66,7 +66,7 @@ def next_membership(
 
 
 def must_leave(mine: int, now: Membership) -> bool:
-    """Whether a process that meets or waits under the number `mine` must give that up, because a newer one counts."""
+    """Whether a process must give up the membership of number `mine`, because a newer one counts now."""
     return now.number > mine
 
 

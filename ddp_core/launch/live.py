@@ -90,8 +90,7 @@ class LiveWorkers:
     def decide(self) -> Membership | None:
         """Do what the protocol asks of a launcher now; returns the new membership where it has made one."""
         self._notes = self._members.notes()
-        new = {name for rank in self._turns if (name := self.name(rank)) not in self._members.now().members}
-        waiting = self._members.waiting_of(new)
+        waiting = self._members.waiting_of({*map(self.name, self._turns)}.difference(self._members.now().members))
         # Taken away first: who meets under the next membership must not find what was asked under this one.
         made = self._members.next(self._ended, waiting)
         if made is not None or not waiting:

@@ -162,7 +162,7 @@ class ChainFile:
         os.truncate(self._file, end)
 
     def append(self, *lines: Mapping[str, Any]) -> None:
-        """Write lines, at once. Raises OSError."""
+        """Write these lines to the end of the file, all in one piece. Raises OSError."""
         self._may_write()
         content = b""
         for line in lines:

@@ -53,8 +53,6 @@ class TrainState:
     trained_samples: int = 0
     ended_early: str | None = None
     """Why a callback has ended the run after this step; None where none has."""
-    is_settled: bool = True
-    """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save. Not saved."""
     ownership: Ownership = field(init=False)
     """What this process has of weights and optimizer state: all of both, until they are cut."""
     _committed: tuple[bool, dict[str, Any]] = field(init=False)
@@ -116,14 +114,17 @@ class TrainState:
 
     def commit(self, is_settled: bool = True) -> None:
         """Keep the position as that of a moment to which a step that is not finished can go back."""
-        self.is_settled = is_settled
-        self._committed = (is_settled, self._position())
+        self._committed = is_settled, self._position()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what follows the update of step `step` is done, too: an evaluation, a digest, a save."""
+        return self._committed[0]
 
     @property
     def committed_at(self) -> tuple[int, bool]:
         """The step of the last `commit`, and whether it was settled."""
-        is_settled, position = self._committed
-        return position["step"], is_settled
+        return self._committed[1]["step"], self.is_settled
 
     def committed(self) -> dict[str, Any]:
         """The state of the last `commit`; whole weights only, and to be called when the reduction is closed.

@@ -71,7 +71,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Reduction:
-    """An all-reduce over all ranks: the number of it, its tensors, and SUM, AVG, MAX, …"""
+    """An all-reduce over all ranks: which one it is, its tensors, and its operation (SUM, AVG, MAX, …)."""
 
     number: int
     places: list[Place]

@@ -26,11 +26,10 @@ from ddp_core.record.environment import package_differences
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.signing import BadSignature, require_signed
 from ddp_core.record.weights import exchanged_weights
+from ddp_core.run.evaluating import OTHER_FIGURE
 
 AUDIT_FORMAT = "ddp-audit/1"
 """Of what `--json` prints."""
-_OTHER_FIGURE = "and the run recorded"
-"""What `ddp eval` says where a figure comes out otherwise."""
 
 
 class Report:
@@ -164,7 +163,7 @@ def _check_end(
     said = errors.strip().rpartition("\n")[2]
     if code == ExitCode.NO_CHECKPOINT:
         raise Different(f"different weights: {said.removeprefix('ddp: error: ')}")
-    if code != ExitCode.DONE and _OTHER_FIGURE not in said:
+    if code != ExitCode.DONE and OTHER_FIGURE not in said:
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
         raise Different(f"different figures: evaluated again, {said.removeprefix('ddp: error: ')}")

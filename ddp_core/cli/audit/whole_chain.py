@@ -143,8 +143,8 @@ def _check_figures(chain: WholeChain, directory: RunDirectory, record: Mapping[s
     """Raises Different where run.json or metrics.jsonl tell other figures of the end than the chain."""
     told = {name: value for name, value in record["result"].items() if name.startswith(("test_", "ema_test_"))}
     known = dict(chain.figures or {})
-    entries = read_metrics(directory.metrics, "evaluation") if directory.metrics.exists() else []
-    last: Mapping[str, Any] = next((entry for entry in reversed(list(entries)) if entry["step"] == chain.evaluated), {})
+    entries = reversed(read_metrics(directory.metrics, "evaluation"))
+    last: Mapping[str, Any] = next((entry for entry in entries if entry["step"] == chain.evaluated), {})
     written = {name: last.get(name) for name in known}
     for where, figures in (("run.json", told), ("metrics.jsonl", written)):
         for name in {**known, **figures}:

@@ -230,7 +230,7 @@ class Counts(Callback):
 PARTS = ("model", "optimizer", "scaler", "schedule", "average")
 
 
-NOT_SAVED = ("learning_rate", "ownership", "is_settled", "_committed")
+NOT_SAVED = ("learning_rate", "ownership", "_committed")
 
 
 LISTED = ("callbacks",)
