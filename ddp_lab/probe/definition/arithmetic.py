@@ -91,10 +91,11 @@ def sum_of_columns(x: Array) -> Array:
 
 
 def reduced(first: Array, *others: Array) -> Array:
-    """The sum over the last axis of a product of arrays, by one register, as norms and softmax make it.
+    """The sum over the last axis of `first` times all `others`, in the order in which torch's norms and softmax add.
 
-    Products are rounded before they are added, but for those that fill no register, whose last product is fused. The
-    lanes are added in pairs: four apart, two apart, one apart.
+    Eight numbers at a time are added to the same eight sums, the lanes of one register of the CPU. Products are rounded
+    before that; of the numbers at the end that are fewer than eight, the last product is a fused multiply-add. At last
+    the lanes are added in pairs: four apart, two apart, one apart.
     """
     factors = [np.broadcast_to(each, first.shape) for each in others]
     whole = first.shape[-1] // _LANES * _LANES
