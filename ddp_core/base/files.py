@@ -14,9 +14,10 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 _POLL_SECONDS = 0.005
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
@@ -35,6 +36,34 @@ def replace_file(target: Path, content: str | bytes, *, durable: bool = False) -
         new.rename()
     if durable:
         sync(target.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A block in which an OSError names this file, which an error of writing to an open file does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+class Lines:
+    """A text file to which whole lines are appended, so that it can be read at any time. Its OSErrors name the file."""
+
+    def __init__(self, path: Path, mode: Literal["a", "w"] = "a", errors: str = "strict") -> None:
+        self.path = path
+        self._file = path.open(mode, buffering=1, encoding="utf-8", errors=errors)
+
+    def write(self, line: str) -> None:
+        """Append the line, which has no line feed. Raises OSError."""
+        with naming(self.path):
+            self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """Write what is left, and close the file. Raises OSError."""
+        with naming(self.path):
+            self._file.close()
 
 
 def make_directory(directory: Path) -> None:

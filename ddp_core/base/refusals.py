@@ -230,10 +230,10 @@ def _without_room(number: int, path: Path | None, needed: int) -> str:
             f"file too large (EFBIG): {f'needs {human_bytes(needed)}, ' if needed else ''}{has}{at}; raise that limit"
         )
     usage = None
-    with contextlib.suppress(OSError):
-        place = path if path is not None else Path()
-        usage = os.statvfs(place if place.is_dir() else place.parent)
-    if usage is None:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            usage = os.statvfs(path if path.is_dir() else path.parent)
+    if path is None or usage is None:
         return f"disk full ({errno.errorcode[number]}){at}; free some space"
     free, to_root = usage.f_bavail * usage.f_frsize, usage.f_bfree * usage.f_frsize
     if number == errno.ENOSPC and usage.f_files and not usage.f_favail:
@@ -245,7 +245,7 @@ def _without_room(number: int, path: Path | None, needed: int) -> str:
         reserved = (
             f" ({human_bytes(to_root)} more are reserved for root)" if (to_root := to_root - free) > SMALL_ROOM else ""
         )
-        return f"{disk_full(path or Path.cwd(), needed, free)}{reserved}"
+        return f"{disk_full(path, needed, free)}{reserved}"
     why = "a quota" if number == errno.EDQUOT else "a quota, reserved blocks, or files that are gone again by now"
     return (
         f"no room{at} ({errno.errorcode[number]}), though {human_bytes(free)} are free on its file system: {why}; "

@@ -35,7 +35,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.base.files import is_there, replace_file
+from ddp_core.base.files import is_there, naming, replace_file
 from ddp_core.base.fingerprint import fingerprint_differences
 
 CHAIN = "chain.jsonl"
@@ -169,7 +169,7 @@ class ChainFile:
             body = json_line(line)
             self.head, self.step = head_of(self.head, body), line["step"]
             content += sealed(body, self.head)
-        with self._file.open("ab") as file:
+        with naming(self._file), self._file.open("ab") as file:
             file.write(content)
 
 

@@ -13,13 +13,14 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.base.errors import UserError
+from ddp_core.base.files import Lines
 from ddp_core.observe.step import StepBatch, StepObserver
 
 _END_BYTES = 4096
@@ -41,7 +42,7 @@ class Ledger(StepObserver):
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        self._file: IO[str] = path.open("w", buffering=1)
+        self._file = Lines(path, "w")
         self._write({"from_step": first_step})
 
     def before_step(self, batch: StepBatch) -> None:
@@ -56,7 +57,7 @@ class Ledger(StepObserver):
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record))
 
 
 def committed_steps(directory: Path) -> dict[int, tuple[int, list[int]]]:

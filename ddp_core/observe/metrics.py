@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.ending import take_off_bar
+from ddp_core.base.files import Lines
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
@@ -58,12 +59,12 @@ class MetricsWriter:
         self._loggers = loggers
         self._path = path
         self._written: set[tuple[str, int]] = set()
-        self._file: IO[str] | None = None
+        self._file: Lines | None = None
         if path is not None:
-            self._file = path.open("a", buffering=1)
+            self._file = Lines(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 # A full disk or a crash has cut the last line; the next record must not become a part of that line.
-                self._file.write("\n")
+                self._file.write("")
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; NaN and infinities become null. Loggers get its step and its numbers."""
@@ -71,7 +72,7 @@ class MetricsWriter:
             return
         self._may_write()
         record = {"kind": kind, "time": round(time.time(), 3)} | fields
-        self._file.write(json_text(record) + "\n")
+        self._file.write(json_text(record))
         values = {name: value for name, value in fields.items() if isinstance(value, float)}
         for logger in self._loggers:
             logger.record(kind, fields.get("step", 0), values)
@@ -180,7 +181,7 @@ class Console:
         self._prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
         self.draws = self._is_first and sys.stderr.isatty()
         """Whether there is a terminal to draw a bar on."""
-        self._log: IO[str] | None = None
+        self._log: Lines | None = None
         self._may_write: Callable[[], None] = lambda: None
         self._bar: Any = None
         self._printed_at = time.monotonic()
@@ -194,7 +195,7 @@ class Console:
         """
         self._may_write = may_write
         # A file's name may hold bytes that are no UTF-8.
-        self._log = path.open("a", buffering=1, encoding="utf-8", errors="surrogateescape")
+        self._log = Lines(path, errors="surrogateescape")
 
     def say(self, text: str) -> None:
         """Print a line for the user, on rank 0 only."""
@@ -248,7 +249,7 @@ class Console:
         """Write a line to the log and, with a `stream`, there."""
         if self._log is not None:
             self._may_write()
-            self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}\n")
+            self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}")
         if stream is None:
             return
         self._printed_at = time.monotonic()

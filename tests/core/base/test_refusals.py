@@ -109,6 +109,11 @@ def test_what_has_run_out_is_said_as_it_is(
     assert error.exit_code == ExitCode.RESOURCES
 
 
+def test_a_write_whose_file_is_not_known_says_nothing_of_any_disk() -> None:
+    error = refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert str(error) == "disk full (ENOSPC); free some space"
+
+
 def test_the_last_inode_of_a_real_disk_is_told_from_the_last_byte(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "size=8m,nr_inodes=5") as small:
         while os.statvfs(small).f_favail:

@@ -19,6 +19,7 @@ import pytest
 from ddp_core.checkpoint import Fence, Superseded
 from ddp_core.distributed.reports import tell_user
 from ddp_core.observe.metrics import Console, MetricsWriter, read_metrics
+from tests.support.mounts import tmpfs
 from tests.support.processes import ask
 
 
@@ -214,6 +215,13 @@ def test_a_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) 
         ("resume", 1),
         ("step", 2),
     ]
+
+
+def test_a_record_that_a_full_disk_has_no_room_for_names_its_file(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "size=4k") as small:
+        named = pytest.raises(OSError, match=f"No space left on device: '{small}/metrics.jsonl'")
+        with named, MetricsWriter(small / "metrics.jsonl") as metrics:
+            metrics.write("evaluation", figures="9" * 5000)
 
 
 class Terminal(io.StringIO):
