@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import record
+from ddp_core.cli.training import Ended
 from ddp_core.observe.chain import CHAIN, each_link, head_of, json_line, sealed
 
 EVERY, STEPS, PER_EPOCH = 2, 44, 22
@@ -60,14 +61,13 @@ def edit_record(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (run / "run.json").write_text(json.dumps(document))
 
 
-def in_fork(function: Callable[[], int]) -> tuple[int, str]:
+def in_fork(function: Callable[[], int]) -> Ended:
     """What the function returns and prints, in a process of its own."""
-    with tempfile.NamedTemporaryFile() as said:
+    with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
 
         def enter() -> None:
-            output = os.open(said.name, os.O_WRONLY)
-            for number in (1, 2):
-                os.dup2(output, number)
+            for number, file in ((1, output), (2, errors)):
+                os.dup2(os.open(file.name, os.O_WRONLY), number)
             code = function()
             sys.stdout.flush()
             os._exit(code)
@@ -76,7 +76,8 @@ def in_fork(function: Callable[[], int]) -> tuple[int, str]:
         child.start()
         child.join()
         assert child.exitcode is not None
-        return child.exitcode, Path(said.name).read_text(errors="replace")
+        said = [Path(file.name).read_text(errors="replace") for file in (output, errors)]
+        return Ended(child.exitcode, *said)
 
 
 def train(output: Path, *words: str, tamper: Callable[[], None] = lambda: None) -> Path:
@@ -88,8 +89,8 @@ def train(output: Path, *words: str, tamper: Callable[[], None] = lambda: None) 
         tamper()
         return int(cli.main(["train", *WORDS, "--output", str(output), *words]))
 
-    code, said = in_fork(forged)
-    assert code == 0, said
+    ended = in_fork(forged)
+    assert ended.code == 0, ended.errors
     (file,) = output.glob("*/*/run.json")
     return file.parent
 
@@ -104,14 +105,14 @@ def audit(run: Path, draws: int, seed: int) -> dict[str, Any]:
         training.run_ddp = _run_ddp
         return audit_run(run, draws, seed, None, Report(as_json=True))
 
-    code, said = in_fork(audited)
-    assert code in (0, 1), said
-    told: dict[str, Any] = json.loads(said.strip().rpartition("\n")[2])
-    assert told["passed"] == (code == 0)
+    ended = in_fork(audited)
+    assert ended.code in (0, 1), ended.errors
+    told: dict[str, Any] = json.loads(ended.output.strip().rpartition("\n")[2])
+    assert told["passed"] == (ended.code == 0)
     return told
 
 
-def _run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
+def _run_ddp(words: list[str], limit: float | None = None) -> Ended:
     from ddp_core import cli
 
     return in_fork(lambda: int(cli.main(words)))

@@ -146,7 +146,7 @@ class _Training:
         alone = {"nnodes": NodeRange(1, 1), "max_restarts": 0, "output": str(output)}
         words = Asked(**{**self._given, **short, **alone, **attempt}).to_words()
         try:
-            code, errors = training.run_ddp(["train", *words], self._limit)
+            code, _, errors = training.run_ddp(["train", *words], self._limit)
         except subprocess.TimeoutExpired:
             raise UserError(
                 f"it has not ended within {self._limit:.0f} s; docs/tutorials/my-training-hangs.md shows how to look",

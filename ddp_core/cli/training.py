@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -178,20 +178,28 @@ class _Interrupts:
 def train_silently(asked: Asked) -> None:
     """Run `ddp train` to its end, printing nothing. Raises UserError where it fails and no fault was asked for."""
     words = ["train", *asked.to_words()]
-    code, errors = run_ddp(words)
-    if code != 0 and not asked.faults:
-        lines = errors.strip().splitlines()
-        raise _failed(words, code, lines[-1] if lines else "")
+    ended = run_ddp(words)
+    if ended.code != 0 and not asked.faults:
+        lines = ended.errors.strip().splitlines()
+        raise _failed(words, ended.code, lines[-1] if lines else "")
 
 
-def run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
-    """The exit code of a `ddp` command, and what it wrote to standard error.
+class Ended(NamedTuple):
+    """How a `ddp` command ended: its exit code, and what it wrote to standard output and to standard error."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def run_ddp(words: list[str], limit: float | None = None) -> Ended:
+    """Run a `ddp` command to its end.
 
     Raises subprocess.TimeoutExpired, with the command ended, where it takes longer than `limit` seconds.
     """
     command = [sys.executable, "-m", "ddp_core", *words]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit, check=False)
-    return done.returncode, done.stderr
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def start_ddp(words: list[str], variables: Mapping[str, str], is_quiet: bool) -> subprocess.Popen[bytes]:

@@ -30,8 +30,6 @@ from ddp_core.trainers import Job, Trainer, build_trainer
 
 _NOT_FIGURES = ("kind", "time", "step", "epoch")
 """What an evaluation in metrics.jsonl holds beside its figures."""
-OTHER_FIGURE = "and the run recorded"
-"""In the message about a figure that comes out otherwise, by which `ddp audit` knows it."""
 
 
 def evaluate_run(request: Request, world: World) -> None:
@@ -159,7 +157,7 @@ def _difference(told: dict[str, Any]) -> str:
     name = next(name for name in {**recorded, **figures} if recorded.get(name) != figures.get(name))
     under = "; ".join(told["other_fingerprint"]) or "the same"
     return (
-        f"{name} is {figures.get(name)}, {OTHER_FIGURE} {recorded.get(name)} at step {told['step']} "
+        f"{name} is {figures.get(name)}, and the run recorded {recorded.get(name)} at step {told['step']} "
         f"(fingerprint: {under})"
     )
 

@@ -65,6 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="arguments by which the script goes on from its own checkpoint: then it is stopped and resumed, too",
     )
     parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="the folder of which each run gets a copy, around the one that you are in (default: that one)",
+    )
+    parser.add_argument(
         "--seconds", type=_count, default=600, metavar="N", help="end all runs after so many seconds (default: 600)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
@@ -81,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(own)
     if not script_words:
         raise UserError("no script is given; write it and its arguments after --: ddp diagnose -- train.py --epochs 3")
-    script = Script(Path(script_words[0]).resolve(), tuple(script_words[1:]), Path.cwd())
+    here, folder = Path.cwd(), (options.folder or Path()).resolve()
+    if not here.is_relative_to(folder):
+        raise UserError(f"--folder {options.folder} does not hold the folder that you are in: name one around {here}")
+    script = Script(Path(script_words[0]).resolve(), tuple(script_words[1:]), folder, here.relative_to(folder))
     if not script.file.is_file():
         raise UserError(f"{script_words[0]}: no such file")
     began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,11 +35,13 @@ _TAIL_LINES = 200
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be diagnosed: a file, its arguments, and the folder that it is started in."""
+    """What is to be diagnosed: a file, its arguments, and the folder of which each run gets a copy."""
 
     file: Path
     arguments: tuple[str, ...]
     folder: Path
+    below: Path = Path()
+    """Where in that folder it is started."""
 
     @property
     def starts_its_ranks(self) -> bool:
@@ -59,7 +62,7 @@ class Runner:
         """By file that is too large for a copy in each run, the one copy that all runs read."""
 
     def folder(self) -> Path:
-        """A new copy of the folder that the script is started in."""
+        """A new copy of the script's folder."""
         self._copies += 1
         target = self._scratch / f"folder-{self._copies}"
         _copy(self._script.folder, target, self._one_copy)
@@ -124,7 +127,7 @@ class Runner:
                     processes.append(
                         subprocess.Popen(
                             [sys.executable, str(file), *words],
-                            cwd=work,
+                            cwd=work / self._script.below,
                             env={**_environment(), **everywhere, **own},
                             stdin=subprocess.DEVNULL,
                             stdout=out,
@@ -138,7 +141,8 @@ class Runner:
                 _end(process)
         run = read_run(traces, problem)
         if not run.ranks:
-            raise UserError(f"on {in_words(ranks)} no optimizer step was seen: {problem or _no_step(logs)}")
+            why = problem or _no_step(logs)
+            raise UserError(f"on {in_words(ranks)} no optimizer step was seen: {why}{_without_gpus(why)}")
         if run.world != ranks:
             run.problem = run.problem or f"steps of {run.world} ranks were seen, where {ranks} were asked for"
         return run
@@ -240,6 +244,13 @@ def _last_line(log: Path) -> str:
 
 def _no_step(logs: Sequence[Path]) -> str:
     return f"it came to its end without one (it prints: {_last_line(logs[0])})"
+
+
+def _without_gpus(why: str) -> str:
+    """What to do about a script whose last words are about GPUs, which it does not find."""
+    if re.search(r"cuda|gpu|nccl", why, re.IGNORECASE) is None:
+        return ""
+    return "; it runs on a CPU here, over gloo: give it the arguments that it has for that"
 
 
 def in_words(count: int) -> str:

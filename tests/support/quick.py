@@ -28,22 +28,21 @@ def main(words: Sequence[str]) -> int:
     return cli.main(words)
 
 
-def _run_ddp(words: list[str], limit: float | None = None) -> tuple[int, str]:
+def _run_ddp(words: list[str], limit: float | None = None) -> training.Ended:
     with tempfile.TemporaryDirectory() as scratch:
-        errors = Path(scratch) / "errors"
-        errors.touch()
-        child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, errors))
+        output, errors = Path(scratch) / "output", Path(scratch) / "errors"
+        child = multiprocessing.get_context("fork").Process(target=_enter, args=(words, output, errors))
         child.start()
         child.join(limit)
         if child.exitcode is None:
             child.kill()
             raise subprocess.TimeoutExpired("ddp", limit or 0.0)
-        return child.exitcode, errors.read_text()
+        return training.Ended(child.exitcode, output.read_text(), errors.read_text())
 
 
-def _enter(words: list[str], errors: Path) -> None:
-    os.dup2(os.open(errors, os.O_WRONLY), 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def _enter(words: list[str], output: Path, errors: Path) -> None:
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     sys.exit(cli.main(words))
 
 

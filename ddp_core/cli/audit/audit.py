@@ -26,7 +26,6 @@ from ddp_core.record.environment import package_differences
 from ddp_core.record.guarded import what_broke_it
 from ddp_core.record.signing import BadSignature, require_signed
 from ddp_core.record.weights import exchanged_weights
-from ddp_core.run.evaluating import OTHER_FIGURE
 
 AUDIT_FORMAT = "ddp-audit/1"
 """Of what `--json` prints."""
@@ -158,12 +157,12 @@ def _check_end(
         raise Different(f"different file: {exchanged} holds other weights than the record says")
     if chain.figures is None or chain.evaluated != record["result"]["steps"]:
         return
-    words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device]
-    code, errors = training.run_ddp(words)
+    words = ["eval", str(directory.path), "--data-dir", asked.data_dir, "--device", asked.device, "--json"]
+    code, output, errors = training.run_ddp(words)
     said = errors.strip().rpartition("\n")[2]
     if code == ExitCode.NO_CHECKPOINT:
         raise Different(f"different weights: {said.removeprefix('ddp: error: ')}")
-    if code != ExitCode.DONE and OTHER_FIGURE not in said:
+    if code != ExitCode.DONE and not (output and json.loads(output)["identical"] is False):
         raise UserError(f"the final weights cannot be evaluated again (exit code {code}): {said}")
     if code != ExitCode.DONE:
         raise Different(f"different figures: evaluated again, {said.removeprefix('ddp: error: ')}")

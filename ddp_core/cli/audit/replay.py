@@ -52,7 +52,7 @@ def replay(
             "max_restarts": 0,
             "faults": () if is_last else (f"stop@{segment.stop}",),
         }
-        code, errors = training.run_ddp(["train", *_given(asked, changes).to_words()])
+        code, _, errors = training.run_ddp(["train", *_given(asked, changes).to_words()])
         if code not in _ENDS:
             last = errors.strip().rpartition("\n")[2]
             raise UserError(f"segment {segment.number} cannot be trained again (exit code {code}): {last}")

@@ -79,7 +79,10 @@ def test_no_run_can_write_to_a_large_file_of_the_folder(tmp_path: Path, monkeypa
 def test_a_script_that_fails_is_quoted(tmp_path: Path) -> None:
     ended = diagnose(tmp_path, "--ranks", "1", "--", write(tmp_path, "raise ValueError('no GPU here')"))
     assert ended.code == 2
-    assert "no optimizer step was seen: rank 0 ended with 1: ValueError: no GPU here" in ended.errors
+    assert (
+        "no optimizer step was seen: rank 0 ended with 1: ValueError: no GPU here; it runs on a CPU here, over gloo: "
+        in ended.errors
+    )
 
 
 @pytest.mark.slow
@@ -108,6 +111,18 @@ def test_a_run_without_a_seed_is_said_and_no_bug(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_reads_beside_its_folder_what_a_copy_of_the_one_around_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("3")
+    (inner := tmp_path / "inner").mkdir()
+    script = write(inner, f"rows = int(open('../data').read())\nopen('../new', 'w')\n{TRAINS}{STEP}")
+    assert "No such file or directory: '../data'" in diagnose(inner, "--ranks", "1", "--", script).errors
+    ended = diagnose(inner, "--ranks", "1", "--folder", "..", "--", script)
+    assert (ended.code, ended.errors) == (0, ""), ended.output
+    assert not (tmp_path / "new").exists()
+    ended = diagnose(inner, "--folder", "/usr", "--", script)
+    assert (ended.code, f"name one around {inner}\n" in ended.errors) == (2, True)
+
+
 def test_ranks_that_a_script_starts_itself_are_seen(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text((FIXTURES / "around_ddp.py").read_text())
     script = write(
