@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
@@ -35,6 +37,8 @@ class LiveRecovery:
     def __init__(self, world: World, timeout: float) -> None:
         self._seat = Seat(world, timeout)
         self._held: HeldState | None = None
+        self._trained_with: tuple[str, ...] = ()
+        """The members with which this process has trained last."""
         self._is_leaving, self._left_at = False, time.monotonic()
 
     def place(self, stop: StopRequest) -> World | None:
@@ -91,7 +95,7 @@ class LiveRecovery:
         newest = None if holder is None else at[holder]
         saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
         if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
-            self._held = None
+            self._held, self._trained_with = None, self._seat.members
             return None
         if any(each is None or each.step < newest.step for each in at):
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
@@ -105,13 +109,50 @@ class LiveRecovery:
         """Let the trainer go on from the newest state, and say so (rank 0)."""
         held.give_to(trainer)
         self._held = None
-        count = trainer.job.collectives.world.world_size
-        who = "1 rank goes" if count == 1 else f"{count} ranks go"
-        seconds = time.monotonic() - self._left_at
-        trainer.job.console.say(
-            f"membership {self._seat.number}: {who} on after step {held.at.step}, "
-            f"{seconds:.1f} s after the last exchange, no step repeated"
+        job, step = trainer.job, held.at.step
+        change = Change.between(self._trained_with, self._seat.members)
+        self._trained_with = self._seat.members
+        pause = time.monotonic() - self._left_at
+        newest = job.metrics.go_on(
+            step,
+            membership=self._seat.number,
+            ranks=len(self._seat.members),
+            lost=change.lost,
+            joined=change.joined,
+            pause=round(pause, 3),
         )
+        trainer.figures.go_on(step, trainer.steps_per_epoch)
+        again = "no step repeated" if newest <= step else f"step {newest} is computed again, since its state is lost"
+        job.console.say(f"membership {self._seat.number}: {change.in_words(step)} after {pause:.1f} s, {again}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a membership has changed."""
+
+    lost: list[int]
+    """The ranks that were lost, as they were in the group before."""
+    joined: list[int]
+    """The ranks of new processes."""
+    ranks: int
+    """How many there are now."""
+
+    @classmethod
+    def between(cls, before: Sequence[str], now: Sequence[str]) -> Self:
+        """The change from the members of one group to those of the next, each in the order of their ranks."""
+        lost = [rank for rank, name in enumerate(before) if name not in now]
+        return cls(lost, [rank for rank, name in enumerate(now) if name not in before], len(now))
+
+    def in_words(self, step: int) -> str:
+        """As people are told it; `step` is the last one that was done."""
+        parts = [f"{_ranks(self.lost)} lost"] if self.lost else []
+        parts += [f"{_ranks(self.joined)} joined"] if self.joined else []
+        who = "1 rank goes on" if self.ranks == 1 else f"{self.ranks} ranks go on"
+        return f"{' and '.join(parts) or 'met again'} after step {step}; {who}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _saved_step(directory: RunDirectory, newest: int) -> int | None:

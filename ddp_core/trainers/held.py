@@ -47,11 +47,9 @@ class HeldState:
         return replace(self, at=at, state={**self.state, "position": position}, saved_step=saved_step)
 
     def give_to(self, trainer: Trainer) -> None:
-        """Let a new trainer go on from here; its metrics go on after this step."""
+        """Let a new trainer go on from here."""
         state = trainer.state
         state.load_state_dict(self.state)
         state.commit(self.at.is_settled)
         state.learning_rate = self.learning_rate
         trainer.figures.loss = self.loss
-        trainer.job.metrics.go_on(state.step)
-        trainer.figures.go_on(state.step, trainer.steps_per_epoch)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.directory import RunDirectory
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, check_ledger, train_words, undisturbed
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
@@ -56,6 +57,7 @@ def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) 
     assert sorted(step for kind, step in counts if kind == "evaluation") == list(range(8, STEPS + 1, 8))
     assert "starting the workers again" not in ended.errors
     assert "no step repeated" in ended.output
+    assert " lost after step " in ended.output
     assert "resumed at step" not in ended.output
     assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
     told = 0
@@ -65,6 +67,19 @@ def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) 
             assert each["step"] >= told - 1, "more than that was done again"
         told = each["step"] if each["kind"] == "step" else told
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
+    check_memberships(directory, record)
+
+
+def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
+    """Check that metrics and record tell the same of each membership, and that the numbers of ranks add up."""
+    assert record["attempts"][0]["membership"] == 0
+    numbers = {attempt["membership"]: attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]}
+    ranks = numbers[0]
+    for each in map(json.loads, directory.metrics.read_text().splitlines()):
+        if each["kind"] == "resume":
+            ranks += len(each["joined"]) - len(each["lost"])
+            assert each["ranks"] == ranks == numbers[each["membership"]]
+            assert 0 <= each["pause"] < HANG
 
 
 @pytest.mark.parametrize(
