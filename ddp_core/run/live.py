@@ -89,7 +89,7 @@ class LiveRecovery:
         A rank that is behind keeps its own until it has received all of the other one.
         """
         mine = self._held
-        offered = collectives.gather(None if mine is None else (mine.at, mine.position))
+        offered = collectives.gather(None if mine is None else (mine.at, mine.position, mine.notes))
         at = [None if each is None else each[0] for each in offered]
         holder = newest_holder(at)
         newest = None if holder is None else at[holder]
@@ -101,8 +101,8 @@ class LiveRecovery:
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
             mine = mine if mine is not None and mine.at.step == newest.step else received
         assert mine is not None
-        _, position = offered[holder]
-        self._held = mine.at_position(newest, position, saved or 0)
+        position = offered[holder][1]
+        self._held = mine.at_position(newest, position, saved or 0, (each[2] for each in offered if each is not None))
         return self._held
 
     def go_on(self, held: HeldState, trainer: Trainer) -> None:

@@ -26,7 +26,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.chain import NO_CHAIN_AFTER_LOSS, ChainPlan
+from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -148,9 +148,7 @@ def _train(
             held = live.newest(collectives, directory) if live is not None else None
             start = choose_checkpoint(collectives, directory, console) if held is None else None
             chain = plan_chain(collectives, record)
-            if chain is not None and live is not None:
-                raise UserError(f"{directory.path} has a chain: {NO_CHAIN_AFTER_LOSS}; use --recovery restart")
-            if origin.weights is not None and held is None and (start is None or chain is not None):
+            if origin.weights is not None and (chain is not None or (start is None and held is None)):
                 put_weights(parts.model, origin.weights)  # a chain that begins tells of them
             first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
@@ -198,6 +196,7 @@ def _train(
                 record.state, record.guard = trainer.state, trainer.guard.figures
                 if trainer.chain is not None:
                     begun_with = trainer.chain.start_digest()
+                    trainer.chain.take_over(() if held is None else held.notes)
                     by_rank_0(collectives, trainer.chain.begin, first_step, begun_with)
                     record.chain = trainer.chain.file
                 if held is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ddp_core.distributed.membership import Held
+from ddp_core.trainers.step_chain import Noted, merged
 from ddp_core.trainers.trainer import Trainer
 
 
@@ -24,6 +26,8 @@ class HeldState:
     """Of the newest step, for its record in the metrics."""
     saved_step: int
     """The step of the newest checkpoint; 0 where there is none."""
+    notes: Sequence[Noted] = ()
+    """Of the newest steps, for a chain whose file may not have them yet."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -34,6 +38,7 @@ class HeldState:
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
+            notes=() if trainer.chain is None else trainer.chain.notes(),
         )
 
     @property
@@ -42,9 +47,12 @@ class HeldState:
         position: dict[str, Any] = self.state["position"]
         return position
 
-    def at_position(self, at: Held, position: dict[str, Any], saved_step: int) -> HeldState:
-        """The same weights with another rank's position."""
-        return replace(self, at=at, state={**self.state, "position": position}, saved_step=saved_step)
+    def at_position(
+        self, at: Held, position: dict[str, Any], saved_step: int, notes: Iterable[Sequence[Noted]]
+    ) -> HeldState:
+        """The same weights with another rank's position, and the notes of all ranks up to there."""
+        state, kept = {**self.state, "position": position}, merged(notes, at.step)
+        return replace(self, at=at, state=state, saved_step=saved_step, notes=kept)
 
     def give_to(self, trainer: Trainer) -> None:
         """Let a new trainer go on from here."""

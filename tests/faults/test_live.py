@@ -7,10 +7,11 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from ddp_core.observe.chain import CHAIN
 from ddp_core.observe.metrics import read_metrics
 from ddp_core.record.directory import RunDirectory
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, check_ledger, train_words, undisturbed
@@ -19,34 +20,49 @@ from tests.support.processes import HANG
 
 STRUCK = str(Path(DOTS).with_name("struck.py"))
 STEPS = 48
+KEPT = ("--keep-for-audit", "5")
 DIGESTS = ("weights_sha256", "optimizer_sha256", "ema_sha256")
 
 
+class Ends(NamedTuple):
+    """What one process that nobody disturbs ends with."""
+
+    digests: dict[str, str]
+    chain: str
+
+
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The digests of `struck` after its steps, trained by one process."""
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How `struck` ends after its steps, trained by one process."""
     output = tmp_path_factory.mktemp("alone")
-    ended = ddp("train", STRUCK, "--device", "cpu", "--output", output)
+    ended = ddp("train", STRUCK, *KEPT, "--device", "cpu", "--output", output)
     assert ended.code == 0, ended.errors
-    return {name: trained(output)[1][name] for name in DIGESTS}
+    return ends_of(output)
+
+
+def ends_of(output: Path) -> Ends:
+    directory, record = trained(output)
+    return Ends({name: record[name] for name in DIGESTS}, (directory.path / CHAIN).read_text())
 
 
 def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str) -> Ended:
-    live = ["--recovery", "live", "--timeout", "20", "--set", f"model.kills={','.join(kills)}"]
-    return ddp(*train_words(output, *live, *words, ranks=ranks, experiment=STRUCK), timeout=HANG / 2)
+    live = ["--recovery", "live", "--timeout", "20", *KEPT]
+    full = train_words(output, *live, *words, ranks=ranks, experiment=STRUCK)
+    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills)}, timeout=HANG / 2)
 
 
-def check_end(output: Path, ended: Ended, ends: dict[str, str]) -> dict[str, Any]:
-    """Check that the run has ended as if nothing had happened; returns its record."""
+def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
+    """Check that the run has ended as if nothing had happened, to the byte of its chain; returns its record."""
     assert ended.code == 0, f"{ended.output}\n{ended.errors}"
     assert "Traceback" not in ended.errors
+    assert ends_of(output) == ends
     directory, record = trained(output)
-    assert {name: record[name] for name in DIGESTS} == ends
     check_ledger(directory, STEPS)
+    assert json.loads(ends.chain.splitlines()[-1])["head"] == record["chain"]["head"]
     return record
 
 
-def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) -> None:
+def check_live(output: Path, ended: Ended, ends: Ends, lost: int = 1) -> None:
     """Check that the others have gone on, repeated nothing, and told each step once."""
     record = check_end(output, ended, ends)
     directory, _ = trained(output)
@@ -101,12 +117,28 @@ def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
         pytest.param(["1.0 update 10", "1.1 forward 1"], id="in-a-join", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_go_on(tmp_path: Path, ends: dict[str, str], kills: list[str]) -> None:
+def test_the_others_go_on(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
     check_live(tmp_path, train(tmp_path, kills), ends, lost=len(kills))
 
 
+@pytest.mark.parametrize("kills", [["0.0 update 15"], ["0.0 update 15", "1.0 update 15"], ["2.0 update 15"]])
 @pytest.mark.slow
-def test_all_are_lost_and_start_again(tmp_path: Path, ends: dict[str, str]) -> None:
+def test_steps_that_no_file_has_yet_come_into_the_chain(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
+    """Between two saves a chain is not written: here for the steps 11 to 14."""
+    ended = train(tmp_path, kills, 3, "--checkpoint-every", "48", "--set", "evaluation.every_epochs=6")
+    assert ended.code == 0, f"{ended.output}\n{ended.errors}"
+    assert ends_of(tmp_path).digests == ends.digests
+    whole = [line for line in map(json.loads, ends.chain.splitlines()) if line["kind"] == "step"]
+    assert len(whole) == STEPS
+    found = map(json.loads, ends_of(tmp_path).chain.splitlines())
+    steps = [line for line in found if line["kind"] == "step"]
+    for line in (*whole, *steps):
+        del line["head"]  # other settings: there are fewer evaluations
+    assert steps == whole
+
+
+@pytest.mark.slow
+def test_all_are_lost_and_start_again(tmp_path: Path, ends: Ends) -> None:
     kills = ["0.0 update 10", "1.0 update 10", "2.0 update 10"]
     ended = train(tmp_path, kills)
     check_end(tmp_path, ended, ends)

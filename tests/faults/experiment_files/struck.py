@@ -1,7 +1,8 @@
 """Does a small network end with the same weights when a rank is killed in the middle of a step?
 
-`model.kills` names processes and where in their work they are killed (SIGKILL): with "1.0 update 20" it is the process
-1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another name, and lives.
+STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
+it is the process 1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another
+name, and lives.
 BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
 """
 
@@ -47,9 +48,9 @@ class Struck(nn.Module):
         return inputs
 
 
-def network(kills: str = "") -> nn.Module:
+def network() -> nn.Module:
     LEFT.update(dict.fromkeys(POINTS, -1))
-    for each in filter(None, kills.split(",")):
+    for each in filter(None, os.environ.get("STRUCK_KILLS", "").split(",")):
         name, point, count = each.split()
         if name == os.environ.get("DDP_MEMBER") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             LEFT[point] = int(count)
@@ -76,7 +77,7 @@ def dots() -> Splits:
 
 experiment = Experiment(
     name="struck",
-    model=Component(name="network", options={"kills": ""}),
+    model=Component(name="network"),
     data=Component(name="dots"),
     loss="cross_entropy",
     optimizer=Optimizer(name="adamw", lr=0.01),
