@@ -42,7 +42,7 @@ from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import begun
 from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
-from ddp_core.run.live import LiveRecovery
+from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import (
@@ -134,6 +134,8 @@ def _train(
     with ExitStack() as stack:
         collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
+        if live is not None:
+            require_told_once(parts.callbacks, parts.observers)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
@@ -164,7 +166,7 @@ def _train(
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
                     own_metrics=own_metrics,
-                    callbacks=parts.callbacks,
+                    callbacks=parts.callbacks if live is None else live.same(parts.callbacks, held),
                     directory=directory.path,
                     only_steps=request.only_steps,
                     collectives=collectives,

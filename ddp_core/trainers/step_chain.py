@@ -63,7 +63,8 @@ def merged(by_rank: Iterable[Sequence[Noted]], steps: int) -> list[Noted]:
         known = found.setdefault(noted.step, noted)
         more = [part for part in noted.parts if part not in known.parts]
         own = known.own.clone()
-        own[more] = noted.own[more]
+        for part in more:
+            own[part] = noted.own[part]
         found[noted.step] = known._replace(parts=[*known.parts, *more], own=own, report=known.report or noted.report)
     return [found[step] for step in sorted(found) if step < steps]
 
@@ -118,7 +119,8 @@ class StepChain(StepObserver):
         assert self.file is not None
         if not self.plan.is_new:
             self.file.go_on(
-                step, lambda reached: [self._line(self._read_again(each)) for each in self._newest if each.step >= reached]
+                step,
+                lambda reached: [self._line(self._read_again(each)) for each in self._newest if each.step >= reached],
             )
             return
         facts = {

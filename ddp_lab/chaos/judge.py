@@ -155,8 +155,8 @@ def _summary(report: DrillReport) -> list[str]:
 def _spot(found: Mapping[str, Any]) -> str:
     return (
         f"ranks: {found['left']} left and {found['came']} came in {found['changes']} changes within "
-        f"{found['seconds']:.0f} s; {100 * found['trained_share']:.1f} % of the time was spent training, a change costs "
-        f"{_seconds(found['pause_median'])} (at most {_seconds(found['pause_worst'])})"
+        f"{found['seconds']:.0f} s; {100 * found['trained_share']:.1f} % of the time was spent training, a change "
+        f"costs {_seconds(found['pause_median'])} (at most {_seconds(found['pause_worst'])})"
     )
 
 

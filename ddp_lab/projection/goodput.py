@@ -100,7 +100,7 @@ def goodput_lines(found: dict[str, Any]) -> list[str]:
         "goodput: the share of the time in which steps are made that were not made before",
         "assumed: failures at random, each takes one rank, another takes its place at once, and never all are lost; a "
         f"checkpoint every {costs['checkpoint_every']:g} s takes {costs['save']:g} s",
-        f"restart: {seconds('restart')} from the failure to the first new step, and the steps since the checkpoint again",
+        f"restart: {seconds('restart')} from the failure to the first new step, and steps since the checkpoint again",
         f"live: the others stand still for {seconds('live')}, at the loss and when the new rank joins",
         f"{'failures per hour':>17}  {'restart':>8}  {'live':>8}",
     ]

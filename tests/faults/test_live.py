@@ -58,13 +58,21 @@ def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
     assert ends_of(output) == ends
     directory, record = trained(output)
     check_ledger(directory, STEPS)
+    lines = [(what, int(step), int(count)) for what, step, count in told(directory)]
+    expected = {"step": lambda step: step, "epoch": lambda step: step // 8, "end": lambda step: 1}
+    assert all(count == expected[what](step) for what, step, count in lines), "each once, by what callbacks keep"
+    assert {(what, step) for what, step, _ in lines} == {
+        *(("step", step) for step in range(1, STEPS + 1)),
+        *(("epoch", step) for step in range(8, STEPS + 1, 8)),
+        ("end", STEPS),
+    }
     assert json.loads(ends.chain.splitlines()[-1])["head"] == record["chain"]["head"]
     return record
 
 
-def check_live(output: Path, ended: Ended, ends: Ends, lost: int = 1) -> None:
+def check_live(output: Path, ended: Ended, ends: Ends, kills: Sequence[str]) -> None:
     """Check that the others have gone on, repeated nothing, and told each step once."""
-    record = check_end(output, ended, ends)
+    record, lost = check_end(output, ended, ends), len(kills)
     directory, _ = trained(output)
     counts = Counter((each["kind"], each["step"]) for each in read_metrics(directory.metrics))
     repeated = {kind: steps for (kind, steps), count in counts.items() if count > 1 and kind != "resume"}
@@ -76,14 +84,21 @@ def check_live(output: Path, ended: Ended, ends: Ends, lost: int = 1) -> None:
     assert " lost after step " in ended.output
     assert "resumed at step" not in ended.output
     assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
-    told = 0
+    newest = 0
     for each in map(json.loads, directory.metrics.read_text().splitlines()):
         if each["kind"] == "resume":
             # The step whose state has died with rank 0 may be computed again.
-            assert each["step"] >= told - 1, "more than that was done again"
-        told = each["step"] if each["kind"] == "step" else told
+            assert each["step"] >= newest - 1, "more than that was done again"
+        newest = each["step"] if each["kind"] == "step" else newest
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
     check_memberships(directory, record)
+    again = [line for line, count in Counter(map(tuple, told(directory))).items() if count > 1]
+    assert len(again) <= 2 * sum(kill.startswith("0.") for kill in kills), "only what a lost rank 0 may have done"
+
+
+def told(directory: RunDirectory) -> list[list[str]]:
+    """What callbacks were told: method, step, and how often the method was called by then."""
+    return [line.split() for line in (directory.path / "told.txt").read_text().splitlines()]
 
 
 def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
@@ -118,7 +133,7 @@ def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
     ],
 )
 def test_the_others_go_on(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
-    check_live(tmp_path, train(tmp_path, kills), ends, lost=len(kills))
+    check_live(tmp_path, train(tmp_path, kills), ends, kills)
 
 
 @pytest.mark.parametrize("kills", [["0.0 update 15"], ["0.0 update 15", "1.0 update 15"], ["2.0 update 15"]])
@@ -169,6 +184,33 @@ def test_survivors_keep_their_processes_and_a_new_one_joins(tmp_path: Path) -> N
     assert after[0] != before[0]
     assert "2 ranks go on" in ended.output
     check_aftermath(watch.output, digest, 480)
+
+
+CALLBACKS = {
+    'ranks = "all"': """class Mine(Callback):
+    ranks = "all"
+
+
+callbacks = [Mine()]
+""",
+    "observer of its own": """class Mine(StepObserver):
+    pass
+
+
+callbacks = [Mine()]
+""",
+}
+
+
+@pytest.mark.parametrize("reason", CALLBACKS)
+def test_callbacks_that_may_see_too_much_are_refused(tmp_path: Path, reason: str) -> None:
+    file = tmp_path / "mine.py"
+    more = "from ddp_core import Callback\nfrom ddp_core.observe.step import StepObserver\n\n\n" + CALLBACKS[reason]
+    file.write_text(Path(DOTS).read_text() + "\n\n" + more)
+    ended = ddp(*train_words(tmp_path, "--recovery", "live", experiment=file))
+    assert ended.code == 2, ended.errors
+    assert reason in ended.errors
+    assert "use --recovery restart" in ended.errors
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_core import Callback, Moment
 from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.data.splits import InMemory, Splits, content_digest
 
@@ -73,6 +74,38 @@ def dots() -> Splits:
     inputs, targets = torch.randn(116, 6, generator=generator), torch.randint(0, 3, (116,), generator=generator)
     train, test = InMemory(inputs[:96], targets[:96]), InMemory(inputs[96:], targets[96:])
     return Splits(train, test, 3, None, content_digest(inputs, targets))
+
+
+class Counts(Callback):
+    """Counts what it is told, keeps the counts, and writes a line about each."""
+
+    def __init__(self) -> None:
+        self.counts, self.loss = {"step": 0, "epoch": 0, "end": 0}, 0.0
+
+    def note(self, what: str, moment: Moment) -> None:
+        self.counts[what] += 1
+        self.loss += moment.loss or 0.0
+        with (moment.directory / "told.txt").open("a") as file:
+            file.write(f"{what} {moment.step} {self.counts[what]}\n")
+
+    def on_step(self, moment: Moment) -> None:
+        self.note("step", moment)
+
+    def on_epoch(self, moment: Moment) -> None:
+        self.note("epoch", moment)
+
+    def on_end(self, moment: Moment) -> None:
+        self.note("end", moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts, self.loss = dict(state["counts"]), state["loss"]
+
+
+def callbacks() -> list[Callback]:
+    return [Counts()]
 
 
 experiment = Experiment(

@@ -57,14 +57,11 @@ def simulated(per_hour: float, costs: FailureCosts, is_live: bool, seed: int, in
     return trained / clock
 
 
-@pytest.mark.parametrize("per_hour", [1, 10, 60])
+@pytest.mark.parametrize("per_hour", [1, 10, 30])
 @pytest.mark.parametrize("is_live", [False, True], ids=["restart", "live"])
 def test_the_formulas_say_what_a_played_run_shows(per_hour: float, is_live: bool) -> None:
     expected = (goodput_of_live if is_live else goodput_of_restart)(per_hour, COSTS)
     assert expected is not None
-    if per_hour == 60 and not is_live:
-        assert expected < 0.01, "hardly an interval is ever done"
-        return
     played = fmean(simulated(per_hour, COSTS, is_live, seed) for seed in range(5))
     assert played == pytest.approx(expected, rel=0.02)
 
