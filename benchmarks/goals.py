@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.compared import BEST_LOOP_TARGET, exact_digits, of_best_bare, of_fair
+from benchmarks.live_cost import GOAL as LIVE_COST_GOAL
 from benchmarks.numerics import DEFAULT_GOAL
 from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING
@@ -21,6 +22,8 @@ LOADER_GOAL = 4.0
 # Shards must not cost more than plain DDP's sum.
 PARTS_GOAL = 1.0
 CHAIN_GOAL = 0.01
+# Seconds without a new step.
+LIVE_GOAL = 0.3
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Goal:
         """The line of the table."""
         sign, verdict = "≤" if self.most else "≥", "met" if self.met else "**missed**"
         last = f"{self.reached:.3f} | {verdict}" if self.reached is not None else f"{NOT_YET} | -"
-        return f"| {self.benchmark} | {self.what} | {sign} {self.goal:.2f} | {last} |"
+        goal = f"{self.goal:.2f}" if round(self.goal, 2) == self.goal else f"{self.goal:g}"
+        return f"| {self.benchmark} | {self.what} | {sign} {goal} | {last} |"
 
 
 def goals() -> list[Goal]:
@@ -53,7 +57,7 @@ def goals() -> list[Goal]:
     return [
         *(*_trainer_step(), *_whole_run(), *_scaling(), *_loader(), *_nodes(), *_reduction()),
         *(*_sharded(), *_fully_sharded()),
-        *(*_exact_end_to_end(), *_startup(), *_numerics(), *_chain()),
+        *(*_exact_end_to_end(), *_startup(), *_numerics(), *_chain(), *_recovery(), *_live_cost()),
     ]
 
 
@@ -150,3 +154,16 @@ def _chain() -> Iterator[Goal]:
     if (found := recorded("chain")) is not None:
         what = "the chain of --keep-for-audit, of the rest of a step of char_transformer with 25 M parameters"
         yield Goal("chain", what, CHAIN_GOAL, found["results"]["share"])
+
+
+def _recovery() -> Iterator[Goal]:
+    for fault in ("worker killed, live", "rank 0 killed, live", "worker joins, live"):
+        found = results_of("recovery")["faults"].get(fault)
+        what = f"{fault}: seconds without a new step"
+        yield Goal("recovery", what, LIVE_GOAL, None if found is None else found["median"])
+
+
+def _live_cost() -> Iterator[Goal]:
+    found = recorded("live_cost")
+    what = "steps of digits with --recovery live, of those with restart"
+    yield Goal("live_cost", what, LIVE_COST_GOAL, None if found is None else found["results"]["steps"]["ratio"])

@@ -11,16 +11,13 @@ resume. The goal is 1 %.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.record import record
+from benchmarks.trained import trained
 from benchmarks.turns import rotated
 
 GUARDS = ("off", "normal")
@@ -36,19 +33,10 @@ TRAININGS = {"digits": DIGITS, "ResNet-18": RESNET}
 
 def timed(words: tuple[str, ...], guard: str, is_quick: bool) -> dict[str, float]:
     """Seconds of the steps of one run, and of its guard's checks."""
-    with tempfile.TemporaryDirectory() as place:
-        words = (*words, "--guard", guard, "--device", "cpu", "--output", place, "--log-every", "1")
-        words = (*words, *(("--set", "max_steps=3") if is_quick else ()))
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(
-            [sys.executable, "-m", "ddp_core", "train", *words], check=True, capture_output=True, env=environment
-        )
-        ((file),) = Path(place).glob("*/*/run.json")
-        lines = [json.loads(line) for line in file.with_name("metrics.jsonl").read_text().splitlines()]
-        found = json.loads(file.read_text())["attempts"][-1]["guard"]
-    steps = [line["time"] for line in lines if line["kind"] == "step"]
+    run = trained((*words, "--guard", guard, *(("--set", "max_steps=3") if is_quick else ())))
+    found = run.record["attempts"][-1]["guard"]
     checks = sum(seconds for kind, seconds in found["seconds"].items() if not kind.endswith("its process"))
-    return {"steps": steps[-1] - steps[0], "in its checks": checks, "computed again": found.get("checks", 0)}
+    return {"steps": run.step_seconds, "in its checks": checks, "computed again": found.get("checks", 0)}
 
 
 def measure(rounds: int, is_quick: bool) -> dict[str, Any]:

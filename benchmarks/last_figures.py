@@ -95,7 +95,16 @@ def _loader(found: Any) -> str:
 
 def _recovery(found: Any) -> str:
     faults = found["faults"]
-    return ", ".join(f"{fault} {faults[fault]['median']:.1f} s" for fault in ("worker killed", "node killed"))
+    told = ("worker killed", "worker killed, live", "worker joins, live", "node killed")
+    return "; ".join(f"{fault} {faults[fault]['median']:.1f} s" for fault in told if fault in faults)
+
+
+def _live_cost(found: Any) -> str:
+    steps = found["steps"]
+    return (
+        f"the steps take {steps['ratio']:.3f} times as long (quartiles {steps['low']:.3f} to {steps['high']:.3f}); "
+        f"what a rank does for it in each step, measured alone, is {100 * found['own_share']:.2f} % (goal: 0.5 %)"
+    )
 
 
 def _slow_link(found: Any) -> str:
@@ -268,6 +277,7 @@ SAYS: dict[str, Callable[[Any], str]] = {
     "gpu_files": lambda found: f"{found['ratio of the fastest']:.2f} times the script",
     "loader": _loader,
     "recovery": _recovery,
+    "live_cost": _live_cost,
     "slow_link": _slow_link,
     "reduction": _reduction,
     "sharded": _sharded,

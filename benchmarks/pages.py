@@ -60,6 +60,7 @@ PAGES: dict[Path, Contents] = {
     ROOT / "docs" / "how-to" / "shard-the-optimizer.md": Contents(
         {"| `--shard` | a step, of one with |": tables.steps_of_shards, "| a rank of |": tables.memory_of_shards}
     ),
+    ROOT / "docs" / "explanation" / "recovery.md": Contents({"| | median |": tables.recoveries}),
     ROOT / "docs" / "reference" / "audit.md": Contents({"| forgery |": tables.forgeries}),
     ROOT / "README.md": Contents({"| | time |": tables.costs}),
 }

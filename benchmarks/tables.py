@@ -16,7 +16,7 @@ from benchmarks.compared import (
     whole_run_of,
     whole_time_of,
 )
-from benchmarks.record import NOT_YET, results_of
+from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING, SCRIPT
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -272,3 +272,34 @@ def forgeries() -> str:
     spread = total["variance"] ** 0.5
     rows.append(f"| all | {total['made']} | {total['found']} | {total['expected']:.1f} \u00b1 {spread:.1f} |")
     return "\n".join(rows)
+
+
+_FAULTS = {
+    "worker killed": "worker killed",
+    "worker killed, live": "worker killed, `--recovery live`",
+    "rank 0 killed": "worker of rank 0 killed",
+    "rank 0 killed, live": "worker of rank 0 killed, `--recovery live`",
+    "worker joins, live": "a new worker joins, `--recovery live`: pause of the others",
+    "worker stopped": "worker stopped, `--timeout 5`",
+    "node killed": "node killed, one of three",
+    "node of rank 0 killed": "node of rank 0 killed",
+    "node of rank 0 stopped": "node of rank 0 stopped, `--timeout 5`",
+    "rendezvous killed, started again when noticed": "rendezvous killed, and started again once that was noticed",
+}
+"""The faults of benchmarks.recovery, as its table names them."""
+
+
+def recoveries() -> str:
+    """From each fault to the first new step."""
+    document = recorded("recovery")
+    assert document is not None
+    faults, rows = document["results"]["faults"], []
+    for fault, words in _FAULTS.items():
+        if fault not in faults:
+            rows.append([words, NOT_YET, "-", "-"])
+            continue
+        found = faults[fault]
+        low, high = min(found["steps_lost"]), max(found["steps_lost"])
+        again = str(low) if low == high else f"{low} to {high}"
+        rows.append([words, f"{found['median']:.1f} s", f"{found['worst']:.1f} s", again])
+    return _table(["", "median", f"worst of {document['rounds']}", "steps done again"], rows)

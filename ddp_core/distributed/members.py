@@ -112,6 +112,8 @@ class Seat:
         self._members = Members(store)
         self.number = -1
         """Of the newest membership that this process has belonged to; -1 before the first one."""
+        self.members: tuple[str, ...] = ()
+        """Of the group that this process is in, in the order of ranks."""
 
     def take(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
         """Wait for a newer membership of which all members are here; returns this process's place in it.
@@ -163,6 +165,7 @@ class Seat:
         return os.path.exists(room_file(self._given.report_dir))  # noqa: PTH110 - a third of the time of a Path
 
     def _placed(self, now: Membership) -> World:
+        self.members = now.members
         rank, count = now.members.index(self._name), len(now.members)
         host, port = self._address
         return replace(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import ModuleType
 
 from ddp_core.base.errors import UserError
 from ddp_core.distributed.addresses import listen_at, store_on
 from ddp_core.distributed.members import Members, room_file
 from ddp_core.distributed.membership import Membership
 from ddp_core.experiment.request import Request
-from ddp_core.observe.chain import NO_CHAIN_AFTER_LOSS
 
 _ANSWER_SECONDS = 30
 _LOOPBACK = "127.0.0.1"
@@ -20,17 +18,12 @@ _LOOPBACK = "127.0.0.1"
 def require_live(request: Request, max_nodes: int) -> None:
     """Raises UserError (2) where the workers of this request cannot go on without a lost one."""
     layout, options = request.layout, request.options
-    own = request.loaded.namespace.get("callbacks")
     obstacles = {
         "it knows one node only, so far": max_nodes > 1 or layout.nnodes > 1,
         "it has been tried on CPUs only, so far": layout.device != "cpu",
         f"with --shard {layout.shard} a lost process has the only copy of its part": layout.shard != "none",
         "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
-        f"--keep-for-audit: {NO_CHAIN_AFTER_LOSS}": options.keep_for_audit is not None,
         "--launcher spawn replaces no process": options.launcher == "spawn",
-        "callbacks may have seen a step that is taken back, and this experiment has some": (
-            own is not None and not isinstance(own, ModuleType) and own != []
-        ),
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)
     if found is not None:

@@ -44,7 +44,6 @@ DIGITS = 16
 """Of a number."""
 OTHER_STATE = "averaged weights, scaler or schedule"
 """The last name in `tensors`."""
-NO_CHAIN_AFTER_LOSS = "the chain is not carried over yet when the process that writes it is lost"
 _HEAD = b',"head":"'
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
 
@@ -131,6 +130,8 @@ class ChainFile:
     def __init__(self, plan: ChainPlan) -> None:
         self.head, self.step = "", 0
         self._file, self._may_write = plan.file, plan.may_write
+        self._told: set[tuple[str, int]] = set()
+        """The kinds of the lines of the step after which the chain was taken up, with that step."""
 
     def begin(self, facts: Mapping[str, Any], tensors: Sequence[str]) -> None:
         """Write the first line. Raises OSError."""
@@ -139,10 +140,11 @@ class ChainFile:
         self.head, self.step = head_of("", body), facts["from_step"]
         replace_file(self._file, sealed(body, self.head))
 
-    def go_on(self, step: int) -> None:
+    def go_on(self, step: int, lines_after: Callable[[int], Sequence[Mapping[str, Any]]] = lambda step: ()) -> None:
         """Take the chain up after `step`, and drop the lines of later steps. Raises OSError.
 
-        Raises UserError (3) where it does not reach so far.
+        `lines_after`: returns the lines after any step that are known without the file. Raises UserError (3) where the
+        chain does not reach so far.
         """
         self._may_write()
         end = 0
@@ -150,22 +152,32 @@ class ChainFile:
             for link in each_link(self._file):
                 if link.step > step:
                     break
+                if link.step > self.step:
+                    self._told.clear()
+                self._told.add((link.line["kind"], link.step))
                 self.head, self.step, end = link.head, link.step, link.end
         except BrokenChain:
             pass  # what was half written when the run was lost
+        if end:
+            os.truncate(self._file, end)
+            self.append(*lines_after(self.step))
         if self.step < step:
             raise UserError(
                 f"{self._file} ends with step {self.step}, before the checkpoint of step {step}, so the run cannot be "
                 "audited any more: bring the file back from a copy, or remove it, and the run goes on without",
                 ExitCode.NO_CHECKPOINT,
             )
-        os.truncate(self._file, end)
 
     def append(self, *lines: Mapping[str, Any]) -> None:
-        """Write these lines to the end of the file, all in one piece. Raises OSError."""
+        """Write these lines to the end of the file, all in one piece. Raises OSError.
+
+        Of the step after which the chain was taken up, no line is written twice.
+        """
         self._may_write()
         content = b""
         for line in lines:
+            if (line["kind"], line["step"]) in self._told:
+                continue
             body = json_line(line)
             self.head, self.step = head_of(self.head, body), line["step"]
             content += sealed(body, self.head)

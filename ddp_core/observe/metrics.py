@@ -2,7 +2,7 @@
 
 metrics.jsonl holds one JSON object per line with a `kind`: `step` (step, epoch, loss, lr, samples_per_second,
 data_wait), `evaluation` (step, epoch, test_loss, test_accuracy), `digest` (step, weights_sha256), `resume` (step: the
-records of later steps before this line were rolled back) and `checkpoint` (step, seconds).
+records of later steps before this line were rolled back; ranks) and `checkpoint` (step, seconds).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class MetricsRecord(TypedDict):
     samples_per_second: NotRequired[float | None]
     data_wait: NotRequired[float | None]
     weights_sha256: NotRequired[str]
+    ranks: NotRequired[Count]
 
 
 class MetricsWriter:
@@ -77,11 +78,17 @@ class MetricsWriter:
         for logger in self._loggers:
             logger.record(kind, fields.get("step", 0), values)
 
-    def go_on(self, step: int) -> None:
-        """Go on after `step`: later records are rolled back, and of that step no kind of record is written twice."""
+    def go_on(self, step: int, **fields: Any) -> int:
+        """Go on after `step`: later records are rolled back, and of that step no kind of record is written twice.
+
+        `fields`: what else the line about it says. Returns the newest step that was recorded before.
+        """
+        newest = 0
         if self._path is not None:
-            self._written = {(kind, step) for kind in _kinds_at(self._path, step)}
-        self.write("resume", step=step)
+            kinds, newest = _near_end(self._path, step)
+            self._written = {(kind, step) for kind in kinds}
+        self.write("resume", step=step, **fields)
+        return newest
 
     def finish(self, result: Mapping[str, Any], weights_sha256: str) -> None:
         """Tell the loggers the numbers of the run's result, and the digest of its weights."""
@@ -123,9 +130,13 @@ def each_record(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
             yield dict(record)
 
 
-def _kinds_at(path: Path, step: int) -> set[str]:
-    """The kinds of the records of one step near the end of the file, but for `resume`, and for what was rolled back."""
+def _near_end(path: Path, step: int) -> tuple[set[str], int]:
+    """The kinds of the records of one step near the end of the file, but for `resume`, and the newest `step` there.
+
+    What was rolled back does not count.
+    """
     kinds: set[str] = set()
+    newest = 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         for line in file:
@@ -133,9 +144,13 @@ def _kinds_at(path: Path, step: int) -> set[str]:
                 record = parse_document(line, MetricsRecord)
                 if record["kind"] == "resume":
                     kinds = kinds if record["step"] >= step else set()
-                elif record["step"] == step:
+                    newest = min(newest, record["step"])
+                    continue
+                if record["step"] == step:
                     kinds.add(record["kind"])
-    return kinds
+                if record["kind"] == "step":
+                    newest = record["step"]
+    return kinds, newest
 
 
 def _lines(path: Path, containing: bytes = b"") -> Iterator[MetricsRecord]:

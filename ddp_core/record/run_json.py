@@ -112,6 +112,7 @@ class RecordedAttempt(TypedDict):
     layout: AttemptLayout
     started_at: str
     restart_count: Count
+    membership: NotRequired[Count]
     experiment_sha256: NotRequired[str]
     source: NotRequired[FilePath]
     source_diff_sha256: NotRequired[str]

@@ -116,6 +116,7 @@ class RunRecord:
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
+            **({} if self.world.member is None else {"membership": self.world.membership}),
             "experiment_sha256": loaded.experiment.digest(),
             **changes.attempt,
         }

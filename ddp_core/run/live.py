@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
@@ -19,11 +21,13 @@ from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, ne
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
+from ddp_core.observe.callback import Callback
 from ddp_core.observe.lost_peers import is_peer_loss
+from ddp_core.observe.step import StepObserver
 from ddp_core.record.directory import RunDirectory
 from ddp_core.run.resuming import by_rank_0
 from ddp_core.trainers import Trainer
-from ddp_core.trainers.held import HeldState
+from ddp_core.trainers.held import HeldState, Offer
 
 
 class LiveRecovery:
@@ -35,6 +39,9 @@ class LiveRecovery:
     def __init__(self, world: World, timeout: float) -> None:
         self._seat = Seat(world, timeout)
         self._held: HeldState | None = None
+        self._callbacks: Sequence[Callback] | None = None
+        self._trained_with: tuple[str, ...] = ()
+        """The members with which this process has trained last."""
         self._is_leaving, self._left_at = False, time.monotonic()
 
     def place(self, stop: StopRequest) -> World | None:
@@ -85,33 +92,88 @@ class LiveRecovery:
         A rank that is behind keeps its own until it has received all of the other one.
         """
         mine = self._held
-        offered = collectives.gather(None if mine is None else (mine.at, mine.position))
-        at = [None if each is None else each[0] for each in offered]
+        offered: list[Offer | None] = collectives.gather(None if mine is None else mine.offer)
+        at = [None if each is None else each.at for each in offered]
         holder = newest_holder(at)
         newest = None if holder is None else at[holder]
         saved = by_rank_0(collectives, _saved_step, directory, -1 if newest is None else newest.step)
         if holder is None or newest is None or goes_back_to_checkpoint(newest, saved):
-            self._held = None
+            self._held, self._trained_with = None, self._seat.members
             return None
         if any(each is None or each.step < newest.step for each in at):
             received = collectives.broadcast(mine if collectives.world.rank == holder else None, source=holder)
             mine = mine if mine is not None and mine.at.step == newest.step else received
         assert mine is not None
-        _, position = offered[holder]
-        self._held = mine.at_position(newest, position, saved or 0)
+        offers = [each for each in offered if each is not None]
+        self._held = mine.at_position(next(each for each in offers if each.at == newest), saved or 0, offers)
         return self._held
+
+    def same(self, callbacks: Sequence[Callback], held: HeldState | None) -> Sequence[Callback]:
+        """The callbacks of the groups before, where this process goes on from a held state; else these new ones."""
+        if held is None or self._callbacks is None:
+            self._callbacks = callbacks
+        return self._callbacks
 
     def go_on(self, held: HeldState, trainer: Trainer) -> None:
         """Let the trainer go on from the newest state, and say so (rank 0)."""
         held.give_to(trainer)
         self._held = None
-        count = trainer.job.collectives.world.world_size
-        who = "1 rank goes" if count == 1 else f"{count} ranks go"
-        seconds = time.monotonic() - self._left_at
-        trainer.job.console.say(
-            f"membership {self._seat.number}: {who} on after step {held.at.step}, "
-            f"{seconds:.1f} s after the last exchange, no step repeated"
+        job, step = trainer.job, held.at.step
+        change = Change.between(self._trained_with, self._seat.members)
+        self._trained_with = self._seat.members
+        pause = time.monotonic() - self._left_at
+        newest = job.metrics.go_on(
+            step,
+            membership=self._seat.number,
+            ranks=len(self._seat.members),
+            lost=change.lost,
+            joined=change.joined,
+            pause=round(pause, 3),
         )
+        trainer.figures.go_on(step, trainer.steps_per_epoch)
+        again = "no step repeated" if newest <= step else f"step {newest} is computed again, since its state is lost"
+        job.console.say(f"membership {self._seat.number}: {change.in_words(step)} after {pause:.1f} s, {again}")
+
+
+def require_told_once(callbacks: Sequence[Callback], observers: Sequence[StepObserver]) -> None:
+    """Raises UserError (2) where callbacks or a user's observers may have seen what a live recovery takes back."""
+    of_all = next((type(each).__name__ for each in callbacks if each.ranks == "all"), None)
+    if of_all is not None:
+        why = f'callback {of_all} has ranks = "all", and may see a step on some ranks that is computed again on others'
+    elif observers:
+        why = "this experiment has an observer of its own, which may see a part of a step that is computed again"
+    else:
+        return
+    raise UserError(f"--recovery live cannot be had here: {why}; use --recovery restart")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a membership has changed."""
+
+    lost: list[int]
+    """The ranks that were lost, as they were in the group before."""
+    joined: list[int]
+    """The ranks of new processes."""
+    ranks: int
+    """How many there are now."""
+
+    @classmethod
+    def between(cls, before: Sequence[str], now: Sequence[str]) -> Self:
+        """The change from the members of one group to those of the next, each in the order of their ranks."""
+        lost = [rank for rank, name in enumerate(before) if name not in now]
+        return cls(lost, [rank for rank, name in enumerate(now) if name not in before], len(now))
+
+    def in_words(self, step: int) -> str:
+        """As people are told it; `step` is the last one that was done."""
+        parts = [f"{_ranks(self.lost)} lost"] if self.lost else []
+        parts += [f"{_ranks(self.joined)} joined"] if self.joined else []
+        who = "1 rank goes on" if self.ranks == 1 else f"{self.ranks} ranks go on"
+        return f"{' and '.join(parts) or 'met again'} after step {step}; {who}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _saved_step(directory: RunDirectory, newest: int) -> int | None:

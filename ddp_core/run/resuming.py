@@ -170,12 +170,12 @@ def open_record(
 
 def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, notes: Sequence[str]) -> None:
     """Load the checkpoint `start`, if there is one; `notes` are lines on what has changed since the run began."""
-    job = trainer.job
+    job, ranks = trainer.job, trainer.job.collectives.world.world_size
     for line in notes:
         job.console.say(line)
     if start is None:
         if job.collectives.world.is_first and next(each_record(directory.metrics), None):
-            job.metrics.write("resume", step=0)
+            job.metrics.write("resume", step=0, ranks=ranks)
         return
     # A run that was extended has checkpoints of the shorter experiment.
     record = directory.read()
@@ -195,7 +195,7 @@ def resume(trainer: Trainer, start: Checkpoint | None, directory: RunDirectory, 
         trainer.state.ended_early = None  # another training, or a longer one, was asked for since
     if fork is not None:
         _take_hyperparameters(trainer.state.optimizer, fresh, fork["hyperparameters"])
-    job.metrics.write("resume", step=trainer.state.step)
+    job.metrics.write("resume", step=trainer.state.step, ranks=ranks)
     job.console.say(f"resumed at step {trainer.state.step} (written on {start.metadata['layout']})")
 
 

@@ -26,7 +26,7 @@ from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
 from ddp_core.experiment.request import Request
 from ddp_core.numerics.limits import rules_of
-from ddp_core.observe.chain import NO_CHAIN_AFTER_LOSS, ChainPlan
+from ddp_core.observe.chain import ChainPlan
 from ddp_core.observe.faults import FaultScript
 from ddp_core.observe.heartbeat import Heartbeat
 from ddp_core.observe.ledger import Ledger
@@ -42,7 +42,7 @@ from ddp_core.record.run_record import Origin, RunRecord
 from ddp_core.run.beginning import begun
 from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
-from ddp_core.run.live import LiveRecovery
+from ddp_core.run.live import LiveRecovery, require_told_once
 from ddp_core.run.memory import predict
 from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import (
@@ -134,6 +134,8 @@ def _train(
     with ExitStack() as stack:
         collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
         samples = len(parts.splits.train)
+        if live is not None:
+            require_told_once(parts.callbacks, parts.observers)
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
@@ -148,9 +150,7 @@ def _train(
             held = live.newest(collectives, directory) if live is not None else None
             start = choose_checkpoint(collectives, directory, console) if held is None else None
             chain = plan_chain(collectives, record)
-            if chain is not None and live is not None:
-                raise UserError(f"{directory.path} has a chain: {NO_CHAIN_AFTER_LOSS}; use --recovery restart")
-            if origin.weights is not None and held is None and (start is None or chain is not None):
+            if origin.weights is not None and (chain is not None or (start is None and held is None)):
                 put_weights(parts.model, origin.weights)  # a chain that begins tells of them
             first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
@@ -166,7 +166,7 @@ def _train(
                     optimizer=parts.optimizer,
                     schedule=parts.schedule,
                     own_metrics=own_metrics,
-                    callbacks=parts.callbacks,
+                    callbacks=parts.callbacks if live is None else live.same(parts.callbacks, held),
                     directory=directory.path,
                     only_steps=request.only_steps,
                     collectives=collectives,
@@ -198,6 +198,7 @@ def _train(
                 record.state, record.guard = trainer.state, trainer.guard.figures
                 if trainer.chain is not None:
                     begun_with = trainer.chain.start_digest()
+                    trainer.chain.take_over(() if held is None else held.notes)
                     by_rank_0(collectives, trainer.chain.begin, first_step, begun_with)
                     record.chain = trainer.chain.file
                 if held is None:

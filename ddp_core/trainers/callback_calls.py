@@ -6,10 +6,10 @@ Only this file calls the callbacks.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,8 +33,27 @@ class Asked(NamedTuple):
     """Whether every rank calls it, so that every rank must ask."""
 
 
+class Told(NamedTuple):
+    """What the callbacks of rank 0 have been told last, and what they want to be kept after it."""
+
+    step: int
+    methods: tuple[Method, ...]
+    """Those that were called after this step."""
+    asked: dict[int, Asked]
+    states: dict[str, Any]
+
+
+def newest_told(told: Iterable[Told | None], step: int) -> Told | None:
+    """What was told last, of what ranks of a live recovery know, up to `step`; None where none knows of anything."""
+    known = (each for each in told if each is not None and each.step <= step)
+    return max(known, key=lambda each: (each.step, len(each.methods)), default=None)
+
+
 class CallbackCalls(StepObserver):
-    """Calls the callbacks of this rank."""
+    """Calls the callbacks of this rank, each method once for each step, also in a live recovery.
+
+    For that, rank 0 lets the others know after each step of a live recovery what its callbacks have been told.
+    """
 
     def __init__(self, job: Job, state: TrainState) -> None:
         self._job, self._state = job, state
@@ -47,15 +66,41 @@ class CallbackCalls(StepObserver):
         self._loss: float | None = None
         self._methods: set[Method] = set()
         """In which methods a callback of any rank may ask to end the run."""
+        self._step = -1
+        """After which the callbacks were called last."""
+        self._called: set[Method] = set()
+        """The methods that were called after it."""
         self._asked: dict[int, Asked] = {}
-        """The callbacks that have asked to end the run since ranks agreed last, by their positions."""
+        """The callbacks that have asked to end the run after it, by their positions."""
+        self._shares = False
+        self._shared: Told | None = None
+        """What rank 0 has let this rank know."""
 
     def begin(self) -> None:
         """Learn in which methods ranks must ask each other; to be called by all ranks, before the first step."""
         methods: tuple[Method, ...] = ("on_step", "on_epoch")
         own = {method for _, callback in self._callbacks for method in methods if _has(callback, method)}
         # A list of callbacks may differ between ranks.
-        self._methods = set().union(*self._job.collectives.gather(own))
+        by_rank = self._job.collectives.gather((own, self.has_any))
+        self._methods = set().union(*(own for own, _ in by_rank))
+        self._shares = self._job.makes_room is not None and by_rank[0][1]
+
+    def told(self) -> Told | None:
+        """What another process needs to know to call the callbacks in the place of rank 0."""
+        if not self._job.collectives.world.is_first or not self.has_any:
+            return self._shared
+        return Told(self._step, tuple(self._called), self._asked, self._state.states_of_callbacks())
+
+    def share(self) -> None:
+        """Let the other ranks know, in a live recovery where rank 0 has callbacks; to be called by all ranks."""
+        if self._shares:
+            self._shared = self._job.collectives.broadcast(self.told())
+
+    def take_over(self, told: Told | None, loss: float) -> None:
+        """Go on after what the callbacks were told last; `loss` is that of the newest step."""
+        self._loss, self._shared = loss, told
+        if told is not None:
+            self._step, self._called, self._asked = told.step, set(told.methods), told.asked
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
         self._loss = reports[-1].loss / reports[-1].samples if reports else None
@@ -79,8 +124,7 @@ class CallbackCalls(StepObserver):
         """
         if method not in self._methods:
             return None
-        collectives = self._job.collectives
-        asked, self._asked = self._asked, {}
+        collectives, asked = self._job.collectives, self._asked
         if not collectives.sum_(torch.tensor([float(bool(asked))])).item():
             return None
         by_rank: list[dict[int, Asked]] = collectives.gather(asked)
@@ -96,9 +140,11 @@ class CallbackCalls(StepObserver):
         return by_rank[0][min(by_rank[0])].reason
 
     def _call(self, method: Method, epoch: int, loss: float | None, is_evaluated: bool = False) -> None:
-        if not self._callbacks:
-            return
         state, directory = self._state, self._job.directory
+        if state.step != self._step:
+            self._step, self._called, self._asked = state.step, set(), {}
+        if not self._callbacks or method in self._called:
+            return
         assert directory is not None, "callbacks are called in a run directory"
         moment = Moment(
             step=state.step,
@@ -118,6 +164,7 @@ class CallbackCalls(StepObserver):
                     getattr(callback, method)(replace(moment, _stop=partial(self._ask, position, callback)))
                 except StopIteration as error:
                     raise _not_so(callback, error) from None
+        self._called.add(method)
 
     def _ask(self, position: int, callback: Callback, reason: str) -> None:
         """Keep that a callback asks to end the run; its first reason counts."""

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ddp_core.distributed.membership import Held
+from ddp_core.trainers.callback_calls import Told, newest_told
+from ddp_core.trainers.step_chain import Noted, merged
 from ddp_core.trainers.trainer import Trainer
+
+
+class Offer(NamedTuple):
+    """What may differ between ranks that hold the same step, since rank 0 alone has done what follows an update."""
+
+    at: Held
+    position: dict[str, Any]
+    told: Told | None
+    notes: Sequence[Noted]
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,10 @@ class HeldState:
     """Of the newest step, for its record in the metrics."""
     saved_step: int
     """The step of the newest checkpoint; 0 where there is none."""
+    told: Told | None = None
+    """What the callbacks of rank 0 have been told last, as far as this rank knows."""
+    notes: Sequence[Noted] = ()
+    """Of the newest steps, for a chain whose file may not have them yet."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
@@ -34,24 +50,31 @@ class HeldState:
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,
+            told=trainer.callbacks.told(),
+            notes=() if trainer.chain is None else trainer.chain.notes(),
         )
 
     @property
-    def position(self) -> dict[str, Any]:
-        """What may differ between ranks after the same step, as rank 0 alone has done what follows."""
-        position: dict[str, Any] = self.state["position"]
-        return position
+    def offer(self) -> Offer:
+        """What the other ranks must know of it."""
+        return Offer(self.at, self.state["position"], self.told, self.notes)
 
-    def at_position(self, at: Held, position: dict[str, Any], saved_step: int) -> HeldState:
-        """The same weights with another rank's position."""
-        return replace(self, at=at, state={**self.state, "position": position}, saved_step=saved_step)
+    def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
+        """The same weights with the position of another rank, and with what all ranks know up to there."""
+        told, state = (
+            newest_told((each.told for each in offers), holder.at.step),
+            {**self.state, "position": holder.position},
+        )
+        if told is not None:
+            state["callbacks"] = told.states
+        notes = merged((each.notes for each in offers), holder.at.step)
+        return replace(self, at=holder.at, state=state, saved_step=saved_step, told=told, notes=notes)
 
     def give_to(self, trainer: Trainer) -> None:
-        """Let a new trainer go on from here; its metrics go on after this step."""
+        """Let a new trainer go on from here."""
         state = trainer.state
         state.load_state_dict(self.state)
         state.commit(self.at.is_settled)
         state.learning_rate = self.learning_rate
         trainer.figures.loss = self.loss
-        trainer.job.metrics.go_on(state.step)
-        trainer.figures.go_on(state.step, trainer.steps_per_epoch)
+        trainer.callbacks.take_over(self.told, self.loss)

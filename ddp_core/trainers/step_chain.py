@@ -3,14 +3,19 @@
 Every rank notes what it has: of its micro-batches the samples, of weights and optimizer state what no rank before it
 has. The ranks' numbers add up to those of a run in one process, so the chain is the same on every layout. They are put
 together now and then, and before each save, since a run that is resumed goes on after a save.
+
+In a live recovery the process that writes may be lost with steps that the file does not have yet. So there every rank
+notes all of the state, and keeps its notes until the next ones are put together; the samples of a lost rank are read
+again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +28,7 @@ from ddp_core.base.position_sums import position_sum
 from ddp_core.checkpoint import CutTensor
 from ddp_core.checkpoint.queues import without_queues
 from ddp_core.checkpoint.state import leaves
-from ddp_core.data.trees import tensors_of
+from ddp_core.data.trees import Batch, tensors_of
 from ddp_core.observe.chain import OTHER_STATE, ChainFile, ChainPlan
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 
@@ -36,14 +41,32 @@ _FIRST_FACTOR = 3
 """Of the optimizer's entries in a tensor's number, beside its own 1; all are odd, so that no change is lost."""
 
 
-class _Noted(NamedTuple):
-    """A step that is not in the chain yet, as this rank knows it."""
+class Noted(NamedTuple):
+    """A step that is not in the chain yet, as a rank knows it."""
 
     step: int
+    """Counted from 0."""
     epoch: int
     rates: list[float]
+    parts: Sequence[int]
+    """The micro-batches whose samples the rank knows."""
     own: Tensor
-    """The numbers of the samples of each micro-batch, then those of each tensor; 0 where this rank has nothing."""
+    """The numbers of the samples of each micro-batch, then those of each tensor; 0 where the rank has nothing."""
+    report: StepReport | None = None
+    """The losses, once they are known."""
+
+
+def merged(by_rank: Iterable[Sequence[Noted]], steps: int) -> list[Noted]:
+    """What all ranks of a live recovery together know of each of the first `steps` steps, as far as they have notes."""
+    found: dict[int, Noted] = {}
+    for noted in itertools.chain.from_iterable(by_rank):
+        known = found.setdefault(noted.step, noted)
+        more = [part for part in noted.parts if part not in known.parts]
+        own = known.own.clone()
+        for part in more:
+            own[part] = noted.own[part]
+        found[noted.step] = known._replace(parts=[*known.parts, *more], own=own, report=known.report or noted.report)
+    return [found[step] for step in sorted(found) if step < steps]
 
 
 class StepChain(StepObserver):
@@ -63,7 +86,10 @@ class StepChain(StepObserver):
         self._places = {name: place for place, name in enumerate(trainer.model.state_dict())}
         self._contents: Tensor | None = None
         self._reports: dict[int, StepReport] = {}
-        self._noted: list[_Noted] = []
+        self._noted: list[Noted] = []
+        self._is_live = trainer.job.makes_room is not None
+        self._newest: Sequence[Noted] = ()
+        """The steps that were put together last, in a live recovery: the file may not have them when rank 0 is lost."""
         self._kept = 0
         """The last step whose checkpoint the chain tells of; a step may be saved twice."""
 
@@ -80,11 +106,22 @@ class StepChain(StepObserver):
         weights = self._trainer.state.ownership.whole_weights() if self.plan.is_new else None
         return weights_digest(weights) if self._is_first and weights is not None else None
 
+    def notes(self) -> list[Noted]:
+        """The steps that the file may not have when a rank of a live recovery is lost, as far as this rank knows."""
+        return [*self._newest, *(noted._replace(report=self._reports.get(noted.step)) for noted in self._noted)]
+
+    def take_over(self, notes: Sequence[Noted]) -> None:
+        """Take what the ranks of a live recovery together know; all of them, before `begin`."""
+        self._newest = notes
+
     def begin(self, step: int, start_sha256: str | None) -> None:
         """Begin the chain, or take it up after `step` (rank 0). Raises OSError, and UserError as `ChainFile` does."""
         assert self.file is not None
         if not self.plan.is_new:
-            self.file.go_on(step)
+            self.file.go_on(
+                step,
+                lambda reached: [self._line(self._read_again(each)) for each in self._newest if each.step >= reached],
+            )
             return
         facts = {
             "start_sha256": start_sha256,
@@ -103,7 +140,7 @@ class StepChain(StepObserver):
     def before_step(self, batch: StepBatch) -> None:
         own = torch.zeros(self._micro_batches, dtype=torch.int64, device=self._trainer.device)
         for part, tensors in zip(batch.micro_batches, batch.tensors, strict=True):
-            own[part.index] = _sum_of_all(position_sum(each) for each in tensors_of(tensors))
+            own[part.index] = _sum_of_batch(tensors)
         self._contents = own
 
     def gradients_done(self, batch: StepBatch, reports: Sequence[StepReport]) -> None:
@@ -113,7 +150,8 @@ class StepChain(StepObserver):
         assert self._contents is not None
         rates = [float(group["lr"]) for group in self._trainer.state.optimizer.param_groups]
         own = torch.cat([self._contents, self._state()])
-        self._noted.append(_Noted(batch.step, batch.epoch, rates, own))
+        parts = [part.index for part in batch.micro_batches]
+        self._noted.append(Noted(batch.step, batch.epoch, rates, parts, own))
         if len(self._noted) >= _TOGETHER:
             self.put_together()
 
@@ -153,11 +191,11 @@ class StepChain(StepObserver):
                 yield place, _FIRST_FACTOR + 2 * number, each
 
     def _own_sums(self, leaf: Any) -> Iterator[Tensor]:
-        """The sums of what no rank before this one has of a leaf of the state."""
+        """The sums of what no rank before this one has of a leaf of the state; in a live recovery, of all of it."""
         if isinstance(leaf, CutTensor):
             for start, piece in leaf.pieces.items():
                 yield position_sum(piece, start)
-        elif self._is_first:
+        elif self._is_first or self._is_live:
             for _, tensor in [("", leaf)] if isinstance(leaf, Tensor) else named_tensors({"": leaf}):
                 yield position_sum(tensor)
 
@@ -182,16 +220,35 @@ class StepChain(StepObserver):
         known = list(takewhile(lambda noted: noted.step in self._reports, self._noted))
         if not known:
             return
-        own = torch.stack([noted.own for noted in known]).cpu().numpy().view(np.uint64)
-        total = sum(self._collectives.gather(own), start=np.zeros_like(own))
-        reports = [self._reports.pop(noted.step) for noted in known]
+        own = torch.stack([noted.own for noted in known]).cpu().numpy()
+        if self._is_live and not self._is_first:
+            own[:, self._micro_batches :] = 0  # rank 0 has noted the same
+        total = torch.from_numpy(sum(self._collectives.gather(own), start=np.zeros_like(own)))
+        parts = range(self._micro_batches)
+        done = [
+            noted._replace(parts=parts, own=row, report=self._reports.pop(noted.step))
+            for noted, row in zip(known, total, strict=True)
+        ]
         if self.file is not None:
-            self.file.append(*map(self._line, known, reports, total))
+            self.file.append(*map(self._line, done))
         self._noted = self._noted[len(known) :]
+        if self._is_live:
+            self._newest = done
 
-    def _line(self, noted: _Noted, report: StepReport, row: Any) -> dict[str, Any]:
+    def _read_again(self, noted: Noted) -> Noted:
+        """The step with the numbers of all samples: those that no rank knows any more are read again."""
+        batches, own = self._trainer.batches, noted.own.clone()
+        for part in self._trainer.cut.parts(batches.samples_of(noted.step)):
+            if part.index not in noted.parts:
+                ids, key = batches.ids(noted.step, part), batches.key(noted.step, part)
+                own[part.index] = _sum_of_batch(batches.loader.fetch(noted.epoch, ids, key))
+        return noted._replace(own=own)
+
+    def _line(self, noted: Noted) -> dict[str, Any]:
+        report = noted.report
+        assert report is not None, "a live recovery is for CPUs, where the losses of each step are read in it"
         batches, count = self._trainer.batches, self._trainer.cut.count(report.samples)
-        digits = [f"{number:016x}" for number in row.tolist()]
+        digits = [f"{number:016x}" for number in noted.own.numpy().view(np.uint64).tolist()]
         return {
             "kind": "step",
             "step": noted.step + 1,
@@ -220,6 +277,10 @@ def state_digests(state: Mapping[str, Any]) -> dict[str, str]:
     }
     text = json.dumps(parts, sort_keys=True)
     return {"state_sha256": hashlib.sha256(text.encode()).hexdigest(), "weights_sha256": weights}
+
+
+def _sum_of_batch(batch: Batch) -> Tensor:
+    return _sum_of_all(position_sum(each) for each in tensors_of(batch))
 
 
 def _sum_of_all(sums: Iterator[Tensor]) -> Tensor:

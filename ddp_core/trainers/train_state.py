@@ -103,7 +103,7 @@ class TrainState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "schedule": None if self.schedule is None else without_queues(self.schedule.state_dict()),
             "average": self.averages(in_parts),
-            "callbacks": self._of_callbacks(),
+            "callbacks": self.states_of_callbacks(),
             "requires_grad": {
                 name: parameter.requires_grad
                 for name, parameter in self.model.named_parameters()
@@ -171,7 +171,7 @@ class TrainState:
         for position, callback in enumerate(self.callbacks):
             yield f"{position} {type(callback).__qualname__}", callback
 
-    def _of_callbacks(self) -> dict[str, Any]:
+    def states_of_callbacks(self) -> dict[str, Any]:
         """What callbacks want to be kept. Raises UserError where a checkpoint could not hold it."""
         kept = {}
         for name, callback in self._named_callbacks():

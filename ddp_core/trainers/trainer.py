@@ -249,7 +249,10 @@ class Trainer(ABC):
         if not self.state.is_settled:
             # A rank was lost after the update.
             step = self.state.step - 1
-            self.settle(StepBatch(step, step // self.steps_per_epoch, self.batches.samples_of(step), [], [], []))
+            batch = StepBatch(step, step // self.steps_per_epoch, self.batches.samples_of(step), [], [], [])
+            self.seed_micro_batch.update(step)
+            self.callbacks.after_step(batch)
+            self.settle(batch)
         # A run that ended early may have been lost after its last save, and before its record said so.
         end = self.state.step if self.is_at_end else self.total_steps
         # After an error the device may wait for a lost peer. It is freed before anything is closed that may wait for
@@ -305,6 +308,7 @@ class Trainer(ABC):
             self.save(best=is_best)
         if self.job.collectives.world.is_first:
             self.state.commit()  # what the others have done here leaves no trace: only rank 0 writes
+        self.callbacks.share()
 
     @property
     def is_at_end(self) -> bool:

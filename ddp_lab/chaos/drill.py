@@ -66,8 +66,29 @@ class FaultSpec(BaseModel):
         return 1 if self.node == RENDEZVOUS else _SECONDS.get(self.fault, 1)
 
 
+class SpotSpec(BaseModel):
+    """Ranks of one node leave and come at random.
+
+    seconds: for how long. every: seconds between two changes, drawn from [low, high]. least: so many ranks stay. share:
+    of the time, to be spent training; less fails the drill.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seconds: Annotated[float, Field(gt=0)] = 300
+    every: tuple[float, float] = (2, 6)
+    least: Annotated[int, Field(ge=1)] = 1
+    share: Annotated[float, Field(ge=0, le=1)] = 0.8
+
+    @model_validator(mode="after")
+    def _checked(self) -> SpotSpec:
+        if not 0 < self.every[0] <= self.every[1]:
+            raise ValueError("every is [low, high], seconds above 0")
+        return self
+
+
 class Drill(BaseModel):
-    """A run and its faults, in order; each waits until the one before is over."""
+    """A run and its faults, in order; each waits until the one before is over. Or, in their place, `spot`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -84,14 +105,24 @@ class Drill(BaseModel):
     """Whether each step takes 0.05 s longer, so that the run outlasts its faults on any machine."""
     options: tuple[str, ...] = ()
     """Further options of `ddp train`."""
-    faults: tuple[FaultSpec, ...]
+    faults: tuple[FaultSpec, ...] = ()
+    spot: SpotSpec | None = None
+
+    @model_validator(mode="after")
+    def _breaks_something(self) -> Drill:
+        if bool(self.faults) == (self.spot is not None):
+            raise ValueError("give faults or spot, one of them")
+        if self.spot is not None and (self.nodes > 1 or self.nproc_per_node <= self.spot.least):
+            raise ValueError("spot is for nodes: 1, with an nproc_per_node above its `least`")
+        return self
 
     def train_options(self) -> tuple[str, ...]:
         """What `ddp train` is told beyond experiment, layout and rendezvous."""
         settings = [word for setting in self.settings for word in ("--set", setting)]
+        starts = ("--max-restarts", "50") if self.spot is None else ("--max-restarts", "10000", "--recovery", "live")
         return (
             *settings,
-            *("--reduction", "exact", "--ledger", "--log-every", "1", "--max-restarts", "50"),
+            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts),
             *("--nnodes", f"1:{self.nodes}", "--timeout", f"{self.timeout:g}"),
             *("--checkpoint-every", str(self.checkpoint_every)),
             *(("--fault", "pace@1") if self.paced else ()),

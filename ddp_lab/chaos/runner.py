@@ -55,8 +55,7 @@ class Runner:
         self.cluster.follow(write)
         self._began = time.time()
         try:
-            for fault in self._plan:
-                self._carry_out(fault)
+            self.break_it()
             self._until(lambda: self.progress.completed, "the run to complete")
             self._until(self._all_ended, "the nodes to end")
         except DrillFailed as failure:
@@ -65,6 +64,11 @@ class Runner:
         self.cluster.settle()
         self.progress.look()
         return self.report
+
+    def break_it(self) -> None:
+        """Carry out each fault, one after the other. Raises DrillFailed."""
+        for fault in self._plan:
+            self._carry_out(fault)
 
     def _carry_out(self, fault: Planned) -> None:
         if fault.kind not in self.cluster.kinds:

@@ -19,6 +19,7 @@ from ddp_lab.options import Parser
 from ddp_lab.projection.costs import Cluster, Link
 from ddp_lab.projection.fit import Fitted
 from ddp_lab.projection.forecast import beside, compare, forecast_errors, gap, whole_node
+from ddp_lab.projection.goodput import FailureCosts, goodput, goodput_lines, measured_costs
 from ddp_lab.projection.hardware import GPUS, LINKS, NETWORK_LATENCY, NETWORKS, NVLINK_LATENCY, Gpu
 from ddp_lab.projection.nccl import Choice, Shape, choose, exact_seconds
 from ddp_lab.projection.nodes import carried_lines, carried_over, check_nodes, node_lines
@@ -33,6 +34,8 @@ MIB = 1024 * 1024
 MOST = 10**9
 MOST_BUCKETS = 100_000
 NODES = Path("benchmarks/results/nodes.json")
+RECOVERY = Path("benchmarks/results/recovery.json")
+FAILURES = (0.1, 1.0, 10.0, 100.0, 1000.0)
 _SHAPES: dict[str, tuple[Shape, ...]] = {"nccl": ("ring", "tree"), "ring": ("ring",), "tree": ("tree",)}
 
 _EPILOG = """what it does:
@@ -45,11 +48,13 @@ _EPILOG = """what it does:
      predicts those nodes from the fit to 2 to 4 processes alone
   6. projects step time and efficiency for the GPU and links that you name: what NCCL picks, and the exact reduction
   7. sets the model beside published scaling
+  8. says what failures leave of the time, with --recovery restart and live, from what benchmarks.recovery measured
 examples:
   ddp project --gpu v100-fp32 --network 100gbit --ranks 8,16,32 --skip-measuring
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
   ddp project --samples-per-second 50 --batch 16 --gradient-mb 4000 --link 300 --network 50
   ddp project --steps-of RUN --skip-measuring
+  ddp project --failures 1,10 --checkpoint-seconds 1800 --restart-seconds 120 --live-seconds 5 --skip-measuring
 """
 
 
@@ -93,6 +98,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip-measuring", action="store_true", help="only project")
     parser.add_argument("--rounds", type=_count, default=25, metavar="N", help="of each measurement (default: 25)")
     parser.add_argument("--nodes", type=Path, metavar="FILE", help=f"what benchmarks.nodes wrote (default: {NODES})")
+    failing = parser.add_argument_group("failures")
+    failing.add_argument(
+        "--failures", type=_rates, default=FAILURES, metavar="N,N,...", help="per hour, of the whole run"
+    )
+    failing.add_argument(
+        "--recovery", type=Path, metavar="FILE", help=f"what benchmarks.recovery wrote (default: {RECOVERY})"
+    )
+    failing.add_argument(
+        "--restart-seconds", type=_positive, metavar="S", help="until the first new step, where all start again"
+    )
+    failing.add_argument(
+        "--live-seconds", type=_positive, metavar="S", help="that the others stand still, at a loss and a join together"
+    )
+    failing.add_argument(
+        "--checkpoint-seconds", type=_positive, default=600.0, metavar="S", help="between checkpoints (default: 600)"
+    )
+    failing.add_argument(
+        "--save-seconds", type=_not_negative, default=0.0, metavar="S", help="that a checkpoint takes (default: 0)"
+    )
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")), metavar="DIR")
     return parser
 
@@ -137,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "projection": [_row(ranks, gpu, cluster, bucket_bytes, lateness(ranks)) for ranks in options.ranks],
         "forecast_from": _forecast_from(node_run, bool(options.steps_of or options.jitter)),
         "published": compare(),
+        "goodput": goodput(_failure_costs(options), options.failures),
     }
     for row in content["projection"]:
         known = node_run is not None and row["ranks"] >= node_run.ranks
@@ -144,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         published = beside(gpu, cluster, row["ranks"])
         row["published"] = published and asdict(published) | {"efficiency": published.efficiency}
     lines = projection_lines(content, gpu, cluster)
-    for line in (*lines, *origin_lines(content["origins"]), *published_lines(content["published"])):
+    lines += [*origin_lines(content["origins"]), *published_lines(content["published"])]
+    for line in (*lines, *goodput_lines(content["goodput"])):
         print(line)
     path = options.output / "projection" / "projection.json"
     try:
@@ -156,6 +182,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) from None
     print(f"\nwritten to {path}")
     return ExitCode.DONE
+
+
+def _failure_costs(options: argparse.Namespace) -> FailureCosts:
+    file = options.recovery or (RECOVERY if RECOVERY.exists() else None)
+    restart, live = measured_costs(file) if file else (None, None)
+    return FailureCosts(
+        options.restart_seconds or restart,
+        options.live_seconds or live,
+        options.checkpoint_seconds,
+        options.save_seconds,
+    )
 
 
 def _all_reduce_of(here: dict[str, Any]) -> Fitted:
@@ -266,6 +303,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > len(str(MOST)) or not 1 <= int(text) <= MOST:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to {MOST}")
     return int(text)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(_not_negative(part) for part in text.split(","))
 
 
 def _counts(text: str) -> tuple[int, ...]:

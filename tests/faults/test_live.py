@@ -7,47 +7,72 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from ddp_core.observe.chain import CHAIN
 from ddp_core.observe.metrics import read_metrics
+from ddp_core.record.directory import RunDirectory
 from tests.faults.launches import DOTS, Launch, Watch, check_aftermath, check_ledger, train_words, undisturbed
 from tests.support.commands import Ended, ddp, trained, wait_until
 from tests.support.processes import HANG
 
 STRUCK = str(Path(DOTS).with_name("struck.py"))
 STEPS = 48
+KEPT = ("--keep-for-audit", "5")
 DIGESTS = ("weights_sha256", "optimizer_sha256", "ema_sha256")
 
 
+class Ends(NamedTuple):
+    """What one process that nobody disturbs ends with."""
+
+    digests: dict[str, str]
+    chain: str
+
+
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The digests of `struck` after its steps, trained by one process."""
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """How `struck` ends after its steps, trained by one process."""
     output = tmp_path_factory.mktemp("alone")
-    ended = ddp("train", STRUCK, "--device", "cpu", "--output", output)
+    ended = ddp("train", STRUCK, *KEPT, "--device", "cpu", "--output", output)
     assert ended.code == 0, ended.errors
-    return {name: trained(output)[1][name] for name in DIGESTS}
+    return ends_of(output)
+
+
+def ends_of(output: Path) -> Ends:
+    directory, record = trained(output)
+    return Ends({name: record[name] for name in DIGESTS}, (directory.path / CHAIN).read_text())
 
 
 def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str) -> Ended:
-    live = ["--recovery", "live", "--timeout", "20", "--set", f"model.kills={','.join(kills)}"]
-    return ddp(*train_words(output, *live, *words, ranks=ranks, experiment=STRUCK), timeout=HANG / 2)
+    live = ["--recovery", "live", "--timeout", "20", *KEPT]
+    full = train_words(output, *live, *words, ranks=ranks, experiment=STRUCK)
+    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills)}, timeout=HANG / 2)
 
 
-def check_end(output: Path, ended: Ended, ends: dict[str, str]) -> dict[str, Any]:
-    """Check that the run has ended as if nothing had happened; returns its record."""
+def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
+    """Check that the run has ended as if nothing had happened, to the byte of its chain; returns its record."""
     assert ended.code == 0, f"{ended.output}\n{ended.errors}"
     assert "Traceback" not in ended.errors
+    assert ends_of(output) == ends
     directory, record = trained(output)
-    assert {name: record[name] for name in DIGESTS} == ends
     check_ledger(directory, STEPS)
+    lines = [(what, int(step), int(count)) for what, step, count in told(directory)]
+    expected = {"step": lambda step: step, "epoch": lambda step: step // 8, "end": lambda step: 1}
+    assert all(count == expected[what](step) for what, step, count in lines), "each once, by what callbacks keep"
+    assert {(what, step) for what, step, _ in lines} == {
+        *(("step", step) for step in range(1, STEPS + 1)),
+        *(("epoch", step) for step in range(8, STEPS + 1, 8)),
+        ("end", STEPS),
+    }
+    assert json.loads(ends.chain.splitlines()[-1])["head"] == record["chain"]["head"]
     return record
 
 
-def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) -> None:
+def check_live(output: Path, ended: Ended, ends: Ends, kills: Sequence[str]) -> None:
     """Check that the others have gone on, repeated nothing, and told each step once."""
-    record = check_end(output, ended, ends)
+    record, lost = check_end(output, ended, ends), len(kills)
     directory, _ = trained(output)
     counts = Counter((each["kind"], each["step"]) for each in read_metrics(directory.metrics))
     repeated = {kind: steps for (kind, steps), count in counts.items() if count > 1 and kind != "resume"}
@@ -56,15 +81,36 @@ def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) 
     assert sorted(step for kind, step in counts if kind == "evaluation") == list(range(8, STEPS + 1, 8))
     assert "starting the workers again" not in ended.errors
     assert "no step repeated" in ended.output
+    assert " lost after step " in ended.output
     assert "resumed at step" not in ended.output
     assert ended.errors.count("was killed (SIGKILL); the others go on") == lost
-    told = 0
+    newest = 0
     for each in map(json.loads, directory.metrics.read_text().splitlines()):
         if each["kind"] == "resume":
             # The step whose state has died with rank 0 may be computed again.
-            assert each["step"] >= told - 1, "more than that was done again"
-        told = each["step"] if each["kind"] == "step" else told
+            assert each["step"] >= newest - 1, "more than that was done again"
+        newest = each["step"] if each["kind"] == "step" else newest
     assert {attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]} >= {2, 3} or lost > 1
+    check_memberships(directory, record)
+    again = [line for line, count in Counter(map(tuple, told(directory))).items() if count > 1]
+    assert len(again) <= 2 * sum(kill.startswith("0.") for kill in kills), "only what a lost rank 0 may have done"
+
+
+def told(directory: RunDirectory) -> list[list[str]]:
+    """What callbacks were told: method, step, and how often the method was called by then."""
+    return [line.split() for line in (directory.path / "told.txt").read_text().splitlines()]
+
+
+def check_memberships(directory: RunDirectory, record: dict[str, Any]) -> None:
+    """Check that metrics and record tell the same of each membership, and that the numbers of ranks add up."""
+    assert record["attempts"][0]["membership"] == 0
+    numbers = {attempt["membership"]: attempt["layout"]["nproc_per_node"] for attempt in record["attempts"]}
+    ranks = numbers[0]
+    for each in map(json.loads, directory.metrics.read_text().splitlines()):
+        if each["kind"] == "resume":
+            ranks += len(each["joined"]) - len(each["lost"])
+            assert each["ranks"] == ranks == numbers[each["membership"]]
+            assert 0 <= each["pause"] < HANG
 
 
 @pytest.mark.parametrize(
@@ -86,12 +132,28 @@ def check_live(output: Path, ended: Ended, ends: dict[str, str], lost: int = 1) 
         pytest.param(["1.0 update 10", "1.1 forward 1"], id="in-a-join", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_go_on(tmp_path: Path, ends: dict[str, str], kills: list[str]) -> None:
-    check_live(tmp_path, train(tmp_path, kills), ends, lost=len(kills))
+def test_the_others_go_on(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
+    check_live(tmp_path, train(tmp_path, kills), ends, kills)
+
+
+@pytest.mark.parametrize("kills", [["0.0 update 15"], ["0.0 update 15", "1.0 update 15"], ["2.0 update 15"]])
+@pytest.mark.slow
+def test_steps_that_no_file_has_yet_come_into_the_chain(tmp_path: Path, ends: Ends, kills: list[str]) -> None:
+    """Between two saves a chain is not written: here for the steps 11 to 14."""
+    ended = train(tmp_path, kills, 3, "--checkpoint-every", "48", "--set", "evaluation.every_epochs=6")
+    assert ended.code == 0, f"{ended.output}\n{ended.errors}"
+    assert ends_of(tmp_path).digests == ends.digests
+    whole = [line for line in map(json.loads, ends.chain.splitlines()) if line["kind"] == "step"]
+    assert len(whole) == STEPS
+    found = map(json.loads, ends_of(tmp_path).chain.splitlines())
+    steps = [line for line in found if line["kind"] == "step"]
+    for line in (*whole, *steps):
+        del line["head"]  # other settings: there are fewer evaluations
+    assert steps == whole
 
 
 @pytest.mark.slow
-def test_all_are_lost_and_start_again(tmp_path: Path, ends: dict[str, str]) -> None:
+def test_all_are_lost_and_start_again(tmp_path: Path, ends: Ends) -> None:
     kills = ["0.0 update 10", "1.0 update 10", "2.0 update 10"]
     ended = train(tmp_path, kills)
     check_end(tmp_path, ended, ends)
@@ -122,6 +184,33 @@ def test_survivors_keep_their_processes_and_a_new_one_joins(tmp_path: Path) -> N
     assert after[0] != before[0]
     assert "2 ranks go on" in ended.output
     check_aftermath(watch.output, digest, 480)
+
+
+CALLBACKS = {
+    'ranks = "all"': """class Mine(Callback):
+    ranks = "all"
+
+
+callbacks = [Mine()]
+""",
+    "observer of its own": """class Mine(StepObserver):
+    pass
+
+
+callbacks = [Mine()]
+""",
+}
+
+
+@pytest.mark.parametrize("reason", CALLBACKS)
+def test_callbacks_that_may_see_too_much_are_refused(tmp_path: Path, reason: str) -> None:
+    file = tmp_path / "mine.py"
+    more = "from ddp_core import Callback\nfrom ddp_core.observe.step import StepObserver\n\n\n" + CALLBACKS[reason]
+    file.write_text(Path(DOTS).read_text() + "\n\n" + more)
+    ended = ddp(*train_words(tmp_path, "--recovery", "live", experiment=file))
+    assert ended.code == 2, ended.errors
+    assert reason in ended.errors
+    assert "use --recovery restart" in ended.errors
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ def test_a_contender_that_fails_is_named() -> None:
         ("order_invariant", "long accumulator"),
         ("whole_run", "bare script"),
         ("guard", "ResNet-18, ddp x 2"),
+        ("recovery", "worker joins, live"),
+        ("live_cost", "% of a step"),
         ("chain", "bytes_per_step"),
         ("forgeries", "of 2 found"),
         ("sharded", "exact, gradients"),

@@ -44,8 +44,7 @@ def tiles(inventory: Inventory, families: Sequence[Family], findings: Findings) 
         verdicts = Counter(measured.claim.verdict for measured in findings.claims)
         words = " · ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         found.append(Tile("Claims", str(len(findings.claims)), words))
-    if findings.drills:
-        faults = [fault for drill in findings.drills for fault in drill.faults]
+    if faults := [fault for drill in findings.drills for fault in drill.faults]:
         recovered = sum(1 for fault in faults if fault.outcome == "recovered")
         tone = "good" if recovered == len(faults) else "bad"
         found.append(Tile("Faults", f"{recovered}/{len(faults)}", "of the drilled faults recovered", tone))

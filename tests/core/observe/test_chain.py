@@ -80,6 +80,21 @@ def test_a_resumed_run_goes_on_as_if_never_ended(tmp_path: Path) -> None:
         ChainFile(ChainPlan(tmp_path / CHAIN, 3, 3, False)).go_on(9)
 
 
+def test_lines_that_the_file_lacks_are_added_and_none_is_written_twice(tmp_path: Path) -> None:
+    whole = written(tmp_path / "whole", 6)
+    written(tmp_path, 4)
+    again = ChainFile(ChainPlan(tmp_path / CHAIN, 3, 3, False))
+    again.go_on(6, lambda reached: [a_step(step) for step in range(reached + 1, 7)])
+    again.append({"kind": "evaluation", "step": 6, "figures": {"test_loss": 0.1 * 6}})
+    # Another process takes the chain up here, and does again what follows the step.
+    third = ChainFile(ChainPlan(tmp_path / CHAIN, 3, 3, False))
+    third.go_on(6)
+    third.append({"kind": "evaluation", "step": 6, "figures": {"test_loss": 0.1 * 6}})
+    third.append({"kind": "kept", "step": 6, "state_sha256": "ab", "weights_sha256": "cd"})
+    assert third.head == whole.head
+    assert (tmp_path / CHAIN).read_bytes() == (tmp_path / "whole" / CHAIN).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

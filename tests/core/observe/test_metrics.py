@@ -87,12 +87,15 @@ def test_whoever_goes_on_after_a_step_repeats_none_of_its_records(tmp_path: Path
             metrics.write("step", step=step)
         metrics.write("evaluation", step=2)
     with MetricsWriter(path) as metrics:
-        metrics.go_on(2)
+        assert metrics.go_on(2, ranks=3) == 3, "the newest step that was recorded before"
         metrics.write("evaluation", step=2)
         metrics.write("digest", step=2)
         metrics.write("step", step=3)
     kept = [(record["kind"], record["step"]) for record in read_metrics(path)]
     assert kept == [("step", 1), ("step", 2), ("evaluation", 2), ("resume", 2), ("digest", 2), ("step", 3)]
+    assert [record["ranks"] for record in read_metrics(path, "resume")] == [3]
+    with MetricsWriter(path) as metrics:
+        assert metrics.go_on(3) == 3
 
 
 @pytest.mark.parametrize(

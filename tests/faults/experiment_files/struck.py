@@ -1,7 +1,8 @@
 """Does a small network end with the same weights when a rank is killed in the middle of a step?
 
-`model.kills` names processes and where in their work they are killed (SIGKILL): with "1.0 update 20" it is the process
-1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another name, and lives.
+STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
+it is the process 1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another
+name, and lives.
 BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_core import Callback, Moment
 from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.data.splits import InMemory, Splits, content_digest
 
@@ -47,9 +49,9 @@ class Struck(nn.Module):
         return inputs
 
 
-def network(kills: str = "") -> nn.Module:
+def network() -> nn.Module:
     LEFT.update(dict.fromkeys(POINTS, -1))
-    for each in filter(None, kills.split(",")):
+    for each in filter(None, os.environ.get("STRUCK_KILLS", "").split(",")):
         name, point, count = each.split()
         if name == os.environ.get("DDP_MEMBER") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             LEFT[point] = int(count)
@@ -74,9 +76,41 @@ def dots() -> Splits:
     return Splits(train, test, 3, None, content_digest(inputs, targets))
 
 
+class Counts(Callback):
+    """Counts what it is told, keeps the counts, and writes a line about each."""
+
+    def __init__(self) -> None:
+        self.counts, self.loss = {"step": 0, "epoch": 0, "end": 0}, 0.0
+
+    def note(self, what: str, moment: Moment) -> None:
+        self.counts[what] += 1
+        self.loss += moment.loss or 0.0
+        with (moment.directory / "told.txt").open("a") as file:
+            file.write(f"{what} {moment.step} {self.counts[what]}\n")
+
+    def on_step(self, moment: Moment) -> None:
+        self.note("step", moment)
+
+    def on_epoch(self, moment: Moment) -> None:
+        self.note("epoch", moment)
+
+    def on_end(self, moment: Moment) -> None:
+        self.note("end", moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "loss": self.loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts, self.loss = dict(state["counts"]), state["loss"]
+
+
+def callbacks() -> list[Callback]:
+    return [Counts()]
+
+
 experiment = Experiment(
     name="struck",
-    model=Component(name="network", options={"kills": ""}),
+    model=Component(name="network"),
     data=Component(name="dots"),
     loss="cross_entropy",
     optimizer=Optimizer(name="adamw", lr=0.01),

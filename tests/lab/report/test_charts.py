@@ -16,6 +16,7 @@ from ddp_lab.report.charts.claims import claim_plots
 from ddp_lab.report.charts.layouts import layout_plots, styles
 from ddp_lab.report.charts.learning import learning_plots
 from ddp_lab.report.charts.plot import Plot
+from ddp_lab.report.charts.ranks import rank_plots
 from ddp_lab.report.reading.claims import Claim
 from ddp_lab.report.reading.families import find_families
 from ddp_lab.report.reading.runs import read_runs
@@ -57,6 +58,22 @@ def test_lines_are_one_seed_and_bands_reach_over_all(tmp_path: Path) -> None:
     }
     first = plots["digits-test-loss-over-steps"].table.rows[0]
     assert [cell.order for cell in first[3:]] == pytest.approx([1 / 6, 1 / 7, 1 / 5])
+
+
+def test_a_band_shows_how_many_ranks_trained_where_their_number_changed(tmp_path: Path) -> None:
+    write_run(tmp_path, single())
+    path = write_run(tmp_path, ddp(3))
+    family = find_families(read_runs(tmp_path).runs)[0]
+    assert rank_plots(family, styles([family])) == []
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    lines[4:4] = [json.dumps({"kind": "resume", "time": 1001.2, "step": 10, "ranks": 2, "lost": [1], "joined": []})]
+    lines[7:7] = [json.dumps({"kind": "resume", "time": 1001.7, "step": 15, "ranks": 3, "lost": [], "joined": [2]})]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    family = find_families(read_runs(tmp_path).runs)[0]
+    plots = rank_plots(family, styles([family]))
+    assert [plot.name for plot in plots] == ["digits-ranks-over-steps", "digits-ranks-over-time"]
+    assert [[cell.order for cell in row[1::2]] for row in plots[0].table.rows] == [[0, 3], [10, 2], [15, 3], [20, 3]]
+    assert {row[0].text for row in plots[0].table.rows} == {"ddp-1x3-cpu \N{MIDDLE DOT} 000001"}
 
 
 def drawn(values: list[float] | list[str], *lines: str, **axis: Any) -> Plot:
