@@ -177,7 +177,7 @@ class LiveWorkers:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Let go of the others: they see that this launcher is gone. Where it is the last one, the list ends with it."""
+        """Let the other launchers see that this one is gone. Where it is the last one, the list counts no more."""
         with suppress(DistError):
             notes = self._members.read()
             others = set(map(node_of, notes.alive)) - {self._node} - notes.leaving - self._lines.closed

@@ -46,7 +46,8 @@ class LiveAgent(Agent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """See torch. Raises HandedOver where this node has left the others."""
         try:
-            return super().run(role)
+            result: RunResult = super().run(role)
+            return result
         finally:
             if self._live is not None:
                 self._live.close()

@@ -142,12 +142,12 @@ class LiveRendezvous(_Rendezvous):
             if round_.rank == 0:
                 self.lists.set(_RUNNING, name)
         self.members_at = f"{self.place}/{name}"
-        return RendezvousInfo(
-            PrefixStore(name, self.lists), round_.rank, round_.world_size, round_.bootstrap_store_info
-        )
+        assert round_.bootstrap_store_info is not None
+        of_list = PrefixStore(name, self.lists)
+        return RendezvousInfo(of_list, round_.rank, round_.world_size, round_.bootstrap_store_info)
 
     def _join_running(self) -> tuple[str, int] | None:
-        """The list that counts, and a number for this node; None where there is none. Waits while all nodes are there."""
+        """The list that counts, a number for this node; None where there is none. Waits while no node is missing."""
         while self.lists.check([_RUNNING]):
             name = self.lists.get(_RUNNING).decode()
             members = Members(PrefixStore(name, self.lists))

@@ -90,9 +90,7 @@ def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int)
     processes = {name: Process("waits") for name in first.members}
     if arrives:
         processes[LATE] = Process("absent")
-    return World(
-        tuple(processes.items()), first, losses, last, groups=(first,), requests=leaves, mistakes=mistakes
-    )
+    return World(tuple(processes.items()), first, losses, last, groups=(first,), requests=leaves, mistakes=mistakes)
 
 
 def moves(world: World) -> Iterator[World]:
@@ -330,22 +328,23 @@ RULE = membership.next_membership
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "wrong", "losses", "leaves"),
     [
-        ("newest_holder", lambda held: next((rank for rank, each in enumerate(held) if each is not None), None)),
-        ("must_leave", lambda mine, now: mine < 0),
-        ("next_membership", lambda now, ended, left, waiting, leaving: None),
-        ("goes_back_to_checkpoint", lambda newest, checkpoint: newest is None),
-        ("ended_with", lambda names, nodes: set()),
-        ("lost_in_silence", lambda now, silent, ended, left: set()),
-        ("next_membership", _lets_go_of_a_leaving_node),
+        ("newest_holder", lambda held: next((rank for rank, each in enumerate(held) if each is not None), None), 1, 0),
+        ("must_leave", lambda mine, now: mine < 0, 1, 0),
+        ("next_membership", lambda now, ended, left, waiting, leaving: None, 1, 0),
+        ("goes_back_to_checkpoint", lambda newest, checkpoint: newest is None, 1, 0),
+        ("ended_with", lambda names, nodes: set(), 1, 0),
+        ("lost_in_silence", lambda now, silent, ended, left: set(), 1, 0),
+        ("next_membership", _lets_go_of_a_leaving_node, 1, 1),
     ],
 )
-def test_a_wrong_rule_is_found(name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_found(
+    name: str, wrong: object, losses: int, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(membership, name, wrong)
     with pytest.raises(AssertionError):
-        explore(losses=1, last=2)
-        explore(losses=0, last=2, leaves=1)
+        explore(losses, last=2, leaves=leaves)
 
 
 def test_ranks_of_a_node_are_beside_each_other() -> None:

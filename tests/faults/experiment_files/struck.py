@@ -1,7 +1,8 @@
 """Does a small network end with the same weights when a rank is killed in the middle of a step?
 
 `model.kills` names processes and where in their work they are killed (SIGKILL): with "1.0 update 20" it is the process
-1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process that takes its place has another name, and lives.
+1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process that takes its
+place has another name, and lives.
 BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
 """
 
