@@ -104,7 +104,8 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "torch.distributed.elastic.agent.server.api",
         "let a node start its workers without the other nodes' launchers, which it joins later",
         "no parameter does the same",
-        "2.5",
+        "2.6",
+        "https://github.com/pytorch/pytorch/pull/136865",
     ),
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": PrivateName(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
