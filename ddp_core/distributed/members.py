@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,10 +56,13 @@ class Notes:
 
 
 class Members:
-    """The list of members in a store, as all launchers and members see it."""
+    """The list of members in a store, as all launchers and members see it.
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    `most_nodes`: how many may have members. New processes of further nodes wait until one of these is gone.
+    """
+
+    def __init__(self, store: dist.Store, most_nodes: int = sys.maxsize) -> None:
+        self._store, self._most_nodes = store, most_nodes
 
     def begin(self, names: Iterable[str]) -> None:
         """Write the first membership, unless there is one; every launcher that has a part in it calls this."""
@@ -84,11 +88,14 @@ class Members:
         now = Membership.from_text(text)
         words = {log: _words(value) for log, value in zip(_LOGS, logs, strict=True)}
         ended, leaving = frozenset(words["ended"]), frozenset(map(int, words["leaving"]))
-        asked = {name for name in words["asked"] if node_of(name) not in leaving}
+        asked = {name for name in words["asked"] if node_of(name) not in leaving} - ended - set(now.members)
+        nodes = {node_of(name) for name in now.members if name not in ended}
+        for node in sorted(set(map(node_of, asked)) - nodes)[: max(0, self._most_nodes - len(nodes))]:
+            nodes.add(node)
         return Notes(
             now=now,
             left={name: int(step) for name, step in _pairs(self._store.get(f"members/left/{now.number}"))},
-            waiting=frozenset(asked - ended - set(now.members)),
+            waiting=frozenset(name for name in asked if node_of(name) in nodes),
             ended=ended,
             leaving=leaving,
             launchers={int(node): address for node, address in map(_pair, words["launchers"])},

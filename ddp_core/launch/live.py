@@ -54,12 +54,13 @@ class LiveWorkers:
 
     def __init__(self, rendezvous: LiveRendezvous, node: int, nnodes: int, count: int, reports: Path) -> None:
         self._members_at, self._node, self._count = rendezvous.members_at, node, count
-        self._members = Members(store_at(self._members_at, _ANSWER_SECONDS))
+        self._members = Members(store_at(self._members_at, _ANSWER_SECONDS), rendezvous.settings.max_nodes)
         self._room = Path(room_file(reports))
         self._turns = dict.fromkeys(range(count), 0)
         self._seen, self._is_unsettled = -1, False
         self._known = Membership(-1, ())
         self._ended: set[str] = set()
+        self._has_ended = False
         self._told: set[int] = set()
         self._asked_at: float | None = None
         self._room.unlink(missing_ok=True)
@@ -163,7 +164,9 @@ class LiveWorkers:
 
     def end(self, how: Over) -> None:
         """Tell all that this list of members does not count any more."""
-        self._members.note("over", how)
+        if not self._has_ended:
+            self._has_ended = True
+            self._members.note("over", how)
 
     def await_others(self, seconds: float, is_asked: Callable[[], bool]) -> None:
         """Wait until the workers of all other nodes are done, too; not when `is_asked` to leave."""

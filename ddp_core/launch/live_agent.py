@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
 from typing import Any, cast
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 
 from ddp_core.base.errors import ExitCode, UserError
@@ -36,7 +37,8 @@ class HandedOver(UserError):
 class LiveAgent(Agent):
     """As `Agent`; but where a worker is lost, the other ones go on, and a new one joins them.
 
-    A signal that asks to stop lets this node leave; all stop where no other node is left. SIGINT always stops all.
+    A signal that asks to stop lets this node leave. All stop on SIGINT, where no other node is left, and where this
+    launcher serves the store that the nodes meet at.
     """
 
     _live: LiveWorkers | None = None
@@ -147,12 +149,20 @@ class LiveAgent(Agent):
         if live.is_alone(notes) or time.monotonic() > self._leaves_until:
             self._leave_on(asked_by)
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._live is not None:
+            # Else this node, and the others that start again, would come back to the same list.
+            self._live.end("broken")
+        super()._restart_workers(worker_group)
+
     def _exit_barrier(self) -> None:
         assert self._live is not None
-        self._live.await_others(_LAST_SECONDS, lambda: self._leaves_on is not None)
+        with suppress(DistError):
+            self._live.await_others(_LAST_SECONDS, lambda: self._leaves_on is not None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        stops_all = number in (signal.SIGINT, signal.SIGQUIT)
+        rendezvous = cast(LiveRendezvous, self._worker_group.spec.rdzv_handler)
+        stops_all = rendezvous.is_host or number in (signal.SIGINT, signal.SIGQUIT)
         if stops_all or self._live is None or self._asked is not None or self._is_ending_workers:
             super()._on_signal(number, frame)
         else:

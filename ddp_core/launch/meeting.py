@@ -122,6 +122,8 @@ class LiveRendezvous(_Rendezvous):
     """Where the lists are, as `store_at` takes it."""
     address: str
     """This node's own."""
+    is_host = False
+    """Whether the store ends with this launcher."""
     members_at = ""
     """Where the list of this node's workers is."""
     is_late = False
@@ -192,7 +194,7 @@ def join(meeting: Meeting, address: str, join_seconds: int, is_live: bool = Fals
         if isinstance(handler, LiveRendezvous):
             prefix = f"ddp/{meeting.launch_id}"
             handler.lists, handler.place = PrefixStore(prefix, store), f"{store.host}:{store.port}/{prefix}"
-            handler.address = address
+            handler.address, handler.is_host = address, meeting.is_host
         assert isinstance(handler, RendezvousHandler)
         return handler
     except (RendezvousError, DistError) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from ddp_core.checkpoint import find_checkpoints
 from ddp_core.observe.metrics import read_metrics
-from tests.faults.launches import STEPS_PER_EPOCH, Launch, Watch, check_aftermath, nodes, undisturbed
+from tests.faults.launches import STEPS_PER_EPOCH, Launch, Store, Watch, check_aftermath, nodes, undisturbed
 from tests.support.commands import Ended, trained, wait_until
 from tests.support.processes import HANG
 
@@ -27,6 +28,13 @@ PAUSE = 0.004
 def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the weights after the training of these tests, by one process."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), *LENGTH)
+
+
+def live_nodes(
+    count: int, output: Path, *words: str, ranks: int = 1, most: int | None = None
+) -> AbstractContextManager[tuple[list[Launch], Callable[[], Launch], Store]]:
+    """`nodes`, all of which have come when training begins; `most` may come later."""
+    return nodes(count, output, *words, pause=PAUSE, ranks=ranks, allowed=f"{count}:{most or count}")
 
 
 def node_of(rank: int, launches: Sequence[Launch]) -> Launch:
@@ -64,7 +72,7 @@ def check_live(output: Path, ended: Sequence[Ended], digest: str) -> dict[str, A
 @pytest.mark.parametrize("rank", [pytest.param(0), pytest.param(2, marks=pytest.mark.slow)])
 def test_a_node_is_lost(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
-    with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, _, _):
+    with live_nodes(3, tmp_path, *LIVE) as (launches, _, _):
         watch.wait_for_step(10)
         victim = node_of(rank, launches)
         others = [launch for launch in launches if launch is not victim]
@@ -83,7 +91,7 @@ def test_a_node_is_lost(tmp_path: Path, digest: str, rank: int) -> None:
 @pytest.mark.parametrize("lost", [(0, 1), (1, 2)])
 def test_two_nodes_are_lost_at_once(tmp_path: Path, digest: str, lost: tuple[int, int]) -> None:
     watch = Watch(tmp_path)
-    with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, _, _):
+    with live_nodes(3, tmp_path, *LIVE) as (launches, _, _):
         watch.wait_for_step(10)
         victims = [node_of(rank, launches) for rank in lost]
         (other,) = (launch for launch in launches if launch not in victims)
@@ -98,7 +106,7 @@ def test_two_nodes_are_lost_at_once(tmp_path: Path, digest: str, lost: tuple[int
 
 def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE, ranks=2) as (launches, _, _):
+    with live_nodes(2, tmp_path, *LIVE, ranks=2) as (launches, _, _):
         watch.wait_for_step(10)
         before = pids(launches)
         victim = node_of(0, launches).workers()[0]
@@ -115,7 +123,7 @@ def test_a_worker_of_one_of_two_nodes_is_lost(tmp_path: Path, digest: str) -> No
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_is_asked_to_leave_hands_over(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
-    with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, _, _):
+    with live_nodes(3, tmp_path, *LIVE) as (launches, _, _):
         watch.wait_for_step(10)
         leaver = node_of(rank, launches)
         others = [launch for launch in launches if launch is not leaver]
@@ -136,7 +144,7 @@ def test_a_node_that_is_asked_to_leave_hands_over(tmp_path: Path, digest: str, r
 @pytest.mark.slow
 def test_all_nodes_are_asked_to_leave_and_stop_together(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE) as (launches, start, _):
+    with live_nodes(2, tmp_path, *LIVE) as (launches, start, _):
         watch.wait_for_step(10)
         for launch in launches:
             launch.signal(signal.SIGTERM)
@@ -152,7 +160,7 @@ def test_all_nodes_are_asked_to_leave_and_stop_together(tmp_path: Path, digest: 
 
 def test_a_node_comes(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE, most=3) as (launches, start, _):
+    with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, _):
         watch.wait_for_step(10)
         before = pids(launches)
         late = start()
@@ -167,7 +175,7 @@ def test_a_node_comes(tmp_path: Path, digest: str) -> None:
 @pytest.mark.slow
 def test_a_node_comes_to_a_single_one_which_is_lost_then(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(1, tmp_path, *LIVE, pause=PAUSE, most=2) as ((first,), start, _):
+    with live_nodes(1, tmp_path, *LIVE, most=2) as ((first,), start, _):
         watch.wait_for_step(10)
         late = start()
         wait_for_words([first], "2 ranks go on")
@@ -183,7 +191,7 @@ def test_a_node_comes_to_a_single_one_which_is_lost_then(tmp_path: Path, digest:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_is_lost_while_another_one_comes(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE, most=3) as (launches, start, _):
+    with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, _):
         watch.wait_for_step(10)
         victim = node_of(rank, launches)
         (other,) = (launch for launch in launches if launch is not victim)
@@ -200,7 +208,7 @@ def test_a_node_is_lost_while_another_one_comes(tmp_path: Path, digest: str, ran
 @pytest.mark.slow
 def test_a_lost_node_comes_back(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, start, _):
+    with live_nodes(3, tmp_path, *LIVE) as (launches, start, _):
         watch.wait_for_step(10)
         victim = node_of(1, launches)
         others = [launch for launch in launches if launch is not victim]
@@ -218,7 +226,7 @@ def test_a_lost_node_comes_back(tmp_path: Path, digest: str) -> None:
 def test_a_stopped_node_is_taken_for_lost_and_joins_again(tmp_path: Path, digest: str, rank: int) -> None:
     watch = Watch(tmp_path)
     words = [*LENGTH, "--recovery", "live", "--timeout", "4"]
-    with nodes(3, tmp_path, *words, pause=PAUSE) as (launches, _, _):
+    with live_nodes(3, tmp_path, *words) as (launches, _, _):
         watch.wait_for_step(10)
         victim = node_of(rank, launches)
         others = [launch for launch in launches if launch is not victim]
@@ -234,9 +242,17 @@ def test_a_stopped_node_is_taken_for_lost_and_joins_again(tmp_path: Path, digest
 
 
 @pytest.mark.slow
+def test_nodes_come_while_the_first_ones_begin(tmp_path: Path, digest: str) -> None:
+    with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, start, _):
+        ended = [launch.wait() for launch in (*launches, start())]
+    assert [end.code for end in ended] == [0, 0, 0, 0], [end.errors for end in ended]
+    check_aftermath(tmp_path, digest, STEPS)
+
+
+@pytest.mark.slow
 def test_no_rank_is_left_and_all_start_again(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE) as (launches, _, _):
+    with live_nodes(2, tmp_path, *LIVE) as (launches, _, _):
         watch.wait_for_step(10)
         for process in [process for launch in launches for process in launch.workers().values()]:
             process.kill()
@@ -247,7 +263,7 @@ def test_no_rank_is_left_and_all_start_again(tmp_path: Path, digest: str) -> Non
 
 @pytest.mark.slow
 def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:
-    with nodes(2, tmp_path, *LIVE, "--fault", "raise@13:1", pause=PAUSE) as (launches, _, _):
+    with live_nodes(2, tmp_path, *LIVE, "--fault", "raise@13:1") as (launches, _, _):
         ended = sorted((launch.wait() for launch in launches), key=lambda end: end.code)
     assert [end.code for end in ended] == [2, 6], [end.errors for end in ended]
     assert ended[0].errors.endswith("ddp: error: rank 1 (node 1): RuntimeError: scripted fault raise@13:1\n")
@@ -257,7 +273,7 @@ def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_rendezvous_is_lost_and_comes_back(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with nodes(2, tmp_path, *LIVE, pause=PAUSE) as (launches, _, store):
+    with live_nodes(2, tmp_path, *LIVE) as (launches, _, store):
         watch.wait_for_step(10)
         store.kill()
         wait_until(lambda: all("trying again" in launch.errors() for launch in launches), HANG, "the loss is noticed")
