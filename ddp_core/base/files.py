@@ -48,7 +48,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-class Lines:
+class LineFile:
     """A text file to which whole lines are appended, so that it can be read at any time. Its OSErrors name the file."""
 
     def __init__(self, path: Path, mode: Literal["a", "w"] = "a", errors: str = "strict") -> None:

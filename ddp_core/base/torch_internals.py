@@ -29,6 +29,8 @@ SEPARATE_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable: "1" gives each round of workers a store of its own."""
 HANDLED_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Environment variable: the names of the signals, with commas between, that torch handles when it starts workers."""
+ALIKE_NODES = "TORCH_ELASTIC_WORKER_IDENTICAL"
+"""Environment variable: "1" lets an agent count its ranks from its node's number, without asking all other nodes."""
 
 LOADED_BY_OPTIMIZERS = "torch._dynamo"
 """The module that takes the time when a process makes its first optimizer."""

@@ -69,6 +69,13 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "https://github.com/pytorch/pytorch/pull/113231",
         "(self, death_sig)",
     ),
+    "_exit_barrier": PrivateName(
+        _ANY_AGENT,
+        "wait at the end for those nodes that are there, after some were lost and others came",
+        "the agent waits for all that have met first",
+        "1.9",
+        signature="(self)",
+    ),
     "_remaining_restarts": PrivateName(_ANY_AGENT, "end the launch, or start again for free", _NO_HOOKS, "1.9"),
     "_pcontext": PrivateName(
         _AGENT, "see and signal the workers' processes", "the agent shows their numbers alone", "1.9"
@@ -92,6 +99,13 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "torchrun has an option for it, the agent this variable only",
         "2.9",
         "https://github.com/pytorch/pytorch/pull/160690",
+    ),
+    "TORCH_ELASTIC_WORKER_IDENTICAL": PrivateName(
+        "torch.distributed.elastic.agent.server.api",
+        "let a node start its workers without the other nodes' launchers, which it joins later",
+        "no parameter does the same",
+        "2.6",
+        "https://github.com/pytorch/pytorch/pull/136865",
     ),
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": PrivateName(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous",

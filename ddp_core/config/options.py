@@ -172,8 +172,8 @@ class CommunicationOptions(Frozen):
     recovery: Literal["restart", "live"] = Field(
         default="restart",
         description="What a lost process of ddp means for the others. restart: all start again from the newest "
-        "checkpoint. live: the others go on with the same global batch and repeat no step, and a new process joins "
-        "them; on one node, on the CPU, with the exact reduction.",
+        "checkpoint. live: the others go on with the same global batch and repeat no step, and a new process or node "
+        "joins them; a node that is asked to stop leaves them. On the CPU, with the exact reduction.",
     )
 
 

@@ -1,189 +1,171 @@
-"""The list of members in a store, and what a process does to be one: the protocol of membership.py on a real store."""
+"""The list of members in a store, and what processes and launchers note beside it: membership.py on a real store."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
-from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.membership import Membership, must_leave, next_membership
-from ddp_core.distributed.world import World
+from ddp_core.distributed.membership import Membership, next_membership, node_of
 
-_MEMBERSHIP = "members/now"
-_OVER = "members/over"
+Over = Literal["", "done", "broken"]
+"""Whether a list still counts: it does; the run is done; no group can go on, and all meet anew or end."""
+Log = Literal["asked", "ended", "leaving", "launchers", "finished", "over"]
+"""What is noted by one word after the other: names of processes (asked, ended), numbers of nodes, NODE=HOST:PORT."""
+
+_NOW = "members/now"
 _NOTES = "members/notes"
-_ROOM_FILE = "make-room"
-_POLL_SECONDS = 0.005
-_ASKED_SECONDS = 2.0
-"""So long a process that was asked to stop still waits for the others: they may meet, and save what they have."""
-_LATE_SECONDS = 10.0
-"""What a launcher may take to decide, beyond the time after which a silent process counts as lost."""
+_NODES = "members/nodes"
+_LOGS: tuple[Log, ...] = ("asked", "ended", "leaving", "launchers", "finished", "over")
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What all processes and launchers have noted until now."""
+
+    now: Membership
+    left: dict[str, int]
+    """The finished steps that a member held when it left the group of `now`; -1 for no state."""
+    waiting: frozenset[str]
+    """New processes that are ready to be taken in."""
+    ended: frozenset[str]
+    leaving: frozenset[int]
+    launchers: dict[int, str]
+    """Where each launcher listens, by its node."""
+    finished: frozenset[int]
+    over: Over
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The members that have not ended, as far as anybody has noted."""
+        return tuple(name for name in self.now.members if name not in self.ended)
+
+    @property
+    def nodes(self) -> set[int]:
+        """The nodes of the members, and of those that wait to be taken in."""
+        return set(map(node_of, (*self.alive, *self.waiting)))
+
+    @property
+    def following(self) -> Membership | None:
+        """The membership that follows; None where all stays. See `next_membership`."""
+        return next_membership(self.now, self.ended, self.left, self.waiting, self.leaving)
 
 
 class Members:
-    """The list of members in a store, as all launchers and members see it."""
+    """The list of members in a store, as all launchers and members see it.
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    `most_nodes`: how many may have members. New processes of further nodes wait until one of these is gone.
+    """
+
+    def __init__(self, store: dist.Store, most_nodes: int = sys.maxsize) -> None:
+        self._store, self._most_nodes = store, most_nodes
 
     def begin(self, names: Iterable[str]) -> None:
-        """Write the first membership, unless there is one."""
-        self._store.compare_set(_MEMBERSHIP, "", Membership(0, tuple(names)).to_text())
+        """Write the first membership, unless there is one; every launcher that has a part in it calls this."""
+        first = Membership(0, tuple(names))
+        for log in _LOGS:
+            self._append(log, "")
+        self._append(f"left/{first.number}", "")
+        self._store.compare_set(_NODES, "", str(1 + max(map(node_of, first.members))))
+        self._store.compare_set(_NOW, "", first.to_text())
+
+    def number_of_new_node(self) -> int:
+        """A number that no other node has, for one that comes later. Waits until there is a first membership."""
+        self._store.wait([_NOW])
+        return int(self._store.add(_NODES, 1)) - 1
 
     def now(self) -> Membership:
         """The newest membership."""
-        return Membership.from_text(self._store.get(_MEMBERSHIP))
+        return Membership.from_text(self._store.get(_NOW))
 
-    def next(self, ended: Collection[str], waiting: Collection[str]) -> tuple[Membership, Membership] | None:
-        """The newest membership and the one to follow; None where all stays. See `next_membership`."""
-        now = self.now()
-        following = next_membership(now, ended, self._noted("left", now), waiting)
-        return None if following is None else (now, following)
-
-    def replace(self, made: tuple[Membership, Membership]) -> Membership | None:
-        """Put the second membership in the place of the first; returns it, or None where somebody was quicker."""
-        before, following = made
-        stored = self._store.compare_set(_MEMBERSHIP, before.to_text(), following.to_text())
-        return following if Membership.from_text(stored) == following else None
-
-    def end(self) -> None:
-        """Note that the run is over: nobody is taken in any more."""
-        self._store.set(_OVER, "1")
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the run is over."""
-        return bool(self._store.check([_OVER]))
-
-    def note(self, what: str, number: int, name: str) -> None:
-        """Note that a process has left the group of this number, or is here for it."""
-        self._store.set(f"members/{what}/{number}/{name}", "1")
-        self._store.add(_NOTES, 1)
-
-    def ask(self, name: str) -> None:
-        """Note that a new process is ready to be taken in."""
-        self._store.set(f"members/waiting/{name}", "1")
-        self._store.add(_NOTES, 1)
-
-    def notes(self) -> int:
-        """How much processes have noted until now: one look tells whether there is anything new."""
-        return int(self._store.add(_NOTES, 0))
-
-    def left(self) -> set[str]:
-        """The members that have left the group of the newest membership."""
-        return self._noted("left", self.now())
-
-    def are_here(self, now: Membership) -> bool:
-        """Whether all members are here for the group of this membership."""
-        return len(self._noted("here", now)) == len(now.members)
-
-    def waiting_of(self, names: Iterable[str]) -> set[str]:
-        """Those of these new processes that are ready to be taken in."""
-        return {name for name in names if self._store.check([f"members/waiting/{name}"])}
-
-    def _noted(self, what: str, now: Membership) -> set[str]:
-        return {name for name in now.members if self._store.check([f"members/{what}/{now.number}/{name}"])}
-
-
-class Seat:
-    """One process's place among the members, which changes with each membership.
-
-    `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost. Raises
-    UserError (6) where the store does not answer.
-    """
-
-    def __init__(self, world: World, timeout: float) -> None:
-        assert world.member is not None
-        assert world.members_at is not None
-        self._name, self._given, self._patience = world.member, world, timeout + _LATE_SECONDS
-        host, _, port = world.members_at.rpartition(":")
-        self._address = host, int(port)
-        try:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._patience))
-        except dist.DistError:
-            self._give_up("the launcher's store does not answer")
-        self._members = Members(store)
-        self.number = -1
-        """Of the newest membership that this process has belonged to; -1 before the first one."""
-        self.members: tuple[str, ...] = ()
-        """Of the group that this process is in, in the order of ranks."""
-
-    def take(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
-        """Wait for a newer membership of which all members are here; returns this process's place in it.
-
-        None for a new process that nobody takes in any more, because the run is over. Raises UserError (6) where this
-        process is not a member any more, and where the others do not come in time.
-        """
-        try:
-            if self.number < 0 and self._name not in self._members.now().members:
-                self._await_invitation()
-            deadline, is_here = time.monotonic() + self._patience, False
-            while True:
-                now = self._members.now()
-                if self._name not in now.members:
-                    if self.number < 0:
-                        return None
-                    self._give_up("the others go on without this process, which they have taken for lost")
-                if must_leave(self.number, now):
-                    self.number = now.number
-                    self._members.note("here", self.number, self._name)
-                    deadline, is_here = time.monotonic() + self._patience, True
-                if is_here and self._members.are_here(now):
-                    return self._placed(now)
-                if is_asked_to_stop():
-                    deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
-                if time.monotonic() > deadline:
-                    self._give_up("the others have not met again in time")
-                time.sleep(_POLL_SECONDS)
-        except dist.DistError:
-            self._give_up("the launcher's store does not answer")
-
-    def _await_invitation(self) -> None:
-        """Wait, as a new process, until the others have made room, or the run is over."""
-        self._members.ask(self._name)
-        while self._name not in self._members.now().members and not self._members.is_over:
-            time.sleep(_POLL_SECONDS)
-
-    def leave(self) -> None:
-        """Note that this process has left its group."""
-        try:
-            self._members.note("left", self.number, self._name)
-        except dist.DistError:
-            self._give_up("the launcher's store does not answer")
-
-    @property
-    def makes_room(self) -> bool:
-        """Whether the launcher asks to make room for a new process; a look at a file, since each step asks."""
-        assert self._given.report_dir is not None
-        return os.path.exists(room_file(self._given.report_dir))  # noqa: PTH110 - a third of the time of a Path
-
-    def _placed(self, now: Membership) -> World:
-        self.members = now.members
-        rank, count = now.members.index(self._name), len(now.members)
-        host, port = self._address
-        return replace(
-            self._given,
-            rank=rank,
-            world_size=count,
-            local_rank=rank,
-            nproc_per_node=count,
-            store_host=host,
-            store_port=port,
-            agent_serves_store=True,
-            membership=now.number,
+    def read(self) -> Notes:
+        """All that has been noted."""
+        text, *logs = self._store.multi_get([_NOW, *(f"members/{log}" for log in _LOGS)])
+        now = Membership.from_text(text)
+        words = {log: _words(value) for log, value in zip(_LOGS, logs, strict=True)}
+        ended, leaving = frozenset(words["ended"]), frozenset(map(int, words["leaving"]))
+        asked = {name for name in words["asked"] if node_of(name) not in leaving} - ended - set(now.members)
+        nodes = {node_of(name) for name in now.members if name not in ended}
+        for node in sorted(set(map(node_of, asked)) - nodes)[: max(0, self._most_nodes - len(nodes))]:
+            nodes.add(node)
+        return Notes(
+            now=now,
+            left={name: int(step) for name, step in _pairs(self._store.get(f"members/left/{now.number}"))},
+            waiting=frozenset(name for name in asked if node_of(name) in nodes),
+            ended=ended,
+            leaving=leaving,
+            launchers={int(node): address for node, address in map(_pair, words["launchers"])},
+            finished=frozenset(map(int, words["finished"])),
+            over=cast(Over, words["over"][0]) if words["over"] else "",
         )
 
-    def _give_up(self, why: str) -> NoReturn:
-        raise UserError(f"process {self._name}: {why}; continue with --resume auto", ExitCode.PEERS_LOST)
+    def replace(self, now: Membership, following: Membership) -> bool:
+        """Put one membership in the place of another; returns whether nobody was quicker."""
+        self._append(f"left/{following.number}", "")
+        stored = self._store.compare_set(_NOW, now.to_text(), following.to_text())
+        self._store.add(_NOTES, 1)
+        return Membership.from_text(stored) == following
+
+    def note(self, log: Log, *words: object) -> None:
+        """Note these words for everybody."""
+        self._append(log, "".join(f"{word} " for word in words))
+        self._store.add(_NOTES, 1)
+
+    def note_left(self, number: int, name: str, step: int) -> None:
+        """Note that a member has left the group of this number, and the finished steps that it holds."""
+        self._append(f"left/{number}", f"{name}={step} ")
+        self._store.add(_NOTES, 1)
+
+    def note_here(self, number: int, name: str) -> None:
+        """Note that a member is here for the group of this number."""
+        self._append(f"here/{number}", f"{name} ")
+
+    def are_here(self, now: Membership) -> bool:
+        """Whether all members are here for the group of this membership; to be called by one that is."""
+        return set(now.members) <= set(_words(self._store.get(f"members/here/{now.number}")))
+
+    def count(self) -> int:
+        """How much has been noted until now: one look tells whether there is anything new."""
+        return int(self._store.add(_NOTES, 0))
+
+    def beat(self, node: int) -> None:
+        """Tell that the launcher of this node works."""
+        self._store.add(f"members/beat/{node}", 1)
+
+    def beats(self, nodes: Iterable[int]) -> dict[int, bytes]:
+        """How often each of these launchers has told that it works; each has done so once."""
+        nodes = list(nodes)
+        counts = self._store.multi_get([f"members/beat/{node}" for node in nodes]) if nodes else []
+        return dict(zip(nodes, counts, strict=True))
+
+    def _append(self, log: str, text: str) -> None:
+        # torch's stub files lack this method of all its stores.
+        cast(Any, self._store).append(f"members/{log}", text)
 
 
-def room_file(reports: Path) -> Path:
-    """The file by which a launcher asks its workers to make room for a new process at the end of their step."""
-    return reports / _ROOM_FILE
+def store_at(place: str, timeout: float) -> dist.Store:
+    """The part of a launcher's or a rendezvous' store that has the list of members, at HOST:PORT/PREFIX.
+
+    `timeout`, in seconds, limits every wait. Raises torch's DistError where the store does not answer.
+    """
+    address, _, prefix = place.partition("/")
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=timeout)
+    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), timeout=limit, wait_for_workers=False))
+
+
+def _words(value: bytes) -> list[str]:
+    return value.decode().split()
+
+
+def _pair(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value
+
+
+def _pairs(value: bytes) -> list[tuple[str, str]]:
+    return list(map(_pair, _words(value)))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
+from ddp_core.distributed.members import store_at
 from ddp_core.distributed.world import World
 
 __all__ = ["Collectives", "local_device", "process_group"]
@@ -234,23 +235,23 @@ def _meet(world: World, timeout: float) -> dist.Store:
     assert address is not None
     assert port is not None
     try:
-        if world.serves_store:
+        if world.members_at is not None:
+            # One store serves all memberships of a launch, one after another.
+            store: dist.Store = dist.PrefixStore(f"membership/{world.membership}", store_at(world.members_at, timeout))
+        elif world.serves_store:
             remedy = "give the ranks another one"
-            store: dist.Store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
+            store = store_on(listen_at(address_served(address), port, world.port_name, remedy), timeout)
         else:
             # As torch's env:// does, but without its wait for all ranks, which does not say which ranks are missing.
             store = dist.TCPStore(address, port, world.world_size, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         why = "cannot be served" if world.serves_store else "is unreachable"
         raise UserError(
-            f"{world.place}: no process group at {address}:{port} within {timeout:.0f} s, "
+            f"{world.place}: no process group at {world.members_at or f'{address}:{port}'} within {timeout:.0f} s, "
             f"its store {why} ({_first_line(error)})",
             ExitCode.PEERS_LOST,
         ) from None
     store.set_timeout(limit)
-    if world.member is not None:
-        # One store serves all memberships of a launch, one after another.
-        store = dist.PrefixStore(f"membership/{world.membership}", store)
     if store.add(f"present/{world.rank}", 1) > 1:
         raise UserError(
             f"rank {world.rank} was started twice (MASTER_ADDR={address}, MASTER_PORT={port}): "

@@ -11,7 +11,7 @@
 | TORCHELASTIC_RESTART_COUNT | torchrun | restart_count: 0 at first; nodes of one round may differ later |
 | DDP_REPORT_DIR | `ddp train` | report_dir: where a worker writes how it ended, for the launcher to print it once |
 | DDP_MEMBER | `ddp train --recovery live` | member: the name of this process, which no other one has had |
-| DDP_MEMBERS_AT | the same | members_at: HOST:PORT of the store that has the list of members |
+| DDP_MEMBERS_AT | the same | members_at: HOST:PORT/PREFIX, the part of a store that has the list of members |
 
 Where RANK and WORLD_SIZE are not set, launchers.py translates what SLURM, MPI and others set in their place.
 """
@@ -78,8 +78,8 @@ class World:
 
     @property
     def serves_store(self) -> bool:
-        """Whether this process serves the process group's store: as rank 0, where no agent serves the store."""
-        return self.world_size > 1 and self.is_first and not self.agent_serves_store
+        """Whether this process serves the process group's store: as rank 0, where no launcher's store is there."""
+        return self.world_size > 1 and self.is_first and not self.agent_serves_store and self.members_at is None
 
     @property
     def port_name(self) -> str:
@@ -130,9 +130,10 @@ class World:
         if nproc_per_node < 1 or world_size % nproc_per_node:
             raise UserError(f"WORLD_SIZE={world_size} is not a multiple of LOCAL_WORLD_SIZE={nproc_per_node}")
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if world_size > 1 and name not in environ:
+            if (world_size > 1 or "DDP_MEMBER" in environ) and name not in environ:
                 raise UserError(f"RANK is set but {name} is not; start this with torchrun or `ddp train`")
-        reports = environ.get("DDP_REPORT_DIR")
+        reports, member = environ.get("DDP_REPORT_DIR"), environ.get("DDP_MEMBER")
+        has_peers = world_size > 1 or member is not None
         return cls(
             rank=rank,
             world_size=world_size,
@@ -140,15 +141,15 @@ class World:
             nproc_per_node=nproc_per_node,
             node_rank=number("GROUP_RANK", rank // nproc_per_node),
             # A single process needs no store: its MASTER_ADDR and MASTER_PORT may be missing or wrong.
-            store_host=environ["MASTER_ADDR"] if world_size > 1 else None,
-            store_port=number("MASTER_PORT") if world_size > 1 else None,
+            store_host=environ["MASTER_ADDR"] if has_peers else None,
+            store_port=number("MASTER_PORT") if has_peers else None,
             agent_serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             # "none" is torchrun's own default, which identifies no launch.
             launch_id=None if (identity := environ.get("TORCHELASTIC_RUN_ID")) == "none" else identity,
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
             report_dir=Path(reports) if reports else None,
             nodes_share_gpus=bool(environ.get("DDP_NODES_SHARE_GPUS")),
-            member=environ.get("DDP_MEMBER"),
+            member=member,
             members_at=environ.get("DDP_MEMBERS_AT"),
         )
 

@@ -135,9 +135,10 @@ class Request:
             raise missing_nodes(self.layout.nnodes, nnodes)
         return replace(self, layout=self.layout.model_copy(update={"nnodes": nnodes}))
 
-    def for_ranks(self, count: int) -> Request:
-        """The request for so many ranks on one node, which go on after others were lost."""
-        return replace(self, layout=self.layout.model_copy(update={"nproc_per_node": count}))
+    def for_ranks(self, nnodes: int, nproc_per_node: int) -> Request:
+        """The request for so many ranks, which go on after others were lost."""
+        counts = {"nnodes": nnodes, "nproc_per_node": nproc_per_node}
+        return replace(self, layout=self.layout.model_copy(update=counts))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ddp_core.base.errors import ExitCode
-from ddp_core.base.torch_internals import start_again, workers_of
+from ddp_core.base.torch_internals import workers_of
 from ddp_core.distributed.processes import DiskWaits, Process, await_processes, end_processes, is_stopped
 from ddp_core.distributed.reports import Report, clear_reports, read_reports, tell_user
 from ddp_core.launch.decision import (
@@ -27,13 +27,10 @@ from ddp_core.launch.decision import (
     Next,
     after_failure,
     after_making_room,
-    going_on,
     losses,
-    may_go_on,
     may_make_room,
     patience,
 )
-from ddp_core.launch.live import LiveWorkers
 from ddp_core.launch.meeting import require_same_request
 from ddp_core.launch.nursery import Nursery, started_by
 
@@ -57,9 +54,11 @@ class Agent(LocalElasticAgent):
 
     The workers come from the nursery, where there is one, and leave their reports in the directory `reports`. `facts`:
     what all nodes must have in common. While the agent runs, the first of the signals `heard` ends it with
-    SignalException, once the workers have ended; a later SIGINT kills them. `is_live`: where a worker is lost, the
-    others go on, and a new one joins them.
+    SignalException, once the workers have ended; a later SIGINT kills them.
     """
+
+    _is_late = False
+    """Whether this node joins others that train already."""
 
     def __init__(
         self,
@@ -69,11 +68,8 @@ class Agent(LocalElasticAgent):
         nursery: Nursery | None,
         heard: Sequence[signal.Signals],
         facts: Mapping[str, str],
-        is_live: bool = False,
     ) -> None:
         super().__init__(spec, logs)
-        self._is_live = is_live
-        self._live: LiveWorkers | None = None
         self._reports, self._nursery, self._heard, self._facts = reports, nursery, heard, facts
         self._asked: signal.Signals | None = None
         self._is_ending_workers = False
@@ -98,17 +94,13 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Reports of the round before say nothing about the workers that start now.
         clear_reports(self._reports)
-        require_same_request(worker_group, self._facts)
-        self._live = LiveWorkers(worker_group.spec.local_world_size, self._reports) if self._is_live else None
+        require_same_request(worker_group, self._facts, self._is_late)
         with self._starting():
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._tell_of_disk_waits(worker_group)
-        if self._live is not None and self._goes_on(worker_group, self._live):
-            # Not looked at again in this turn: a worker that ends meanwhile would end all.
-            return RunResult(state=WorkerState.HEALTHY)
         explained = self._end_after_failure(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
@@ -123,41 +115,7 @@ class Agent(LocalElasticAgent):
 
     def _starting(self) -> AbstractContextManager[None]:
         """A block in which workers are started, from the nursery where there is one."""
-        return started_by(self._nursery) if self._live is None else started_by(self._nursery, self._live.variables)
-
-    def _goes_on(self, worker_group: WorkerGroup, live: LiveWorkers) -> bool:
-        """Replace workers that are lost, and let the others know; returns whether they go on.
-
-        They do not where a worker is done, or has ended in a way that ends all.
-        """
-        processes, node = workers_of(self), f"node {worker_group.group_rank}"
-        codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
-        if 0 in codes.values():
-            live.end()
-            return False
-        if not codes and not live.has_news:
-            return True
-        if codes:
-            if not (may_go_on(codes.values(), self._heard, self._remaining_restarts) and live.outlives(codes)):
-                return False
-            self._remaining_restarts -= len(codes)
-            ranks = {local_rank: live.rank(local_rank) for local_rank in codes}
-            for local_rank in codes:
-                live.replace(local_rank)
-            # The others wait for this, so it comes before anything else.
-            live.decide()
-            tell_user(*going_on(codes, ranks, node, self._remaining_restarts))
-            for local_rank in codes:
-                # Its loader processes may outlive a worker.
-                end_processes([processes[local_rank]], signal.SIGKILL, 0)
-                with self._starting():
-                    worker_group.workers[local_rank].id = start_again(self, local_rank)
-        for local_rank in live.silent():
-            if is_stopped(processes[local_rank].pid):
-                tell_user(f"rank {live.rank(local_rank)} ({node}) is stopped; it is killed now")
-                processes[local_rank].kill()
-        live.decide()
-        return True
+        return started_by(self._nursery)
 
     def _end_after_failure(self, worker_group: WorkerGroup) -> bool:
         """End the workers if one of them has failed; returns whether the user was told what happened to it."""

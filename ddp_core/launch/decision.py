@@ -16,6 +16,7 @@ FINISHING_SECONDS = 25
 """How long workers that were asked to stop may take to finish their step and save it."""
 _LEAVING_SECONDS = 8
 """How long workers may take to end after a loss: they have nothing to finish."""
+STARTING_ALL_AGAIN = "no group of ranks can go on; the workers of all nodes start again from the newest checkpoint"
 MAKING_ROOM = "another node has come; the workers save and start again with it"
 FINAL = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
 """The exit codes of workers to which a new start would only bring the same end."""
@@ -51,14 +52,15 @@ def losses(codes: Mapping[int, int], stopped: Collection[int], node: str) -> lis
     return [f"rank {rank} ({node}) {what}" for rank, what in sorted(lost.items())]
 
 
-def may_go_on(codes: Collection[int], asking: Collection[int], restarts_left: int) -> bool:
+def may_go_on(codes: Collection[int], asking: Collection[int], restarts_left: int, outside: int = 0) -> bool:
     """Whether the other workers of a live recovery may go on without those that have ended, as far as these tell.
 
     `codes`: the exit codes of all workers that have ended, 0 among them. `asking`: the signals that ask to stop; a
-    worker that has not begun dies of one. Each new worker counts as a new start.
+    worker that has not begun dies of one. `outside`: how many have ended that the others had taken for lost before.
+    Each new worker counts as a new start.
     """
     final = {*FINAL, ExitCode.DONE, ExitCode.PEERS_LOST, *(-number for number in asking)}
-    return 0 < len(codes) <= restarts_left and not final.intersection(codes)
+    return 0 < len(codes) + outside <= restarts_left and not final.intersection(codes)
 
 
 def going_on(codes: Mapping[int, int], ranks: Mapping[int, int | None], node: str, restarts_left: int) -> list[str]:

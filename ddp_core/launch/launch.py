@@ -28,13 +28,14 @@ from torch.distributed.elastic.rendezvous import (
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.refusals import require_open_files
-from ddp_core.base.torch_internals import HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
+from ddp_core.base.torch_internals import ALIKE_NODES, HANDLED_SIGNALS, SEPARATE_STORES, end_keep_alives
 from ddp_core.distributed.reports import read_reports, tell_user, write_launcher
 from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_untrained
 from ddp_core.experiment.request import Request
 from ddp_core.launch.agent import Agent, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
 from ddp_core.launch.live import require_live
+from ddp_core.launch.live_agent import HandedOver, LiveAgent
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.spawn import spawn
@@ -54,7 +55,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     """
     require_open_files(request.layout.world_size, request.options.workers)
     if request.options.recovery == "live":
-        require_live(request, meeting.max_nodes)
+        require_live(request)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
@@ -77,6 +78,8 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry)
     try:
         with starter as nursery:
             code = _run_until_met(request, meeting, partial(_run_node, request, meeting, words, facts, nursery))
+    except HandedOver:
+        raise  # the record is of those that go on
     except UserError as error:
         if error.exit_code == ExitCode.STOPPED and _is_completed(request, meeting):
             return ExitCode.DONE
@@ -143,8 +146,10 @@ def _run_node(
         os.environ["DDP_REPORT_DIR"] = str(reports)
         before = {number: signal.getsignal(number) for number in heard}
         try:
-            handler = join(meeting, address, join_seconds)
             is_live = request.options.recovery == "live"
+            if is_live:
+                os.environ[ALIKE_NODES] = "1"
+            handler = join(meeting, address, join_seconds, is_live)
             spec = WorkerSpec(
                 role="trainer",
                 local_world_size=request.layout.nproc_per_node,
@@ -156,7 +161,7 @@ def _run_node(
                 local_addr=address,
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            agent = Agent(spec, logs, reports, nursery, heard, facts, is_live)
+            agent = (LiveAgent if is_live else Agent)(spec, logs, reports, nursery, heard, facts)
             return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.

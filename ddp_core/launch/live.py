@@ -1,25 +1,33 @@
-"""The launcher's part in a live recovery: it keeps the list of members, and gives each worker its name."""
+"""The launcher's part in a live recovery: with the others it keeps the list of members, and it names its workers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from ddp_core.base.errors import UserError
-from ddp_core.distributed.addresses import listen_at, store_on
-from ddp_core.distributed.members import Members, room_file
-from ddp_core.distributed.membership import Membership
+from ddp_core.distributed.members import Members, Notes, Over, store_at
+from ddp_core.distributed.membership import Membership, ended_with, lost_in_silence, name_of, node_of
+from ddp_core.distributed.reports import tell_user
+from ddp_core.distributed.seat import room_file
 from ddp_core.experiment.request import Request
+from ddp_core.launch.lines import Lines
+from ddp_core.launch.meeting import LiveRendezvous
 
 _ANSWER_SECONDS = 30
-_LOOPBACK = "127.0.0.1"
+_TOGETHER_SECONDS = 0.2
+"""Whoever asks several nodes to leave asks them within this time; where none is left, all stop together."""
+_POLL_SECONDS = 0.05
 
 
-def require_live(request: Request, max_nodes: int) -> None:
+def require_live(request: Request) -> None:
     """Raises UserError (2) where the workers of this request cannot go on without a lost one."""
     layout, options = request.layout, request.options
     obstacles = {
-        "it knows one node only, so far": max_nodes > 1 or layout.nnodes > 1,
         "it has been tried on CPUs only, so far": layout.device != "cpu",
         f"with --shard {layout.shard} a lost process has the only copy of its part": layout.shard != "none",
         "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
@@ -31,68 +39,144 @@ def require_live(request: Request, max_nodes: int) -> None:
 
 
 class LiveWorkers:
-    """The workers of one node by their names, and the store with the list of members.
+    """The workers of one node by their names, and the launcher's place among the others.
 
-    A worker's name is its local rank and how many there were before it in this place: "2.0", then "2.1".
+    `rendezvous`: where the nodes have met. `node`, `nnodes`: this node's number, and how many have met; `count`: its
+    workers; `reports`: the folder that it shares with them.
     """
 
-    def __init__(self, count: int, reports: Path) -> None:
-        self._store = store_on(listen_at(_LOOPBACK, 0), _ANSWER_SECONDS)
-        self._members, self._room = Members(self._store), room_file(reports)
+    def __init__(self, rendezvous: LiveRendezvous, node: int, nnodes: int, count: int, reports: Path) -> None:
+        self._members_at, self._node, self._count = rendezvous.members_at, node, count
+        self._members = Members(store_at(self._members_at, _ANSWER_SECONDS), rendezvous.settings.max_nodes)
+        self._room = Path(room_file(reports))
         self._turns = dict.fromkeys(range(count), 0)
+        self._seen, self._is_unsettled = -1, False
+        self._known = Membership(-1, ())
         self._ended: set[str] = set()
-        self._notes, self._is_unsettled = 0, False
+        self._has_ended = False
+        self._told: set[int] = set()
+        self._asked_at: float | None = None
         self._room.unlink(missing_ok=True)
-        self._members.begin(map(self.name, range(count)))
+        if not rendezvous.is_late:
+            self._members.begin(name_of(each, rank, 0) for each in range(nnodes) for rank in range(count))
+        self._lines = Lines(node, rendezvous.address, self._members)
 
     def name(self, local_rank: int) -> str:
         """The name of the worker that has this local rank now."""
-        return f"{local_rank}.{self._turns[local_rank]}"
+        return name_of(self._node, local_rank, self._turns[local_rank])
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """The variables by which a worker with this environment finds the others."""
-        name = self.name(int(environment["LOCAL_RANK"]))
-        return {"DDP_MEMBER": name, "DDP_MEMBERS_AT": f"{_LOOPBACK}:{self._store.port}"}
+        return {"DDP_MEMBER": self.name(int(environment["LOCAL_RANK"])), "DDP_MEMBERS_AT": self._members_at}
 
-    def rank(self, local_rank: int) -> int | None:
-        """The rank of this worker among the members; None for one that has not joined them yet."""
-        members, name = self._members.now().members, self.name(local_rank)
-        return members.index(name) if name in members else None
+    def ranks(self, local_ranks: Iterable[int]) -> dict[int, int | None]:
+        """The ranks of these workers among the members; None for one that is not a member, or not yet."""
+        members = self._members.now().members
+        names = {local_rank: self.name(local_rank) for local_rank in local_ranks}
+        return {rank: members.index(name) if name in members else None for rank, name in names.items()}
 
     def outlives(self, lost: Collection[int]) -> bool:
-        """Whether a member is left without the workers of these local ranks."""
-        gone = self._ended | set(map(self.name, lost))
-        return any(name not in gone for name in self._members.now().members)
+        """Whether a member is left without the workers of these local ranks; notes that they have ended."""
+        if names := {*map(self.name, lost)} - self._ended:
+            self._ended |= names
+            self._members.note("ended", *sorted(names))
+        return bool(self._members.read().alive)
 
-    def replace(self, local_rank: int) -> None:
-        """Note that the worker of this local rank has ended; the next one there has another name."""
-        self._ended.add(self.name(local_rank))
+    def next_turn(self, local_rank: int) -> None:
+        """Give the next worker with this local rank another name."""
         self._turns[local_rank] += 1
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there may be something to decide, though no worker has ended; cheap."""
-        return self._is_unsettled or self._members.notes() != self._notes
+    def look(self) -> bool:
+        """Whether there may be something to decide; cheap."""
+        return self._lines.look() or self._is_unsettled or self._members.count() != self._seen
 
-    def silent(self) -> list[int]:
+    def decide(self) -> Notes:
+        """Do what the protocol asks of a launcher now, and tell the user of nodes; returns what is known."""
+        self._seen = self._members.count()
+        notes = self._members.read()
+        self._lines.reach(notes.launchers)
+        if notes.over:
+            return notes
+        missing = set(map(node_of, notes.alive)) - {self._node}
+        closed, silent = self._lines.closed, self._lines.silent(missing)
+        lost = lost_in_silence(notes.now, silent, notes.ended, notes.left)
+        ended = lost | ended_with({*notes.now.members, *notes.waiting}, closed)
+        if ended - notes.ended:
+            self._members.note("ended", *sorted(ended - notes.ended))
+            notes = self._members.read()
+        following = notes.following
+        if following is not None:
+            self._is_unsettled = not self._members.replace(notes.now, following)
+            self._seen = -1
+        else:
+            self._ask_for_room(notes)
+            self._is_unsettled = bool(notes.waiting or notes.left or self._node in notes.leaving)
+        # The others wait for what is decided, so it comes before the words.
+        self._tell(closed - notes.leaving, "is lost: its launcher has ended")
+        self._tell(set(map(node_of, lost)), "is lost: nothing comes from it or its launcher")
+        self._tell(notes.leaving - set(map(node_of, notes.now.members)), "has left, as it was asked to")
+        self._known = notes.now
+        if not notes.alive:
+            self.end("broken")
+            return self._members.read()
+        return notes
+
+    def _ask_for_room(self, notes: Notes) -> None:
+        """Ask this node's workers to meet anew, for a new process or because this node leaves; or take that back."""
+        is_leaving = self._asked_at is not None and time.monotonic() - self._asked_at > _TOGETHER_SECONDS
+        if notes.waiting or (is_leaving and not self.is_alone(notes)):
+            self._room.write_text(str(notes.now.number))
+        else:
+            self._room.unlink(missing_ok=True)
+
+    def _tell(self, nodes: Collection[int], what: str) -> None:
+        for node in sorted(set(nodes) - self._told - {self._node}):
+            ranks = [str(rank) for rank, name in enumerate(self._known.members) if node_of(name) == node]
+            if ranks:
+                self._told.add(node)
+                tell_user(f"node {node} (rank {', '.join(ranks)}) {what}; the others go on")
+
+    def leave(self) -> None:
+        """Tell all that this node was asked to leave."""
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._members.note("leaving", self._node)
+
+    def is_alone(self, notes: Notes) -> bool:
+        """Whether no member would be left without the nodes that were asked to leave: then all stop instead."""
+        return all(node_of(name) in notes.leaving for name in notes.alive)
+
+    def has_left(self, notes: Notes) -> bool:
+        """Whether no member is on this node."""
+        return all(node_of(name) != self._node for name in notes.now.members)
+
+    def silent(self, notes: Notes) -> list[int]:
         """The local ranks of members that have not left their group, though another one has: it has lost a peer."""
-        members, left = self._members.now().members, self._members.left()
-        still = set(members) - left if left else set()
+        still = set(notes.alive).difference(notes.left) if notes.left else set()
         return [rank for rank in self._turns if self.name(rank) in still]
 
-    def decide(self) -> Membership | None:
-        """Do what the protocol asks of a launcher now; returns the new membership where it has made one."""
-        self._notes = self._members.notes()
-        waiting = self._members.waiting_of({*map(self.name, self._turns)}.difference(self._members.now().members))
-        # Taken away first: who meets under the next membership must not find what was asked under this one.
-        made = self._members.next(self._ended, waiting)
-        if made is not None or not waiting:
-            self._room.unlink(missing_ok=True)
-        else:
-            self._room.touch()
-        self._is_unsettled = made is None and bool(waiting or self._members.left())
-        return None if made is None else self._members.replace(made)
+    def end(self, how: Over) -> None:
+        """Tell all that this list of members does not count any more."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._members.note("over", how)
 
-    def end(self) -> None:
-        """Tell workers that still wait to be taken in that nobody will take them in: the run is over."""
-        self._members.end()
+    def await_others(self, seconds: float, is_asked: Callable[[], bool]) -> None:
+        """Wait until the workers of all other nodes are done, too; not when `is_asked` to leave."""
+        self._members.note("finished", self._node)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not is_asked():
+            self._lines.look()
+            notes = self._members.read()
+            if set(map(node_of, notes.alive)) <= notes.finished | self._lines.closed:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Let the other launchers see that this one is gone. Where it is the last one, the list counts no more."""
+        with suppress(DistError):
+            notes = self._members.read()
+            others = set(map(node_of, notes.alive)) - {self._node} - notes.leaving - self._lines.closed
+            if not notes.over and not others:
+                self.end("broken")
+        self._lines.close()

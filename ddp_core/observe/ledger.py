@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, parse_document
 from ddp_core.base.errors import UserError
-from ddp_core.base.files import Lines
+from ddp_core.base.files import LineFile
 from ddp_core.observe.step import StepBatch, StepObserver
 
 _END_BYTES = 4096
@@ -42,7 +42,7 @@ class Ledger(StepObserver):
     def __init__(self, directory: Path, attempt: int, rank: int, first_step: int) -> None:
         path = directory / "ledger" / f"attempt-{attempt:04d}-rank-{rank:04d}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        self._file = Lines(path, "w")
+        self._file = LineFile(path, "w")
         self._write({"from_step": first_step})
 
     def before_step(self, batch: StepBatch) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from ddp_core.base.documents import BadDocument, Count, json_text, parse_document
 from ddp_core.base.ending import take_off_bar
-from ddp_core.base.files import Lines
+from ddp_core.base.files import LineFile
 from ddp_core.distributed.membership import Regroup
 from ddp_core.distributed.stop import Stopped
 from ddp_core.observe.loggers.logger import BackgroundLogger, Ending
@@ -60,9 +60,9 @@ class MetricsWriter:
         self._loggers = loggers
         self._path = path
         self._written: set[tuple[str, int]] = set()
-        self._file: Lines | None = None
+        self._file: LineFile | None = None
         if path is not None:
-            self._file = Lines(path)
+            self._file = LineFile(path)
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 # A full disk or a crash has cut the last line; the next record must not become a part of that line.
                 self._file.write("")
@@ -196,7 +196,7 @@ class Console:
         self._prefix = f"[rank {rank}] " if world_size > 1 and rank else ""
         self.draws = self._is_first and sys.stderr.isatty()
         """Whether there is a terminal to draw a bar on."""
-        self._log: Lines | None = None
+        self._log: LineFile | None = None
         self._may_write: Callable[[], None] = lambda: None
         self._bar: Any = None
         self._printed_at = time.monotonic()
@@ -210,7 +210,7 @@ class Console:
         """
         self._may_write = may_write
         # A file's name may hold bytes that are no UTF-8.
-        self._log = Lines(path, errors="surrogateescape")
+        self._log = LineFile(path, errors="surrogateescape")
 
     def say(self, text: str) -> None:
         """Print a line for the user, on rank 0 only."""

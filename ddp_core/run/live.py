@@ -16,9 +16,9 @@ from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
-from ddp_core.distributed.members import Seat
 from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder
 from ddp_core.distributed.process_group import Collectives
+from ddp_core.distributed.seat import Seat
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.observe.callback import Callback
@@ -79,7 +79,7 @@ class LiveRecovery:
             _let_go(error)
         self._is_leaving = False
         gc.collect()
-        self._seat.leave()
+        self._seat.leave(-1 if self._held is None else self._held.at.step)
 
     def hold(self, trainer: Trainer) -> None:
         """Keep the state of a trainer that was closed, where this rank leaves its group."""

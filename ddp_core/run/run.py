@@ -72,7 +72,9 @@ def worker_main(words: Sequence[str]) -> int:
         world = World.from_environment()
         if world.report_dir is not None:
             die_with_launcher(world.report_dir)
-        request = Request.from_json(Path(file).read_text(encoding="utf-8")).for_nodes(world.nnodes)
+        request = Request.from_json(Path(file).read_text(encoding="utf-8"))
+        if world.member is None:
+            request = request.for_nodes(world.nnodes)
     except UserError as error:
         return report_error(error)
     return run_worker(request, world)
@@ -114,7 +116,7 @@ def run(request: Request, world: World) -> None:
         live = LiveRecovery(world, request.options.timeout)
         while (place := live.place(stop)) is not None:
             with live.surviving():
-                _train(request.for_ranks(place.world_size), place, stop, listen, live)
+                _train(request.for_ranks(place.nnodes, place.nproc_per_node), place, stop, listen, live)
                 return
 
 

@@ -115,15 +115,15 @@ def train_words(output: Path, *words: str | Path, ranks: int = 2, experiment: st
 
 @contextlib.contextmanager
 def nodes(
-    count: int, output: Path, *words: str | Path, pause: float = 0.0
+    count: int, output: Path, *words: str | Path, pause: float = 0.0, ranks: int = 1, allowed: str | None = None
 ) -> Iterator[tuple[list[Launch], Callable[[], Launch], Store]]:
-    """Start `count` launches of one worker each that meet at a rendezvous.
+    """Start `count` launches of `ranks` workers each that meet at a rendezvous; `allowed` is their --nnodes.
 
     Yields the launches, a function that starts one more, and the rendezvous.
     """
     with Store(free_port()) as store, contextlib.ExitStack() as stack:
         meeting = ["--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", f"test-{store.port}"]
-        full = train_words(output, *words, "--nnodes", f"1:{count}", *meeting, ranks=1)
+        full = train_words(output, *words, "--nnodes", allowed or f"1:{count}", *meeting, ranks=ranks)
 
         def start() -> Launch:
             return stack.enter_context(Launch(*full, pause=pause))

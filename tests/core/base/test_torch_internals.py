@@ -359,12 +359,23 @@ def separate_stores(_: int, __: int, place: str) -> None:
         assert not handler.use_agent_store
 
 
+def alike_nodes(_: int, __: int, place: str) -> None:
+    os.environ[torch_internals.ALIKE_NODES] = "1"
+    with agent(Path(place)) as ours:
+        # A store in which no other node has noted anything, and an agent would wait for it.
+        store = dist.HashStore()
+        store.set_timeout(TIMEOUT)
+        (worker,) = ours._assign_worker_ranks(store, 3, 4, ours.get_worker_group().spec)
+    assert (worker.global_rank, worker.world_size) == (3, 4)
+
+
 CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_remaining_restarts": remaining_restarts,
     "_pcontext": pcontext,
     "get_subprocess_handler": get_subprocess_handler,
     "_stop_heartbeats": stop_heartbeats,
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": separate_stores,
+    "TORCH_ELASTIC_WORKER_IDENTICAL": alike_nodes,
     "TORCHELASTIC_SIGNALS_TO_HANDLE": signals,
     "_rebuild_buckets": rebuild_buckets,
     "_static_graph_delay_allreduce_enqueued": static_graph,

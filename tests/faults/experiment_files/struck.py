@@ -1,8 +1,8 @@
 """Does a small network end with the same weights when a rank is killed in the middle of a step?
 
 STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
-it is the process 1.0 of a live recovery, when it begins its 20th update. A process that takes its place has another
-name, and lives.
+it is the process 1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process
+that takes its place has another name, and lives.
 BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
 """
 
@@ -51,9 +51,10 @@ class Struck(nn.Module):
 
 def network() -> nn.Module:
     LEFT.update(dict.fromkeys(POINTS, -1))
+    member = os.environ.get("DDP_MEMBER", "")
     for each in filter(None, os.environ.get("STRUCK_KILLS", "").split(",")):
         name, point, count = each.split()
-        if name == os.environ.get("DDP_MEMBER") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if name in (member, member.removesuffix("@0")) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             LEFT[point] = int(count)
     hidden = [nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*hidden, Struck(), nn.Linear(12, 3))

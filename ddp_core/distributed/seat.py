@@ -1,0 +1,133 @@
+"""What a process does to be a member, and to stay one: it notes where it stands, and waits for the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.distributed.members import Members, store_at
+from ddp_core.distributed.membership import Membership, must_leave, node_of, place_among
+from ddp_core.distributed.world import World
+
+_ROOM_FILE = "make-room"
+_POLL_SECONDS = 0.005
+_ASKED_SECONDS = 2.0
+"""So long a process that was asked to stop still waits for the others: they may meet, and save what they have."""
+_LATE_SECONDS = 10.0
+"""What a launcher may take to decide, beyond the time after which a silent process counts as lost."""
+_NO_ANSWER = "the store with the list of members does not answer"
+
+
+class Seat:
+    """One process's place among the members, which changes with each membership.
+
+    `world`: what the launcher has given. `timeout`: seconds after which a silent process counts as lost. Raises
+    UserError (6) where the store does not answer.
+    """
+
+    def __init__(self, world: World, timeout: float) -> None:
+        assert world.member is not None
+        assert world.members_at is not None
+        self._name, self._given, self._timeout = world.member, world, timeout
+        try:
+            self._members = Members(store_at(world.members_at, timeout + _LATE_SECONDS))
+        except dist.DistError:
+            self._give_up(_NO_ANSWER)
+        self.number = -1
+        """Of the newest membership that this process has belonged to; -1 before the first one."""
+        self.members: tuple[str, ...] = ()
+        """Of the group that this process is in, in the order of ranks."""
+        self._step = -1
+
+    def take(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
+        """Wait for a newer membership of which all members are here; returns this process's place in it.
+
+        None where the run is over. Raises UserError: 6 where this process is not a member any more, and where the
+        others do not come in time; 75 where its node has left the others.
+        """
+        try:
+            if self.number < 0 and self._name not in self._members.now().members:
+                self._members.note("asked", self._name)
+                while not (notes := self._members.read()).over and self._name not in notes.now.members:
+                    time.sleep(_POLL_SECONDS)
+            return self._meet(is_asked_to_stop)
+        except dist.DistError:
+            self._give_up(_NO_ANSWER)
+
+    def _meet(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
+        deadline, is_here = time.monotonic() + self._timeout + _LATE_SECONDS, False
+        while True:
+            notes = self._members.read()
+            now = notes.now
+            if notes.over == "done":
+                return None
+            if notes.over:
+                self._give_up("no group of ranks can go on")
+            if self._name not in now.members:
+                self._end_outside(notes.ended, notes.leaving)
+            if must_leave(self.number, now):
+                self.number = now.number
+                self._members.note_here(self.number, self._name)
+                deadline, is_here = time.monotonic() + self._timeout, True
+            if is_here and self._members.are_here(now):
+                return self._placed(now)
+            if is_asked_to_stop():
+                deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
+            if time.monotonic() > deadline:
+                if not is_here:
+                    self._give_up("the others have not met again in time")
+                # Somebody is silent. A launcher decides who, once all others have left this group, too.
+                self.leave(self._step)
+                deadline, is_here = time.monotonic() + self._timeout + _LATE_SECONDS, False
+            time.sleep(_POLL_SECONDS)
+
+    def leave(self, step: int) -> None:
+        """Note that this process has left its group, and holds the state after this step (-1: none)."""
+        self._step = step
+        try:
+            self._members.note_left(self.number, self._name, step)
+        except dist.DistError:
+            self._give_up(_NO_ANSWER)
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether the launcher asks to meet anew at the end of the step; a look at a file, since each step asks."""
+        assert self._given.report_dir is not None
+        file = room_file(self._given.report_dir)
+        # A third of the time of a Path. The file may still ask this of the group before.
+        return os.path.exists(file) and Path(file).read_text() == str(self.number)  # noqa: PTH110
+
+    def _placed(self, now: Membership) -> World:
+        self.members = now.members
+        nproc_per_node, local_rank = place_among(now, self._name)
+        return replace(
+            self._given,
+            rank=now.members.index(self._name),
+            world_size=len(now.members),
+            local_rank=local_rank,
+            nproc_per_node=nproc_per_node,
+            membership=now.number,
+        )
+
+    def _end_outside(self, ended: frozenset[str], leaving: frozenset[int]) -> NoReturn:
+        if node_of(self._name) in leaving and self._name not in ended:
+            raise UserError(f"process {self._name}: its node has left, as it was asked to", ExitCode.STOPPED)
+        self._give_up("the others go on without this process, which they have taken for lost")
+
+    def _give_up(self, why: str) -> NoReturn:
+        raise UserError(f"process {self._name}: {why}; continue with --resume auto", ExitCode.PEERS_LOST)
+
+
+def room_file(reports: Path) -> str:
+    """The file by which a launcher asks its workers to meet anew at the end of their step.
+
+    It holds the number of the membership that they are to leave.
+    """
+    return f"{reports}/{_ROOM_FILE}"

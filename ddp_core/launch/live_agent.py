@@ -1,0 +1,170 @@
+"""The agent of a live recovery: where a worker or a node is lost, the others go on, and new ones join them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from types import FrameType
+from typing import Any, cast
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
+
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.torch_internals import start_again, workers_of
+from ddp_core.distributed.members import Notes
+from ddp_core.distributed.processes import end_processes, is_stopped
+from ddp_core.distributed.reports import tell_user
+from ddp_core.launch.agent import Agent
+from ddp_core.launch.decision import FINISHING_SECONDS, STARTING_ALL_AGAIN, going_on, may_go_on
+from ddp_core.launch.live import LiveWorkers
+from ddp_core.launch.meeting import LiveRendezvous
+from ddp_core.launch.nursery import started_by
+
+_LAST_SECONDS = 300.0
+"""So long a launcher whose workers are done waits for those of other nodes, as torch's does."""
+
+
+class HandedOver(UserError):
+    """This node has left the others, as it was asked to, and they go on."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"this node has left the others, who go on ({number.name})", ExitCode.STOPPED)
+
+
+class LiveAgent(Agent):
+    """As `Agent`; but where a worker is lost, the other ones go on, and a new one joins them.
+
+    A signal that asks to stop lets this node leave. All stop on SIGINT, where no other node is left, and where this
+    launcher serves the store that the nodes meet at.
+    """
+
+    _live: LiveWorkers | None = None
+    _leaves_on: signal.Signals | None = None
+    _leaves_until = 0.0
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """See torch. Raises HandedOver where this node has left the others."""
+        try:
+            result: RunResult = super().run(role)
+            return result
+        finally:
+            if self._live is not None:
+                self._live.close()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._live is not None:
+            self._live.close()
+        rendezvous = cast(LiveRendezvous, worker_group.spec.rdzv_handler)
+        self._is_late = rendezvous.is_late
+        node, nnodes = cast("tuple[int, int]", (worker_group.group_rank, worker_group.group_world_size))
+        self._live = LiveWorkers(rendezvous, node, nnodes, worker_group.spec.local_world_size, self._reports)
+        return super()._start_workers(worker_group)
+
+    def _starting(self) -> AbstractContextManager[None]:
+        assert self._live is not None
+        return started_by(self._nursery, self._live.variables)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._live is not None
+        self._tell_of_disk_waits(worker_group)
+        state = self._look(worker_group, self._live)
+        # Where the others go on, no worker is looked at again in this turn: one that ends meanwhile would end all.
+        return super()._monitor_workers(worker_group) if state is None else RunResult(state=state)
+
+    def _look(self, worker_group: WorkerGroup, live: LiveWorkers) -> WorkerState | None:
+        """Replace workers that are lost, and decide with the other launchers who goes on.
+
+        HEALTHY where they go on; UNHEALTHY where all nodes start again; None where a worker is done, or has ended in a
+        way that ends all.
+        """
+        processes, node = workers_of(self), f"node {worker_group.group_rank}"
+        codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
+        if 0 in codes.values():
+            live.end("done")
+            return None
+        if self._leaves_on is not None:
+            self._leave(live, codes, self._leaves_on)
+        elif codes:
+            if not self._replaces(worker_group, live, codes, node):
+                live.end("broken")
+                return None
+        elif not live.look():
+            return WorkerState.HEALTHY
+        notes = live.decide()
+        if notes.over == "broken":
+            tell_user(STARTING_ALL_AGAIN)
+            self._remaining_restarts += 1  # torch counts this start
+            return WorkerState.UNHEALTHY
+        self._kill_stopped(live, notes, node)
+        return WorkerState.HEALTHY
+
+    def _replaces(self, worker_group: WorkerGroup, live: LiveWorkers, codes: Mapping[int, int], node: str) -> bool:
+        """Start others in the place of workers that have ended; returns whether the others can go on without these."""
+        ranks = live.ranks(codes)
+        # Taken for lost while it was stopped, it has ended when it saw that.
+        outside = [rank for rank, code in codes.items() if code == ExitCode.PEERS_LOST and ranks[rank] is None]
+        inside = [code for rank, code in codes.items() if rank not in outside]
+        if not may_go_on(inside, self._heard, self._remaining_restarts, len(outside)) or not live.outlives(codes):
+            return False
+        self._remaining_restarts -= len(codes)
+        # The others wait for this, so it comes before anything else.
+        live.decide()
+        tell_user(*going_on(codes, ranks, node, self._remaining_restarts))
+        processes = workers_of(self)
+        for local_rank in codes:
+            live.next_turn(local_rank)
+            # Its loader processes may outlive a worker.
+            end_processes([processes[local_rank]], signal.SIGKILL, 0)
+            with self._starting():
+                worker_group.workers[local_rank].id = start_again(self, local_rank)
+        return True
+
+    def _kill_stopped(self, live: LiveWorkers, notes: Notes, node: str) -> None:
+        """Kill workers that are stopped (SIGSTOP) when the others wait for them."""
+        processes = workers_of(self)
+        for local_rank in live.silent(notes):
+            if is_stopped(processes[local_rank].pid):
+                tell_user(f"rank {live.ranks([local_rank])[local_rank]} ({node}) is stopped; it is killed now")
+                processes[local_rank].kill()
+
+    def _leave(self, live: LiveWorkers, codes: Mapping[int, int], asked_by: signal.Signals) -> None:
+        """Take this node's workers out of the group at the end of their step.
+
+        Raises HandedOver when the others go on without them, and SignalException where all stop together.
+        """
+        if not self._leaves_until:
+            self._leaves_until = time.monotonic() + FINISHING_SECONDS
+            live.leave()
+        ranks = live.ranks(codes)
+        if any(code == ExitCode.STOPPED and ranks[rank] is not None for rank, code in codes.items()):
+            self._leave_on(asked_by)  # all ranks have stopped meanwhile, on another request
+        if codes:
+            live.outlives(codes)
+        notes = live.decide()
+        if live.has_left(notes):
+            raise HandedOver(asked_by)
+        if live.is_alone(notes) or time.monotonic() > self._leaves_until:
+            self._leave_on(asked_by)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._live is not None:
+            # Else this node, and the others that start again, would come back to the same list.
+            self._live.end("broken")
+        super()._restart_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        assert self._live is not None
+        with suppress(DistError):
+            self._live.await_others(_LAST_SECONDS, lambda: self._leaves_on is not None)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        rendezvous = cast(LiveRendezvous, self._worker_group.spec.rdzv_handler)
+        stops_all = rendezvous.is_host or number in (signal.SIGINT, signal.SIGQUIT)
+        if stops_all or self._live is None or self._asked is not None or self._is_ending_workers:
+            super()._on_signal(number, frame)
+        else:
+            # Seen at the next look at the workers; asked twice, this node leaves once.
+            self._leaves_on = signal.Signals(number)

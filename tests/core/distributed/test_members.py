@@ -1,0 +1,81 @@
+"""The list of members and the notes beside it, on a real store."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from ddp_core.distributed.members import Members, store_at
+from ddp_core.distributed.membership import Membership
+
+FIRST = Membership(0, ("0.0@0", "0.0@1"))
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def begun(store: dist.Store, most_nodes: int = 3) -> Members:
+    members = Members(store, most_nodes)
+    members.begin(FIRST.members)
+    return members
+
+
+def test_what_is_noted_is_read(store: dist.TCPStore) -> None:
+    members = begun(store)
+    before = members.count()
+    members.note("asked", "0.0@2")
+    members.note_left(0, "0.0@1", 7)
+    members.note("ended", "0.0@0")
+    members.note("launchers", "1=127.0.0.1:29400")
+    assert members.count() == before + 4
+    notes = members.read()
+    assert notes.now == FIRST
+    assert notes.alive == ("0.0@1",)
+    assert notes.left == {"0.0@1": 7}
+    assert notes.waiting == {"0.0@2"}
+    assert notes.nodes == {1, 2}
+    assert notes.launchers == {1: "127.0.0.1:29400"}
+    assert notes.over == ""
+    assert notes.following == Membership(1, ("0.0@1", "0.0@2"))
+
+
+def test_of_two_that_decide_the_first_one_counts(store: dist.TCPStore) -> None:
+    members, other = (begun(store_at(f"127.0.0.1:{store.port}/ddp/1", 20)) for _ in range(2))
+    one, two = Membership(1, ("0.0@0",)), Membership(1, ("0.0@1",))
+    assert members.replace(FIRST, one)
+    assert not other.replace(FIRST, two)
+    assert other.now() == one
+    assert other.read().left == {}
+
+
+def test_no_more_nodes_are_taken_in_than_there_may_be(store: dist.TCPStore) -> None:
+    members = begun(store)
+    members.note("asked", "0.0@3", "0.0@2", "1.0@2")
+    assert members.read().waiting == {"0.0@2", "1.0@2"}
+    members.note("ended", "0.0@1")
+    assert members.read().waiting == {"0.0@2", "1.0@2", "0.0@3"}
+
+
+def test_a_node_that_leaves_has_nothing_to_wait_for(store: dist.TCPStore) -> None:
+    members = begun(store)
+    members.note("asked", "0.0@2")
+    members.note("leaving", 2)
+    assert members.read().waiting == frozenset()
+
+
+def test_later_nodes_have_numbers_of_their_own(store: dist.TCPStore) -> None:
+    members = begun(store)
+    assert [members.number_of_new_node(), members.number_of_new_node()] == [2, 3]
+    begun(store)
+    assert members.number_of_new_node() == 4
+
+
+def test_the_first_word_says_how_it_ended(store: dist.TCPStore) -> None:
+    members = begun(store)
+    members.note("over", "done")
+    members.note("over", "broken")
+    assert members.read().over == "done"
