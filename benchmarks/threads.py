@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from benchmarks.record import record
 from ddp_core.base.digests import tree_digest
+from ddp_core.numerics.chains import chained, several_threads
 from ddp_core.numerics.limits import LIMITS, limits_hold
-from ddp_core.numerics.products import chained
 
 THREADS = (1, 2, 3, 4)
 SHAPES = 40
@@ -123,7 +123,8 @@ def _others() -> Cases:
 def _bits(case: Case, threads: int) -> str:
     torch.set_num_threads(threads)
     try:
-        return tree_digest(case())
+        with several_threads(threads):
+            return tree_digest(case())
     finally:
         torch.set_num_threads(1)
 
@@ -148,7 +149,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.threads", *sys.argv[1:]], {**os.environ, **LIMITS})
     pairs = list(_products(2 if arguments.quick else SHAPES))
     cases: Cases = {
-        "products in chains (oneDNN)": [partial(chained, *pair) for pair in pairs],
+        "products in chains": [partial(chained, *pair) for pair in pairs],
         "products (MKL)": [partial(torch.mm, *pair) for pair in pairs],
     }
     found = sweep(cases | _convolutions() | _others())

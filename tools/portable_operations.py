@@ -2,29 +2,38 @@
 
 Runs the operations and the short trainings of the published tables under a profiler, and writes their names to
 `ddp_core/numerics/proved.txt` and the page docs/reference/portable-operations.md. What these tables hold has the same
-bits on every CPU that has confirmed them.
+bits on every CPU that has confirmed them. The page also says what is known of the operations of other people's models,
+which `python -m tests.foreign.operations` has traced; `--page` writes the page alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_core.base.determinism import choose_kernels
+from ddp_core.experiment.file import INSTALLED
 from ddp_core.numerics.kernels import REFUSED, portable_kernels
-from ddp_core.numerics.known import BY_DEFINITION, NAME, NOT_OURS, PROVED
+from ddp_core.numerics.known import BY_DEFINITION, NAME, NOT_OURS, PROVED, status_of
 from ddp_core.numerics.limits import LIMITS, limits_hold
 from ddp_lab.probe.child import trained
 from ddp_lab.probe.operations import all_operations
 from ddp_lab.probe.published import published
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "portable-operations.md"
+_REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+PAGE = _REFERENCE / "portable-operations.md"
+FOREIGN = _REFERENCE / "foreign-operations.json"
+"""What each of other people's models calls; its fields are `operations`, or `trouble`."""
+
+_SHOWN = 4
 RULES = 2
 """The newest: its table has the operations of the older ones, too."""
 
@@ -36,6 +45,9 @@ _WHY_PROVED = (
 
 def main() -> int:
     """Write the list and the page; starts itself anew where torch was loaded without the limits."""
+    if "--page" in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
     if not limits_hold():
         words = [sys.executable, "-m", "tools.portable_operations", *sys.argv[1:]]
         os.execve(sys.executable, words, {**os.environ, **LIMITS, "KINETO_LOG_LEVEL": "99"})
@@ -48,7 +60,7 @@ def main() -> int:
                 operation()
         for name, steps in published().training_steps.items():
             with _traced(names):
-                trained(name, steps.settings)
+                trained(INSTALLED / f"{name}.py", steps.settings)
     PROVED.write_text("".join(f"{name}\n" for name in sorted(names - REFUSED.keys())), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     return 0
@@ -105,7 +117,47 @@ Also in their forms in place (`aten::relu_`).
 {_listed(sorted(REFUSED))}
 
 Dynamic layers are refused with 8 bits alone; with `reduce_range` they have 7, and are computed.
+
+## Other people's models
+
+{_of_others()}
 """
+
+
+def _of_others() -> str:
+    """What is known of the operations that other people's models call, and which of these models call unknown ones."""
+    kept: dict[str, dict[str, Any]] = json.loads(FOREIGN.read_text(encoding="utf-8"))
+    users: dict[str, list[str]] = {}
+    for model, found in kept.items():
+        for name in found.get("operations", ()):
+            users.setdefault(name, []).append(model)
+    by_status: dict[str, list[str]] = {"proved": [], "by definition": [], "refused": [], "unknown": []}
+    for name in sorted(users):
+        by_status[status_of(name)].append(name)
+    unknown = by_status["unknown"]
+    traced = [model for model, found in kept.items() if "operations" in found]
+    known = sum(not set(kept[model]["operations"]) & set(unknown) for model in traced)
+    rows = "\n".join(f"| `{name}` | {len(users[name])} | {_some(users[name])} |" for name in unknown)
+    others = "\n".join(f"- {model}: {found['trouble']}" for model, found in kept.items() if "trouble" in found)
+    counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items())
+    return f"""What one step of each model of [other people's code](other-peoples-code.md) calls, traced by
+`python -m tests.foreign.operations` under version 2 of the rules. {len(traced)} of {len(kept)} models were traced. They
+call {len(users)} operations: {counts}. {known} of the models call no unknown one.
+
+| unknown operation | models | among them |
+|---|---|---|
+{rows}
+
+{"Not traced:" if others else "Every model has been traced."}
+
+{others}
+
+What they call is in [foreign-operations.json](foreign-operations.json).""".rstrip()
+
+
+def _some(models: list[str]) -> str:
+    shown = ", ".join(models[:_SHOWN])
+    return shown + (f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else "")
 
 
 def _listed(names: Iterable[str]) -> str:

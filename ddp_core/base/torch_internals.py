@@ -244,6 +244,11 @@ def product_by_onednn(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product
 
 
+def softmax_gradient(coming: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The gradient of what a softmax over the last dimension was given; `coming` is that of its `result`, float32."""
+    return torch._softmax_backward_data(coming, result, -1, torch.float32)
+
+
 def module_versions(state: Mapping[str, Any]) -> Any | None:
     """The versions of a module's parts that its state_dict carries; None where `state` is no module's state_dict."""
     return getattr(state, "_metadata", None)

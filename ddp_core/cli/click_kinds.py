@@ -6,7 +6,7 @@ Options are made from the fields of `Asked`, and only when they are needed. A gr
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -230,6 +230,15 @@ class _Offered(click.Command):
     def invoke(self, ctx: click.Context) -> int:
         """Call the function; returns its exit code."""
         return int(self._entry.load()(ctx.args))
+
+
+def offered_command(name: str) -> Callable[[Sequence[str]], int]:
+    """The function of a command that the laboratory offers. Raises UserError where it is not installed."""
+    entry = _offered().get(name)
+    if entry is None:
+        raise UserError(missing(f"ddp {name}", "lab", "ddp_lab") or f"ddp {name} is not installed")
+    function: Callable[[Sequence[str]], int] = entry.load()
+    return function
 
 
 @cache

@@ -21,6 +21,7 @@ from ddp_core.cli.click_kinds import (
     complete_experiment,
     complete_value,
     field_options,
+    offered_command,
 )
 from ddp_core.cli.config import config_of, take_config
 from ddp_core.cli.trained_commands import eval_, export_
@@ -380,11 +381,19 @@ def fetch_(name: str, data_dir: str) -> int:
 
 @ddp.command(options=partial(field_options, "settings", "data_dir"))
 @click.argument("experiment", required=False, shell_complete=complete_experiment)
+@click.option("--probe", is_flag=True, help="Say instead whether this CPU computes the published bits: ddp probe.")
+@click.option("--share", is_flag=True, help="With --probe: print a record of this machine to send back.")
 @_config()
 @_as_json
 @click.pass_context
 def doctor(
-    context: click.Context, experiment: str | None, settings: tuple[str, ...], data_dir: str, as_json: bool
+    context: click.Context,
+    experiment: str | None,
+    settings: tuple[str, ...],
+    data_dir: str,
+    probe: bool,
+    share: bool,
+    as_json: bool,
 ) -> int:
     """Say what is here: devices, versions, and what would run.
 
@@ -392,6 +401,11 @@ def doctor(
     """
     from ddp_core.cli.doctor import diagnose
 
+    if probe or share:
+        if not probe or experiment is not None or settings:
+            raise UserError("doctor: --share goes with --probe, and --probe with no experiment")
+        words = [word for word, is_asked in (("--share", share), ("--json", as_json)) if is_asked]
+        return offered_command("probe")(words)
     with config_of(context).blamed():
         return diagnose(experiment, settings, Path(data_dir), as_json)
 

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.library import Library, get_kernel
 
 from ddp_core.base.errors import UserError
+from ddp_core.numerics.attention import ATTENTION, attention
+from ddp_core.numerics.chains import several_threads
 from ddp_core.numerics.limits import RULES, limits_hold, limits_missed
 from ddp_core.numerics.products import PRODUCTS
 
@@ -78,10 +80,11 @@ by the same instructions.
 
 @contextmanager
 def portable_kernels(rules: int = RULES) -> Iterator[None]:
-    """While in the block, torch computes with the portable kernels of these rules and one thread, in the whole process.
+    """While in the block, torch computes with the portable kernels of these rules, in the whole process.
 
-    Raises UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it
-    is called.
+    Torch then has one thread. Under version 2 as many as it had before compute large products of matrices. Raises
+    UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it is
+    called.
     """
     if not limits_hold():
         raise UserError(limits_missed())
@@ -92,15 +95,23 @@ def portable_kernels(rules: int = RULES) -> Iterator[None]:
         with warnings.catch_warnings():
             # torch warns that kernels are replaced, which is meant.
             warnings.simplefilter("ignore")
-            for name, replacement in {**_REPLACEMENTS, **(PRODUCTS if rules >= 2 else {})}.items():
+            for name, replacement in {**_REPLACEMENTS, **({**PRODUCTS, **ATTENTION} if rules >= 2 else {})}.items():
                 library, _, operation = name.partition("::")
                 usual = get_kernel(name, "CPU").call_boxed
                 libraries[library].impl(operation, partial(replacement, usual), "CPU", with_keyset=True)
+            if rules >= 2:
+                # A composition of operations: torch keeps it in another place, and for every device.
+                usual = get_kernel("aten::scaled_dot_product_attention", "CPU").call_boxed
+                libraries["aten"].impl(
+                    *("scaled_dot_product_attention", partial(attention, usual), "CompositeImplicitAutograd"),
+                    with_keyset=True,
+                )
             for name in REFUSED.keys() - _REPLACEMENTS.keys():
                 library, _, operation = name.partition("::")
                 key = "QuantizedCPU" if library == "quantized" else "CPU"
                 libraries[library].impl(operation, partial(_refuse, name), key)
-        yield
+        with several_threads(threads if rules >= 2 else 1):
+            yield
     finally:
         libraries.clear()  # torch then has its own kernels again
         torch.set_num_threads(threads)

@@ -53,17 +53,21 @@ def _compute(wanted: Sequence[Mapping[str, Any]], operations: Operations, lines:
         kind, name = asked["kind"], asked["name"]
         try:
             is_operation = kind == "operations"
-            digest = tree_digest(operations[name]()) if is_operation else trained(name, asked["settings"])
+            file = INSTALLED / f"{name}.py"
+            digest = tree_digest(operations[name]()) if is_operation else trained(file, asked["settings"])
             found = {"digest": digest}
         except Exception as error:
             found = {"trouble": " ".join(f"{type(error).__name__}: {error}".split())}
         print(json.dumps({"kind": kind, "name": name, **found}), file=lines)
 
 
-def trained(name: str, settings: Sequence[str]) -> str:
-    """The digest of an experiment's weights after training it in this process, without a run directory."""
-    loaded = load_with_settings(str(INSTALLED / f"{name}.py"), settings)
-    parts = build_parts(loaded, Path("data"))
+def trained(file: Path, settings: Sequence[str], data: Path = Path("data")) -> str:
+    """The digest of an experiment's weights after training it in this process, without a run directory.
+
+    `data`: where data sets lie that are not in memory.
+    """
+    loaded = load_with_settings(str(file), settings)
+    parts = build_parts(loaded, data)
     world, device = World(), torch.device("cpu")
     job = Job(
         experiment=loaded.experiment,

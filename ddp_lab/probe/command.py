@@ -20,6 +20,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.numerics.limits import LIMITS, RULES, require_portable_here
 from ddp_lab.options import Parser
 from ddp_lab.probe.published import NAMES, Published, published
+from ddp_lab.probe.sharing import outcome, record_of
 
 DIFFERENT = 1
 """Exit code of `ddp probe` where this machine has other bits than the published ones."""
@@ -88,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Prints one line, and returns 2, where portable numerics cannot be had here.
     """
     parser = Parser(prog="ddp probe", description="Say whether this CPU computes the published bits; takes seconds.")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    kinds.add_argument(
+        "--share", action="store_true", help="print a record of this machine to send back: all rules, some more seconds"
+    )
     parser.add_argument(
         "--rules",
         type=int,
@@ -98,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     require_portable_here()
+    if options.share:
+        return _share()
     table = published(rules=options.rules)
     verdict = judge(table, *measured(table))
     if options.json:
@@ -109,6 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in verdict.differences:
             print(f"  {each.describe()}")
     return DIFFERENT if verdict.differences else ExitCode.DONE
+
+
+def _share() -> int:
+    """Print the record of this machine; returns 0 where it has all published bits, 1 where some differ."""
+    outcomes: list[Mapping[str, Any]] = []
+    versions: Mapping[str, str] = {}
+    for rules in sorted(NAMES):
+        table = published(rules=rules)
+        versions, found = measured(table)
+        verdict = judge(table, versions, found)
+        outcomes.append(outcome(table, [each.describe() for each in verdict.differences], found))
+    print(json.dumps(record_of(versions, outcomes), indent=1))
+    return DIFFERENT if any(each["different"] for each in outcomes) else ExitCode.DONE
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:

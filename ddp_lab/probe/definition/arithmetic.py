@@ -119,17 +119,18 @@ def reduced(first: Array, *others: Array) -> Array:
 
 
 def product_in_chains(left: Array, right: Array) -> Array:
-    """A product of float32 matrices under rules 2: per element one chain of fused multiply-adds in the order of k.
+    """A product of float32 matrices under rules 2, or of batches of them: per element one chain in the order of k.
 
-    A chain has at most 1,024 terms; longer sums are cut there, and the pieces added in their order.
+    A chain is of fused multiply-adds, and has at most 1,024 terms; longer sums are cut there, and the pieces added in
+    their order.
     """
     pieces = []
-    for start in range(0, left.shape[1], LONGEST_CHAIN):
-        chain = np.zeros((left.shape[0], right.shape[1]), np.float32)
-        for k in range(start, min(start + LONGEST_CHAIN, left.shape[1])):
-            chain = fused(left[:, k, None], right[k], chain)
+    for start in range(0, left.shape[-1], LONGEST_CHAIN):
+        chain = np.zeros((*left.shape[:-1], right.shape[-1]), np.float32)
+        for k in range(start, min(start + LONGEST_CHAIN, left.shape[-1])):
+            chain = fused(left[..., k, None], right[..., k, None, :], chain)
         pieces.append(chain)
-    return in_turn(np.stack(pieces))
+    return pieces[0] if len(pieces) == 1 else in_turn(np.stack(pieces))
 
 
 def product_without_fusing(left: Array, right: Array) -> Array:

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Mapping
 
 from ddp_lab.probe.definition.inputs import Array
-from ddp_lab.probe.definition.operations import ALWAYS, IN_CHAINS
+from ddp_lab.probe.definition.operations import ALWAYS
+from ddp_lab.probe.definition.products import IN_CHAINS, WITHOUT_CHAINS
 
 
 def defined_digests(rules: int) -> Mapping[str, str]:
     """By name of an operation, its digest under this version of the rules."""
-    definitions = {**ALWAYS, **(IN_CHAINS if rules >= 2 else {})}
+    definitions = {**ALWAYS, **(IN_CHAINS if rules >= 2 else WITHOUT_CHAINS)}
     return {name: digest_of(definition()) for name, definition in definitions.items()}
 
 

@@ -1,6 +1,6 @@
 """Operations of the published table by their definition; each has the table's name, and gives what its digest is of.
 
-A weight, a bias and what backward begins with are `_WEIGHT`, `_BIAS` and `_COMING` of `numbers`, as in the probe.
+Weights and biases are `fixed_weight`, and what backward begins with are numbers by the key `COMING`, as in the probe.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from ddp_lab.probe.definition.arithmetic import (
     cascaded,
     fused,
     in_turn,
-    product_in_chains,
-    product_without_fusing,
     reduced,
     sum_of_columns,
     sum_of_rows,
@@ -27,16 +25,17 @@ Definition = Callable[[], list[Array] | Array]
 
 _FLOAT = np.float32
 _LENGTH = 1003
-_COMING = 99
+COMING = 99
 _EPSILON = 1e-5
 
 
-def _weight(*shape: int, number: int = 0) -> Array:
+def fixed_weight(*shape: int, number: int = 0) -> Array:
     return numbers(*shape, key=50 + number, scale=0.25)
 
 
 def _exponential(x: Array) -> Array:
     """exp as softmax and cross entropy have it: SLEEF's polynomial of degree 6 (https://sleef.org, `xexpf`)."""
+    x = np.maximum(x, _FLOAT(-200))  # whose exponential is 0, as that of minus infinity
     power = np.rint(x * _FLOAT(1.442695040888963407))
     rest = fused(power, _FLOAT(-1.428606765330187045e-06), fused(power, _FLOAT(-0.693145751953125), x))
     sum_ = np.full_like(rest, 0.000198527617612853646278381)
@@ -66,12 +65,12 @@ def _of_each(function: Callable[[Array], Array], x: Array) -> list[Array]:
 
 
 def _relu() -> list[Array]:
-    x, coming = numbers(_LENGTH, scale=8), numbers(_LENGTH, key=_COMING)
+    x, coming = numbers(_LENGTH, scale=8), numbers(_LENGTH, key=COMING)
     return [np.maximum(x, 0), np.where(x > 0, coming, _FLOAT(0))]
 
 
 def _sqrt_backward() -> list[Array]:
-    x, coming = positive(_LENGTH, scale=64), numbers(_LENGTH, key=_COMING)
+    x, coming = positive(_LENGTH, scale=64), numbers(_LENGTH, key=COMING)
     root = np.sqrt(x)
     return [root, coming / (root * 2)]
 
@@ -92,11 +91,20 @@ def _mean() -> list[Array]:
     return [sum_of_rows(long) / _FLOAT(20_011), sum_of_columns(table) / _FLOAT(137), sum_of_rows(table) / _FLOAT(211)]
 
 
+def softmax(x: Array) -> Array:
+    """Of each row: the exponentials of what it has less than its greatest number, times one over their sum."""
+    powers = _exponential(x - x.max(-1, keepdims=True))
+    return np.asarray(powers * (_FLOAT(1) / reduced(powers))[..., None])
+
+
+def softmax_gradient(result: Array, coming: Array) -> Array:
+    """What has come, less the sum of what has come times the result, times the result."""
+    return np.asarray((coming - reduced(coming, result)[..., None]) * result)
+
+
 def _softmax() -> list[Array]:
-    x, coming = numbers(31, 67, scale=8), numbers(31, 67, key=_COMING)
-    powers = _exponential(x - x.max(1, keepdims=True))
-    result = powers * (_FLOAT(1) / reduced(powers))[:, None]
-    return [result, (coming - reduced(coming, result)[:, None]) * result]
+    result, coming = softmax(numbers(31, 67, scale=8)), numbers(31, 67, key=COMING)
+    return [result, softmax_gradient(result, coming)]
 
 
 def _log_softmax_of(x: Array) -> Array:
@@ -109,7 +117,7 @@ def _log_softmax_gradient(result: Array, coming: Array) -> Array:
 
 
 def _log_softmax() -> list[Array]:
-    result, coming = _log_softmax_of(numbers(31, 67, scale=8)), numbers(31, 67, key=_COMING)
+    result, coming = _log_softmax_of(numbers(31, 67, scale=8)), numbers(31, 67, key=COMING)
     return [result, _log_softmax_gradient(result, coming)]
 
 
@@ -118,13 +126,13 @@ def _cross_entropy() -> list[Array]:
     logits, classes, count = numbers(33, 10, scale=8), integers(33, below=10, key=1), _FLOAT(33)
     result, rows = _log_softmax_of(logits), np.arange(33)
     coming = np.zeros_like(logits)
-    coming[rows, classes] = -(numbers(key=_COMING) / count)
+    coming[rows, classes] = -(numbers(key=COMING) / count)
     return [cascaded(-result[rows, classes]) / count, _log_softmax_gradient(result, coming)]
 
 
 def _mse_loss() -> list[Array]:
     difference = numbers(999, scale=4) - numbers(999, key=1)
-    gradient = _FLOAT(2 / 999) * difference * numbers(key=_COMING)
+    gradient = _FLOAT(2 / 999) * difference * numbers(key=COMING)
     return [sum_of_rows(difference * difference) / _FLOAT(999), gradient]
 
 
@@ -155,7 +163,7 @@ def _moments(x: Array) -> tuple[Array, Array]:
 
 
 def _layer_norm() -> list[Array]:
-    x, coming, weight, bias = numbers(31, 65), numbers(31, 65, key=_COMING), _weight(65), _weight(65, number=1)
+    x, coming, weight, bias = numbers(31, 65), numbers(31, 65, key=COMING), fixed_weight(65), fixed_weight(65, number=1)
     mean, squares = (each[:, None] for each in _moments(x))
     scale = _FLOAT(1) / np.sqrt(squares / _FLOAT(65) + _FLOAT(_EPSILON))
     result = fused((x - mean) * scale, weight, bias)
@@ -173,8 +181,8 @@ def _layer_norm() -> list[Array]:
 
 def _batch_norm() -> list[Array]:
     """Mean, variance and the sums of backward are added in float64, one after the other."""
-    images, weight, bias = numbers(8, 6, 7, 9, scale=4).reshape(8, 6, 63), _weight(6), _weight(6, number=1)
-    coming, count = numbers(8, 6, 7, 9, key=_COMING).reshape(8, 6, 63), 8 * 63
+    images, weight, bias = numbers(8, 6, 7, 9, scale=4).reshape(8, 6, 63), fixed_weight(6), fixed_weight(6, number=1)
+    coming, count = numbers(8, 6, 7, 9, key=COMING).reshape(8, 6, 63), 8 * 63
     of_channel = np.moveaxis(images, 1, 2).reshape(count, 6).astype(np.float64)
     exact_mean = in_turn(of_channel) / count
     variance = in_turn((of_channel - exact_mean) ** 2) / count
@@ -228,71 +236,6 @@ def _adam(beta2: float = 0.999, weight_decay: float = 0.0) -> list[Array]:
     return weights + states
 
 
-def _matmul(rows: int, terms: int, columns: int, product: Callable[[Array, Array], Array]) -> Array:
-    return product(numbers(rows, terms), numbers(terms, columns, key=1))
-
-
-def _product_of_halves() -> Array:
-    """The product of the numbers as float32, rounded once."""
-    left, right = numbers(96, 160, dtype=np.float16), numbers(160, 128, key=1, dtype=np.float16)
-    return product_in_chains(left.astype(_FLOAT), right.astype(_FLOAT)).astype(np.float16)
-
-
-def _addmm() -> Array:
-    """What is added comes last, after both factors."""
-    return _matmul(96, 160, 128, product_in_chains) * _FLOAT(2) + numbers(128, key=2) * _FLOAT(0.5)
-
-
-def _products(left: Array, right: Array) -> Array:
-    return np.stack([product_in_chains(each, other) for each, other in zip(left, right, strict=True)])
-
-
-def _bmm() -> list[Array]:
-    left, right, coming = numbers(3, 64, 144), numbers(3, 144, 128, key=1), numbers(3, 64, 128, key=_COMING)
-    return [_products(left, right), _products(coming, right.swapaxes(1, 2)), _products(left.swapaxes(1, 2), coming)]
-
-
-def _baddbmm() -> Array:
-    return _products(numbers(3, 64, 144), numbers(3, 144, 128, key=1)) + numbers(3, 64, 128, key=2)
-
-
-def _linear() -> list[Array]:
-    x, weight, bias, coming = numbers(96, 160), _weight(128, 160), _weight(128, number=1), numbers(96, 128, key=_COMING)
-    result = product_in_chains(x, weight.T) + bias
-    return [result, product_in_chains(coming.T, x), sum_of_columns(coming), product_in_chains(coming, weight)]
-
-
-def _convolution(images: Array, weight: Array, bias: Array, stride: int, padding: int) -> Array:
-    """One chain per pixel that begins with the bias: over eight channels within the kernel's columns and its rows.
-
-    Then come the next eight channels.
-    """
-    height, width = weight.shape[2:]
-    padded = _padded(images, padding)
-    rows, columns = (1 + (padded.shape[2] - height) // stride, 1 + (padded.shape[3] - width) // stride)
-    chain = np.zeros((len(images), len(weight), rows, columns), _FLOAT) + bias[:, None, None]
-    channels = range(images.shape[1])
-    for first, row, column in np.ndindex(-(-len(channels) // 8), height, width):
-        for channel in channels[8 * first : 8 * first + 8]:
-            seen = padded[:, channel, None, row:, column:][..., ::stride, ::stride][..., :rows, :columns]
-            chain = fused(seen, weight[:, channel, row, column, None, None], chain)
-    return chain
-
-
-def _gradient_of_weight(images: Array, coming: Array, padding: int) -> Array:
-    """One chain per weight of 3 x 3: over the images, their rows and their columns."""
-    padded = _padded(images, padding)
-    chain = np.zeros((coming.shape[1], images.shape[1], 3, 3), _FLOAT)
-    for image, row, column in np.ndindex(len(coming), *coming.shape[2:]):
-        seen = padded[image, :, row : row + 3, column : column + 3]
-        chain = fused(coming[image, :, row, column, None, None, None], seen, chain)
-    return chain
-
-
-def _padded(images: Array, padding: int) -> Array:
-    return np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
-
-
 ALWAYS: Mapping[str, Definition] = {
     "add, multiply, divide": _arithmetic,
     "abs": lambda: _of_each(np.abs, numbers(_LENGTH, scale=8)),
@@ -314,31 +257,5 @@ ALWAYS: Mapping[str, Definition] = {
     **dict.fromkeys(("SGD loop", "SGD foreach"), _sgd),
     **dict.fromkeys(("Adam loop", "Adam foreach"), _adam),
     **dict.fromkeys(("AdamW loop", "AdamW foreach"), partial(_adam, 0.99, 0.1)),
-    "matmul 37x53x41": partial(_matmul, 37, 53, 41, product_without_fusing),
-    "matmul 300x16x300": partial(_matmul, 300, 16, 300, product_without_fusing),
 }
-"""Under each version of the rules."""
-
-IN_CHAINS: Mapping[str, Definition] = {
-    "matmul 128x256x64": partial(_matmul, 128, 256, 64, product_in_chains),
-    "matmul 300x16x300": partial(_matmul, 300, 16, 300, product_in_chains),
-    "mm of three chains": partial(_matmul, 64, 2500, 96, product_in_chains),
-    "mm of transposed, in chains": lambda: product_in_chains(numbers(160, 96).T, numbers(128, 160, key=1).T),
-    "mm of parts, in chains": lambda: product_in_chains(numbers(192, 320)[::2, ::2], numbers(160, 256, key=1)[:, 1::2]),
-    "mm float16, in chains": _product_of_halves,
-    "addmm, in chains": _addmm,
-    "bmm, in chains, backward": _bmm,
-    "baddbmm, in chains": _baddbmm,
-    "linear, in chains, backward": _linear,
-    "conv2d 3x3": lambda: _convolution(numbers(4, 6, 9, 9), _weight(11, 6, 3, 3), _weight(11, number=1), 1, 1),
-    "conv2d 3x3 of 64 channels": lambda: _convolution(
-        numbers(2, 64, 8, 8), _weight(64, 64, 3, 3), np.zeros(64, _FLOAT), 1, 1
-    ),
-    "conv2d 7x7 with stride": lambda: _convolution(
-        numbers(2, 3, 32, 32), _weight(64, 3, 7, 7), np.zeros(64, _FLOAT), 2, 3
-    ),
-    "conv2d, gradient of weights": lambda: _gradient_of_weight(
-        numbers(2, 64, 8, 8), numbers(2, 64, 8, 8, key=_COMING), 1
-    ),
-}
-"""Under version 2 of the rules."""
+"""Under each version of the rules, products and what is made of them left out."""

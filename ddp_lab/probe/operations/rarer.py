@@ -195,6 +195,24 @@ def _layers() -> Operations:
             *(numbers(1, 2, 600, 32, key=key) for key in range(3)),
         ),
         "attention bfloat16": _attention_bfloat16,
+        "attention of 1,100 queries, backward": lambda: with_gradients(
+            functional.scaled_dot_product_attention,
+            *(numbers(1, 1, rows, 8, key=key) for key, rows in enumerate((1100, 40, 40))),
+        ),
+        "attention float16 of shared keys, backward": lambda: with_gradients(
+            partial(functional.scaled_dot_product_attention, enable_gqa=True),
+            numbers(2, 4, 19, 16).half(),
+            *(numbers(2, 2, 33, 16, key=key).half() for key in (1, 2)),
+        ),
+        "attention with a query without keys, backward": lambda: with_gradients(
+            partial(functional.scaled_dot_product_attention, attn_mask=_seen()),
+            *(numbers(2, 4, 19, 16, key=key) for key in range(3)),
+        ),
+        "attention with dropout, backward": _attention_with_dropout,
+        "attention float64, backward": lambda: with_gradients(
+            functional.scaled_dot_product_attention,
+            *(numbers(2, 4, 19, 16, key=key, dtype=torch.float64) for key in range(3)),
+        ),
         "transformer decoder layer, backward": lambda: of_module(
             nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0), numbers(9, 2, 16), numbers(7, 2, 16, key=1)
         ),
@@ -204,6 +222,22 @@ def _layers() -> Operations:
 def _attention_bfloat16() -> Tensor:
     query, key, value = (numbers(2, 4, 19, 16, key=key, dtype=torch.bfloat16) for key in range(3))
     return functional.scaled_dot_product_attention(query, key, value)
+
+
+def _seen() -> Tensor:
+    """Which keys each of 19 queries sees; the fourth query sees none."""
+    seen = numbers(19, 19, key=9) > 0
+    seen[3] = False
+    return seen
+
+
+def _attention_with_dropout() -> list[Tensor]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        return with_gradients(
+            partial(functional.scaled_dot_product_attention, dropout_p=0.2),
+            *(numbers(2, 4, 19, 16, key=key) for key in range(3)),
+        )
 
 
 def _dropped() -> Tensor:

@@ -1,4 +1,4 @@
-"""Under rules 2 large products are chains of fused multiply-adds, whatever their layout, dtype or number of threads."""
+"""Under rules 2 products are chains of fused multiply-adds, whatever their shape, layout or number of threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_core.numerics import products
+from ddp_core.base.errors import UserError
+from ddp_core.numerics import chains
+from ddp_core.numerics.chains import BY_ONEDNN_FROM, chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
-from ddp_core.numerics.products import CHAINED_FROM, is_chained
 from ddp_lab.probe.definition.arithmetic import product_in_chains
 from tests.support.processes import ask
 
@@ -49,7 +50,20 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "gapped columns": lambda matrix: gapped(matrix.T).T,
     "shifted": shifted,
 }
-SHAPES = [(64, 160, 128), (8, 2100, 64), (200, 1025, 8), (8, 3, 50_000), (1030, 1, 1030)]
+SHAPES = [
+    *[(64, 160, 128), (8, 2100, 64), (200, 1025, 8), (8, 3, 50_000), (1030, 1, 1030)],
+    *[
+        (1, 1, 1),
+        (1, 70, 1),
+        (1, 70, 33),
+        (70, 33, 1),
+        (5, 9, 7),
+        (6, 16, 16),
+        (7, 1025, 9),
+        (13, 1024, 23),
+        (11, 17, 31),
+    ],
+]
 
 
 def same_bits(ours: Tensor, truth: np.ndarray[Any, Any]) -> bool:
@@ -57,7 +71,7 @@ def same_bits(ours: Tensor, truth: np.ndarray[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_large_product_is_a_chain_in_every_layout(shape: tuple[int, int, int]) -> None:
+def test_a_product_is_a_chain_in_every_layout(shape: tuple[int, int, int]) -> None:
     rows, terms, columns = shape
     left, right = drawn(rows, terms), drawn(terms, columns, key=1)
     truth = product_in_chains(left.numpy(), right.numpy())
@@ -77,29 +91,39 @@ def test_the_number_of_threads_does_not_matter(threads: int) -> None:
         torch.set_num_threads(1)
 
 
-def test_the_rule_looks_at_the_shape_alone() -> None:
-    assert is_chained(8, CHAINED_FROM // 64, 8)
-    assert not is_chained(8, CHAINED_FROM // 64 - 1, 8)
-    assert not is_chained(7, CHAINED_FROM, 8)
-    assert not is_chained(CHAINED_FROM, 8, 1)
+@pytest.mark.parametrize("rows", range(1, 15))
+def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
+    """Nothing but the product is written: what lies before, between and after its rows is kept."""
+    for columns in range(8, 42):
+        left, right = drawn(3, rows, 5), drawn(3, 5, columns, key=1)
+        room = torch.full((3, rows + 2, columns + 9), 7.0)
+        chained_into(room[:, 1:-1, 4 : 4 + columns], left, right)
+        expected = torch.full_like(room, 7.0)
+        expected[:, 1:-1, 4 : 4 + columns] = torch.from_numpy(product_in_chains(left.numpy(), right.numpy()))
+        assert torch.equal(room, expected)
+
+
+def test_oneDNN_computes_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the number of multiply-adds from which it is asked is about time alone."""
+    for rows, terms, columns in ((64, 160, 128), (8, 2100, 64), (333, 77, 9)):
+        left, right = drawn(rows, terms), drawn(terms, columns, key=1)
+        ours = chained(left, right)
+        monkeypatch.setattr(chains, "BY_ONEDNN_FROM", 1)
+        assert torch.equal(chained(left, right), ours)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
-    ("shape", "chains"), [((8, 16_384, 8), 16), ((8, 16_383, 8), 0), ((7, 4096, 64), 0), ((1, 2048, 1024), 0)], ids=str
+    ("shape", "by_onednn"), [((8, 4096, 1024), True), ((8, 4096, 1023), False), ((7, 4096, 4096), False)], ids=str
 )
 def test_a_layout_never_changes_which_way_a_product_goes(
-    shape: tuple[int, int, int], chains: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], by_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = 0
-    true_piece = products._piece
-
-    def counted(left: Tensor, right: Tensor) -> Tensor:
-        nonlocal made
-        made += 1
-        return true_piece(left, right)
-
-    monkeypatch.setattr(products, "_piece", counted)
+    went: list[bool] = []
+    monkeypatch.setattr(chains, "_by_onednn", lambda left, right: went.append(True) or torch.zeros(rows, columns))
+    monkeypatch.setattr(chains, "_by_code", lambda *_: went.append(False))
     rows, terms, columns = shape
+    assert (rows * terms * columns >= BY_ONEDNN_FROM and rows >= 8) == by_onednn
     left, right, bias = drawn(rows, terms), drawn(terms, columns, key=1), drawn(columns, key=2)
     calls: list[Callable[[Tensor, Tensor], object]] = [
         torch.mm,
@@ -113,11 +137,46 @@ def test_a_layout_never_changes_which_way_a_product_goes(
         lambda one, other: torch.mm(one.bfloat16(), other.bfloat16()),
     ]
     for call in calls:
-        for layout in LAYOUTS.values():
-            for other in LAYOUTS.values():
-                made = 0
+        for layout in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped"]):
+            for other in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped columns"]):
+                went.clear()
                 call(layout(left), other(right))
-                assert made == chains
+                assert set(went) == {by_onednn}
+
+
+def test_batches_may_overlap_or_be_one_matrix() -> None:
+    left, right = drawn(9, 40), drawn(40, 24, key=1)
+    windows = left.flatten().as_strided((5, 7, 40), (40, 20, 1))
+    truth = product_in_chains(windows.numpy(), np.broadcast_to(right.numpy(), (5, 40, 24)))
+    assert same_bits(torch.bmm(windows, right.expand(5, 40, 24)), truth)
+
+
+def test_nothing_to_multiply() -> None:
+    assert torch.equal(torch.mm(torch.ones(3, 0), torch.ones(0, 9)), torch.zeros(3, 9))
+    assert torch.mm(torch.ones(0, 4), torch.ones(4, 9)).shape == (0, 9)
+    assert torch.bmm(torch.ones(0, 3, 4), torch.ones(0, 4, 9)).shape == (0, 3, 9)
+
+
+def test_numbers_that_are_none_and_infinite_stay_where_they_are() -> None:
+    left, right = drawn(13, 30), drawn(30, 19, key=1)
+    left[4, 7], right[2, 18] = torch.nan, torch.inf
+    ours, usual = left @ right, (left.double() @ right.double()).float()
+    assert torch.equal(ours.isnan(), usual.isnan())
+    assert torch.equal(ours.isfinite(), usual.isfinite())
+
+
+def test_a_system_that_runs_no_written_code_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mprotect` refuses a length that reaches beyond memory, as it would refuse to let the code run."""
+    true_code = chains.chain_code()
+    monkeypatch.setattr(chains.mmap, "PROT_EXEC", 1 << 20)
+    chains._code.cache_clear()
+    try:
+        with pytest.raises(UserError, match="lets no process write code and run it"):
+            chained(drawn(9, 9), drawn(9, 9))
+    finally:
+        monkeypatch.undo()
+        chains._code.cache_clear()
+    assert len(true_code) < 4096
 
 
 def test_what_is_added_comes_last() -> None:

@@ -1,0 +1,88 @@
+"""Under rules 2 several threads compute products, and a process with any number of them has the bits of one thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ddp_core.base.fingerprint import fingerprint, fingerprint_differences
+from ddp_core.experiment.file import INSTALLED
+from ddp_core.numerics import chains
+from ddp_core.numerics.chains import chained, several_threads
+from ddp_core.numerics.kernels import portable_kernels
+from ddp_lab.probe.child import trained
+from ddp_lab.probe.published import published
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 2, 3, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def every_product_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "_ALONE_UP_TO", 0)
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+SHAPES = [
+    ((100, 70), (70, 40)),
+    ((7, 9), (9, 11)),
+    ((300, 2100), (2100, 8)),
+    ((5, 30, 17), (5, 17, 9)),
+    ((2, 9, 3), (2, 3, 1)),
+]
+
+
+@pytest.mark.usefixtures("every_product_is_cut")
+@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_product_in_parts_has_the_same_bits(count: int, by_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(_drawn(*left), _drawn(*right)) for left, right in SHAPES]
+    whole = [chained(*pair) for pair in pairs]
+    if by_onednn:
+        monkeypatch.setattr(chains, "BY_ONEDNN_FROM", 1)
+    with several_threads(count):
+        assert all(chained(*pair).equal(each) for pair, each in zip(pairs, whole, strict=True))
+        with torch.inference_mode():
+            assert all(chained(*pair).equal(each) for pair, each in zip(pairs, whole, strict=True))
+
+
+@pytest.mark.usefixtures("every_product_is_cut")
+def test_shipped_experiments_end_with_the_published_weights(threads: int) -> None:
+    """Forward, backward and updates of all that need no download."""
+    with portable_kernels(2):
+        for name, steps in published(rules=2).training_steps.items():
+            weights = trained(INSTALLED / f"{name}.py", steps.settings)
+            assert weights == steps.weights_sha256, f"{name} with {threads} threads"
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == threads
+
+
+def test_the_number_of_threads_is_no_part_of_the_fingerprint(threads: int) -> None:
+    here = fingerprint(CPU, 2)
+    torch.set_num_threads(1)
+    assert fingerprint_differences(fingerprint(CPU, 2), here) == []
+    assert ("threads" in fingerprint(CPU, 1), "threads" in fingerprint(CPU)) == (True, True)
+
+
+@pytest.mark.usefixtures("every_product_is_cut")
+def test_a_forked_process_computes_by_itself() -> None:
+    left, right = _drawn(100, 70), _drawn(70, 40)
+    with several_threads(3):
+        ours = chained(left, right)
+        child = os.fork()
+        if not child:
+            os._exit(0 if chained(left, right).equal(ours) else 1)
+        assert os.waitpid(child, 0) == (child, 0)

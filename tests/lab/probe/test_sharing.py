@@ -1,0 +1,127 @@
+"""`ddp doctor --probe --share`: what is in a machine's record, and the page that is made of such records."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_core.cli import main
+from ddp_lab.probe import command as probe
+from ddp_lab.probe.published import Published, Steps
+from ddp_lab.probe.sharing import machine_here
+from tests.support.commands import ROOT
+from tools import machines_seen
+
+TABLE = Published(
+    rules=1,
+    torch="2.13.0",
+    numpy="2.4.6",
+    made_on={"cpu": "a CPU", "date": "2026-01-01"},
+    operations={"sum": "a" * 64, "sort": "b" * 64},
+    training_steps={"toy_mlp": Steps(["max_steps=2"], "c" * 64)},
+    runs={},
+)
+CPUINFO = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 167
+model name\t: A CPU of Intel's
+cache size\t: 2048 KB
+flags\t\t: fpu avx2 fma avx512f hypervisor
+"""
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], dict[str, str]]:
+    """What the probe's process computes, in place of that process."""
+    computed = {
+        ("operations", "sum"): {"digest": "a" * 64},
+        ("operations", "sort"): {"digest": "b" * 64},
+        ("training_steps", "toy_mlp"): {"digest": "c" * 64},
+    }
+    monkeypatch.setattr(probe, "require_portable_here", lambda: None)
+    monkeypatch.setattr(probe, "published", lambda rules: replace(TABLE, rules=rules))
+    monkeypatch.setattr(probe, "measured", lambda _: ({"torch": "2.13.0+cpu", "numpy": "2.4.6"}, computed))
+    return computed
+
+
+def shared(capsys: pytest.CaptureFixture[str], expected: int = 0) -> dict[str, Any]:
+    assert main(["doctor", "--probe", "--share"]) == expected
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+@pytest.mark.usefixtures("found")
+def test_a_machine_that_has_all_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    record = shared(capsys)
+    assert [(each["rules"], each["reproduced"], each["published"]) for each in record["outcomes"]] == [
+        (1, 3, 3),
+        (2, 3, 3),
+    ]
+    assert record["outcomes"][0]["digests_sha256"] == record["outcomes"][1]["digests_sha256"]
+    said = json.dumps(record)
+    assert not re.search(r'"/|\\\\|@', said), "no path and no address"
+    page = (ROOT / "docs" / "reference" / "machines-seen.md").read_text()
+    fields = {*record, *record["machine"], *record["outcomes"][0], *record["code"]}
+    assert fields - set(re.findall(r"`(\w+)`", page)) == set(), "documented"
+
+
+def test_a_machine_that_differs(
+    capsys: pytest.CaptureFixture[str], found: dict[tuple[str, str], dict[str, str]]
+) -> None:
+    before = shared(capsys)["outcomes"][0]["digests_sha256"]
+    found["operations", "sort"] = {"digest": "d" * 64}
+    outcome = shared(capsys, probe.DIFFERENT)["outcomes"][1]
+    assert (outcome["reproduced"], outcome["different"]) == (
+        2,
+        ["operation sort: published bbbbbbbbbbbb, here dddddddddddd"],
+    )
+    assert outcome["digests_sha256"] != before
+
+
+def test_what_is_told_of_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(CPUINFO)
+    told = machine_here(file)
+    assert (told["family"], told["model"], told["vendor"], told["cache"]) == (6, 167, "GenuineIntel", "2048 KB")
+    assert (told["is_virtual"], told["has"]) == (True, ["avx2", "fma", "avx512f"])
+    nothing = machine_here(tmp_path / "missing")
+    assert (nothing["family"], nothing["has"], nothing["is_virtual"]) == (None, [], False)
+
+
+@pytest.mark.parametrize("words", [["--share"], ["--probe", "toy_mlp"], ["--probe", "--set", "epochs=1"]], ids=str)
+def test_words_that_do_not_go_together(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert "--share goes with --probe" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("found")
+def test_a_record_becomes_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, page, new = tmp_path / "seen.json", tmp_path / "seen.md", tmp_path / "new.json"
+    kept.write_text("[]")
+    page.write_text(f"before\n{machines_seen.BEGIN}\n{machines_seen.END}\nafter\n")
+    monkeypatch.setattr(machines_seen, "KEPT", kept)
+    monkeypatch.setattr(machines_seen, "PAGE", page)
+    new.write_text(json.dumps(shared(capsys)))
+    monkeypatch.setattr("sys.argv", ["machines_seen", str(new), str(new)])
+    assert machines_seen.main() == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert text.count("| 3 of 3 | none |") == 2
+    new.write_text("{}")
+    assert machines_seen.main() == 2
+    assert "is no record" in capsys.readouterr().err
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    records = json.loads(machines_seen.KEPT.read_text())
+    assert len(records) >= 2
+    assert machines_seen.table(records) in machines_seen.PAGE.read_text()

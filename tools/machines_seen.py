@@ -1,0 +1,67 @@
+"""The page of machines that have run the probe, docs/reference/machines-seen.md: `python -m tools.machines_seen`.
+
+    ddp doctor --probe --share > record.json
+    python -m tools.machines_seen record.json
+
+Adds records that `ddp probe --share` has printed to docs/reference/machines-seen.json, and writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddp_core.base.documents import read_document
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
+from ddp_lab.probe.sharing import FORMAT
+
+KEPT = Path(__file__).parents[1] / "docs" / "reference" / "machines-seen.json"
+PAGE = KEPT.with_suffix(".md")
+BEGIN, END = "<!-- begin: python -m tools.machines_seen -->", "<!-- end -->"
+
+Record = dict[str, Any]
+
+
+@said_by("tools.machines_seen")
+def main() -> int:
+    """Add the records that the words name, and write the page."""
+    records: list[Record] = json.loads(KEPT.read_text(encoding="utf-8"))
+    for name in sys.argv[1:]:
+        new = read_document(Path(name), dict[str, Any])
+        if new.get("format") != FORMAT or not isinstance(new.get("machine"), dict) or not new.get("outcomes"):
+            raise UserError(f"{name} is no record of `ddp probe --share` of format {FORMAT}")
+        if new not in records:
+            records.append(new)
+    KEPT.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}", encoding="utf-8")
+    return ExitCode.DONE
+
+
+def table(records: list[Record]) -> str:
+    """A row for each machine and version of the rules."""
+    head = "| CPU | seen by a program as | date, code | torch | rules | digests that agree | which differ |\n"
+    return head + "|---|---|---|---|---|---|---|\n" + "\n".join(row for each in records for row in _rows(each))
+
+
+def _rows(record: Record) -> list[str]:
+    machine, code = record["machine"], record["code"]
+    seen = [f"family {machine['family']}, model {machine['model']}"] if machine.get("family") is not None else []
+    seen += ["AVX-512" if "avx512f" in machine["has"] else "no AVX-512"]
+    seen += ["AMX"] if "amx_tile" in machine["has"] else []
+    seen += ["a virtual machine"] if machine.get("is_virtual") else []
+    commit = (code.get("commit") or code.get("version") or "not told")[:8]
+    cells = f"| {machine['cpu']} | {', '.join(seen)} | {record['date']}, {commit} | {record['versions']['torch']} |"
+    return [
+        f"{cells} {each['rules']} | {each['reproduced']} of {each['published']} | "
+        f"{'; '.join(each['different'][:3]) or 'none'}{' and more' if len(each['different']) > 3 else ''} |"
+        for each in record["outcomes"]
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
