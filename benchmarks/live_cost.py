@@ -44,7 +44,7 @@ def own_seconds() -> float:
     """Seconds that a rank spends in each step for the sake of a live recovery."""
     from torch import nn, optim
 
-    from ddp_core.distributed.members import room_file
+    from ddp_core.distributed.seat import room_file
     from ddp_core.trainers.train_state import TrainState
 
     model = nn.Linear(1, 1)
