@@ -41,9 +41,9 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        # It stays after the first call: `importlib.util.find_spec("torch")` asks for torch, and does not load it.
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _TracedTorch(spec.loader)

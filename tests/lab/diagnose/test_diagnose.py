@@ -123,6 +123,13 @@ def test_a_script_reads_beside_its_folder_what_a_copy_of_the_one_around_it_holds
     assert (ended.code, f"name one around {inner}\n" in ended.errors) == (2, True)
 
 
+def test_a_script_that_asks_whether_there_is_a_torch_before_it_loads_it_is_seen(tmp_path: Path) -> None:
+    # As datasets, evaluate and accelerate do when they are imported.
+    script = write(tmp_path, f"import importlib.util\nimportlib.util.find_spec('torch')\n{TRAINS}{STEP}")
+    ended = diagnose(tmp_path, "--ranks", "1", "--", script)
+    assert (ended.code, ended.errors) == (0, ""), ended.output
+
+
 def test_ranks_that_a_script_starts_itself_are_seen(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text((FIXTURES / "around_ddp.py").read_text())
     script = write(
