@@ -126,12 +126,12 @@ class BreakableProcesses(LocalBackend):
 
     def leave(self, places: Collection[int]) -> None:
         """SIGKILL to the workers in these places of the only node; those that take their places do not go on yet."""
-        before = self._workers()
+        before = self._places()
         for place in places:
             os.kill(before[place], signal.SIGKILL)
         left, deadline = set(places), time.monotonic() + _GRACE_SECONDS
         while left and time.monotonic() < deadline:
-            now = self._workers()
+            now = self._places()
             for place in [each for each in left if now.get(each, before[each]) != before[each]]:
                 os.kill(now[place], signal.SIGSTOP)
                 left.remove(place)
@@ -139,11 +139,11 @@ class BreakableProcesses(LocalBackend):
 
     def come(self, places: Collection[int]) -> None:
         """SIGCONT to the workers in these places of the only node."""
-        now = self._workers()
+        now = self._places()
         for place in now.keys() & set(places):
             os.kill(now[place], signal.SIGCONT)
 
-    def _workers(self) -> dict[int, int]:
+    def _places(self) -> dict[int, int]:
         """The process ids of the workers of the only node, by their places."""
         found = {}
         for process in self._tree("node-1"):

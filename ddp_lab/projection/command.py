@@ -35,7 +35,6 @@ MOST = 10**9
 MOST_BUCKETS = 100_000
 NODES = Path("benchmarks/results/nodes.json")
 RECOVERY = Path("benchmarks/results/recovery.json")
-FAILURES = (0.1, 1.0, 10.0, 100.0, 1000.0)
 _SHAPES: dict[str, tuple[Shape, ...]] = {"nccl": ("ring", "tree"), "ring": ("ring",), "tree": ("tree",)}
 
 _EPILOG = """what it does:
@@ -48,7 +47,7 @@ _EPILOG = """what it does:
      predicts those nodes from the fit to 2 to 4 processes alone
   6. projects step time and efficiency for the GPU and links that you name: what NCCL picks, and the exact reduction
   7. sets the model beside published scaling
-  8. says what failures leave of the time, with --recovery restart and live, from what benchmarks.recovery measured
+  8. with --failures: says what these leave of the time, with --recovery restart and live
 examples:
   ddp project --gpu v100-fp32 --network 100gbit --ranks 8,16,32 --skip-measuring
   ddp project --gpu v100-fp32 --network 10gbit --gpus-per-node 1 --ranks 1,16,256 --skip-measuring
@@ -100,7 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=Path, metavar="FILE", help=f"what benchmarks.nodes wrote (default: {NODES})")
     failing = parser.add_argument_group("failures")
     failing.add_argument(
-        "--failures", type=_rates, default=FAILURES, metavar="N,N,...", help="per hour, of the whole run"
+        "--failures",
+        type=_rates,
+        metavar="N,N,...",
+        help="per hour, of the whole run: print what they leave of the time",
     )
     failing.add_argument(
         "--recovery", type=Path, metavar="FILE", help=f"what benchmarks.recovery wrote (default: {RECOVERY})"
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "projection": [_row(ranks, gpu, cluster, bucket_bytes, lateness(ranks)) for ranks in options.ranks],
         "forecast_from": _forecast_from(node_run, bool(options.steps_of or options.jitter)),
         "published": compare(),
-        "goodput": goodput(_failure_costs(options), options.failures),
+        "goodput": options.failures and goodput(_failure_costs(options), options.failures),
     }
     for row in content["projection"]:
         known = node_run is not None and row["ranks"] >= node_run.ranks
@@ -170,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row["published"] = published and asdict(published) | {"efficiency": published.efficiency}
     lines = projection_lines(content, gpu, cluster)
     lines += [*origin_lines(content["origins"]), *published_lines(content["published"])]
-    for line in (*lines, *goodput_lines(content["goodput"])):
+    for line in (*lines, *(goodput_lines(content["goodput"]) if content["goodput"] else ())):
         print(line)
     path = options.output / "projection" / "projection.json"
     try:
