@@ -196,16 +196,23 @@ def name_bad_loss(report: StepReport, batches: Batches, layout: Layout) -> str:
 
 
 class BufferCopies(StepObserver):
-    """Puts back the buffers (batch-norm statistics, for example) that the forward passes of a skipped step changed."""
+    """Puts back the buffers (batch-norm statistics, for example) that a skipped or unfinished step has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before: list[Tensor] = []
+        self.step = -1
+        """The step whose beginning is kept, counted from 0."""
 
     def before_step(self, batch: StepBatch) -> None:
+        self.step = batch.step
         self._before = [buffer.clone() for buffer in self._model.buffers()]
 
-    @torch.no_grad()
     def skipped(self, batch: StepBatch) -> None:
+        self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give the buffers the values of the step's beginning."""
         for buffer, value in zip(self._model.buffers(), self._before, strict=True):
             buffer.copy_(value)

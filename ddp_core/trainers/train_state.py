@@ -130,7 +130,7 @@ class TrainState:
         """The state of the last `commit`; whole weights only, and to be called when the reduction is closed.
 
         A step that was not finished has changed nothing else by then: weights, optimizer, average, scaler and schedule
-        change in the update alone, which waits for no rank; batch-norm statistics are put back by the reduction.
+        change in the update alone, which waits for no rank; buffers are put back by the trainer.
         """
         return {**self.state_dict(), "position": self._committed[1]}
 

@@ -111,7 +111,9 @@ class Trainer(ABC):
         self.clock = StepClock(self.model if overlaps else None, job.device)
         self.saving = Saving(job, self.state, self.clock, self.steps_per_epoch)
         self.figures = Figures(job, self.state, self.clock, self.total_steps)
-        copies = [BufferCopies(self.model)] if job.options.on_nan == "skip" else []
+        takes_back = job.options.on_nan == "skip" or job.makes_room is not None
+        self._copies = BufferCopies(self.model) if takes_back else None
+        copies = [self._copies] if self._copies is not None else []
         self.callbacks = CallbackCalls(job, self.state)
         called = [self.callbacks] if self.callbacks.has_any else []
         self.checks = Checks(self)
@@ -261,6 +263,7 @@ class Trainer(ABC):
             contextlib.closing(self.batches.starting_at(self.state.step, end)) as stream,
             self.job.collectives.abandoned_on_error(),
             without_key(),
+            self._taking_back(),
         ):
             for batch in stream:
                 self.observers.before_step(batch)
@@ -295,6 +298,19 @@ class Trainer(ABC):
         if self.callbacks.has_any:
             self.saving.wait()
             self.callbacks.end((self.state.step - 1) // self.steps_per_epoch)
+
+    @contextlib.contextmanager
+    def _taking_back(self) -> Iterator[None]:
+        """A block after whose error the buffers are as before the step that was not finished, in a live recovery.
+
+        The reduction writes batch-norm statistics before the losses have come, and another rank may be lost between.
+        """
+        try:
+            yield
+        except Exception:
+            if self._copies is not None and self._copies.step == self.state.step:
+                self._copies.put_back()
+            raise
 
     def settle(self, batch: StepBatch) -> None:
         """Do what follows an update, where it is due: evaluate, record a digest, compare ranks, save."""

@@ -75,6 +75,7 @@ def trainer_of(
     device: torch.device = CPU,
     collectives: Collectives | None = None,
     only_steps: int | None = None,
+    makes_room: Callable[[], bool] | None = None,
     **options: Any,
 ) -> Iterator[Trainer]:
     torch.manual_seed(record.seed)
@@ -95,6 +96,7 @@ def trainer_of(
         callbacks=callbacks,
         directory=Path("run"),
         only_steps=only_steps,
+        makes_room=makes_room,
     )
     trainer = build_trainer(job)
     try:
@@ -337,3 +339,30 @@ def test_a_run_that_is_only_tried_makes_the_first_steps_of_the_whole_one() -> No
     assert tried.state.evaluation["test_loss"] == pytest.approx(
         functional.cross_entropy(tried.model(first[0]), first[1]).item()
     )
+
+
+@pytest.mark.parametrize("moment", ["receive_losses", "update_weights"])
+def test_a_step_that_another_rank_ends_has_changed_no_batch_statistics(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses come after the gradients: a rank may be lost between them, when the statistics are in the model."""
+    record = experiment(reduction="exact", epochs=2)
+    with trainer_of(record, batch_norm_and_dropout, makes_room=lambda: False) as trainer:
+        usual, before = getattr(trainer, moment), []
+
+        def lost(batch: Any) -> Any:
+            if batch.step == 3:
+                raise ConnectionError("lost")
+            if batch.step == 2:
+                trainer.observers.after_step = note  # type: ignore[method-assign]
+            return usual(batch)
+
+        def note(_: Any) -> None:
+            before[:] = [{name: value.clone() for name, value in trainer.model.state_dict().items()}]
+
+        monkeypatch.setattr(trainer, moment, lost)
+        with pytest.raises(ConnectionError):
+            trainer.train()
+    held = trainer.state.committed()
+    assert held["position"]["step"] == 3
+    assert all(torch.equal(value, before[0][name]) for name, value in held["model"].items())
