@@ -1,9 +1,10 @@
 """Which of torch's operations do other people's models call, and what is known of their bits: a list.
 
-    python -m tests.foreign.operations [--only timm transformers.bert] [--workers 2]
+    python -m tests.foreign.operations [--only timm transformers.bert] [--workers 2] [--again]
 
 Trains each model of the fleet for one step under portable numerics (rules 2) with a profiler, and keeps the names in
-docs/reference/foreign-operations.json, from which `python -m tools.portable_operations --page` writes the page.
+docs/reference/foreign-operations.json, from which `python -m tools.portable_operations --page` writes the page. It goes
+on where it was ended; --again traces all anew.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases that begin so: timm")
     parser.add_argument("--workers", type=int, default=1, help="cases at a time (%(default)s)")
+    parser.add_argument("--again", action="store_true", help="also what has been traced")
     options = parser.parse_args()
     if not limits_hold():
         words = [sys.executable, "-m", "tests.foreign.operations", *sys.argv[1:]]
         os.execve(sys.executable, words, {**os.environ, **LIMITS, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"})
     driver.load(GROUPS)
     kept: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
-    cases = [case for case in fleet(options.only) if case.group in GROUPS]
+    cases = [case for case in fleet(options.only) if case.group in GROUPS and (options.again or case.key not in kept)]
     for case, found in in_processes(cases, called, options.workers, is_alone=lambda case: case.is_large):
         kept[case.key] = found or {"trouble": "its process has died"}
         print(f"{case.key}: {kept[case.key].get('trouble') or len(kept[case.key]['operations'])}", flush=True)
