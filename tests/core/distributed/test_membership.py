@@ -273,8 +273,14 @@ def check(world: World) -> None:
     assert numbers == list(range(len(numbers))), "two memberships have the same number"
 
 
-def check_end(world: World) -> None:
-    """What holds where nothing can happen any more."""
+def check_end(world: World, mistakes: int) -> None:
+    """What holds where nothing can happen any more.
+
+    `mistakes`: how many there might have been. After one, all members may be noted as ended though some live; then the
+    product starts all again from the newest checkpoint, which is not part of this model.
+    """
+    if world.mistakes < mistakes and world.ended.issuperset(world.now.members):
+        return
     doing = {process.doing for _, process in world.processes}
     if "done" in doing:
         # Whoever is left when rank 0 is done is started again by its launcher, and finds the run completed.
@@ -292,7 +298,7 @@ def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mist
         check(world)
         following = list(moves(world))
         if not following:
-            check_end(world)
+            check_end(world, mistakes)
         for after in (*following, *losses_from(world), *requests_from(world)):
             if after not in seen:
                 seen.add(after)
