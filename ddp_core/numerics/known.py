@@ -41,18 +41,37 @@ BY_DEFINITION = frozenset(
         *("tril", "triu", "tril_indices", "triu_indices", "diag", "diag_embed", "select_scatter", "slice_scatter"),
         *("constant_pad_nd", "pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "one_hot", "embedding"),
         *("select_backward", "slice_backward", "diagonal_backward", "unfold_backward", "sort", "argsort", "topk"),
-        *("unique", "searchsorted"),
+        *("unique", "searchsorted", "reshape_as", "scatter", "value_selecting_reduction_backward"),
         # True or false, and whole numbers.
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan"),
-        *("isinf", "isfinite", "isin", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "any", "all"),
+        *(
+            "isneginf",
+            "isposinf",
+            "__and__",
+            "isinf",
+            "isfinite",
+            "isin",
+            "bitwise_and",
+            "bitwise_or",
+            "bitwise_xor",
+            "bitwise_not",
+            "any",
+            "all",
+        ),
         *("argmax", "argmin", "count_nonzero", "bincount", "bucketize"),
         # One of the numbers, or its sign; each of these is exact.
         *("max", "min", "amax", "amin", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "relu", "abs"),
         *("neg", "sign", "floor", "ceil", "round", "trunc", "threshold", "threshold_backward", "hardtanh", "relu6"),
     )
     for end in ("", "_")
-)
-"""Operations that only move or compare numbers, or have exact results, and their forms in place."""
+) | {"mkldnn::_linear_pointwise"}
+"""Operations that only move or compare numbers, or have exact results, and their forms in place.
+
+Also oneDNN's product, which rules 2 ask for no more than what it computes in chains.
+"""
+
+_ALIASES = {"aten::multiply": "aten::mul", "aten::divide": "aten::div"}
+"""Other names of operations that compute the same."""
 
 
 @cache
@@ -62,10 +81,13 @@ def proved() -> frozenset[str]:
 
 
 def status_of(name: str) -> Status:
-    """What is known of an operation; `name` is the dispatcher's, without its overload: `aten::mm`."""
+    """What is known of an operation; `name` is the dispatcher's, without its overload: `aten::mm`.
+
+    An operation in place (`aten::silu_`) computes what the other form does, by the same code.
+    """
     if name in REFUSED:
         return "refused"
-    if name in proved():
+    if {name, name.removesuffix("_"), _ALIASES.get(name, name)} & proved():
         return "proved"
     return "by definition" if name in BY_DEFINITION else "unknown"
 
