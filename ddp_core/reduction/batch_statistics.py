@@ -144,7 +144,7 @@ class _Layers:
 
         `steps`: of each layer, with the step at hand. Kept where no layer makes a cumulative average.
         """
-        if self._shares is not None and self._shares[0].dtype == dtype:
+        if self._shares is not None:
             return self._shares
         # In float64, then rounded to the tensors' dtype, as torch does with a momentum that is a Python number.
         momenta = torch.where(self.momenta.isnan(), 1.0 / steps.clamp(min=1).double(), self.momenta)

@@ -75,6 +75,8 @@ def test_a_weight_is_kept_as_it_was_given_and_is_one_by_itself() -> None:
     assert statistics.take(1 / 3)[-1].item() == 1 / 3
     layer(rows(dtype=torch.float64))
     assert statistics.take()[-1].item() == 1.0
+    layer(rows(dtype=torch.float64))
+    assert statistics.take(2.0)[-1].item() == 2.0
 
 
 def taken(statistics: BatchStatistics, layers: Sequence[nn.Module], calls: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -274,6 +275,31 @@ def test_a_host_is_a_node_where_nobody_says_otherwise(monkeypatch: pytest.Monkey
         return require_agreement(group, 4, "contiguous", Gradients(nn.Linear(1, 1)), named[group.rank()])
 
     assert on_threads(4, nodes) == [[[0, 2], [1, 3]]] * 4
+
+
+def test_ranks_whose_parameters_differ_are_refused_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    image = nn.Conv2d(2, 3, 3)
+    others = {
+        "weight, torch.float32 (3, 2, 3, 3), strides": copy.deepcopy(image).to(memory_format=torch.channels_last),
+        "weight, torch.float32 (4, 2, 3, 3)": nn.Conv2d(2, 4, 3),
+        "weight, torch.float64 (3, 2, 3, 3)": nn.Conv2d(2, 3, 3, dtype=torch.float64),
+    }
+
+    def messages(group: Any) -> list[str]:
+        found = []
+        for other in others.values():
+            gradients = Gradients(image if group.rank() == 0 else other)
+            with pytest.raises(ValueError, match="the ranks do not agree") as refused:
+                require_agreement(group, 4, "contiguous", gradients, 0)
+            found.append(str(refused.value))
+        require_agreement(group, 4, "contiguous", Gradients(copy.deepcopy(image)), 0)
+        return found
+
+    first, second = on_threads(2, messages)
+    assert first == second
+    for message, other in zip(first, others, strict=True):
+        assert f"parameter 0 is weight, torch.float32 (3, 2, 3, 3) on rank 0, but {other}" in message
 
 
 def test_ranks_without_equal_weights_are_refused_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
