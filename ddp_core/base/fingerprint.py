@@ -128,11 +128,13 @@ def of_all_ranks(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def fingerprint_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Where two fingerprints differ, as 'name: here A, there B'; empty where equal results are promised.
 
-    Where one is of native and the other of portable numerics, nothing else is named: they hold different facts.
+    Where one is of native and the other of portable numerics, or of another version of their rules, nothing else is
+    named: they hold different facts.
     """
-    here, there = (each.get("numerics", "native") for each in (ours, theirs))
-    if here != there:
-        return [f"numerics: here {here}, there {there}"]
+    for name, usual in (("numerics", "native"), ("numerics_rules", None)):
+        here, there = (each.get(name, usual) for each in (ours, theirs))
+        if here != there:
+            return [f"{name}: here {here}, there {there}"]
     return [
         f"{name}: here {ours.get(name)}, there {theirs.get(name)}"
         for name in sorted({*ours, *theirs})
