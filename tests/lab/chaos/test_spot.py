@@ -72,8 +72,8 @@ def test_where_ranks_cannot_come_and_go_it_is_said(
 def test_ranks_come_and_go_and_the_weights_are_the_undisturbed_ones(tmp_path: Path) -> None:
     file = tmp_path / "short.yaml"
     file.write_text(
-        "settings: [epochs=12]\nnodes: 1\nnproc_per_node: 3\ncheckpoint_every: 100\n"
-        "spot: {seconds: 10, every: [0.5, 2], share: 0}\n"
+        "settings: [epochs=8]\nnodes: 1\nnproc_per_node: 3\ncheckpoint_every: 100\n"
+        "spot: {seconds: 8, every: [0.5, 2], share: 0}\n"
     )
     words = ["--drill", file, "--output", tmp_path / "outputs", "--seed", "1"]
     ended = command(*words, program=("-m", "ddp_lab.chaos"))
@@ -82,7 +82,7 @@ def test_ranks_come_and_go_and_the_weights_are_the_undisturbed_ones(tmp_path: Pa
     (report_file,) = (tmp_path / "outputs").glob("*/*/drill.json")
     report = json.loads(report_file.read_text())
     assert (report["identical"], report["ledger_whole"], report["exit_code"]) == (True, True, 0)
-    assert report["spot"]["changes"] == len(changes(SpotSpec(seconds=10, every=(0.5, 2)), 3, 1))
+    assert report["spot"]["changes"] == len(changes(SpotSpec(seconds=8, every=(0.5, 2)), 3, 1))
     assert 0 < report["spot"]["trained_share"] < 1
     assert (report["remarks"], report["left_behind"]) == ([], [])
     record = json.loads(report_file.with_name("run.json").read_text())
