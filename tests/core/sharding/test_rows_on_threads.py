@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -139,6 +140,26 @@ def test_torchs_own_sums_differ_by_rounding_alone(world_size: int) -> None:
     check_rounding(found[0])
     norms = [[each["norm"] for each in theirs[1:6:2]] for theirs in found]
     assert norms == norms[:1] * world_size
+
+
+def test_rows_are_sent_as_the_nodes_lie_and_wait_as_they_were_told() -> None:
+    made = net(torch.float32)
+
+    def sent(nodes: tuple[int, ...], group: Any) -> Any:
+        layer = copy.deepcopy(made)
+        optimizer = torch.optim.SGD(layer.parameters())
+        given: dict[str, Any] = {"process_group": group, "timeout": timedelta(seconds=9), "node": nodes[group.rank()]}
+        owned: Any = OwnsRows(layer, optimizer, 3, **given)
+        channel = owned.reduction._channel
+        told = channel.group.asked[1], channel.ordered_sum.groups, type(owned._rounds._parts).__name__
+        owned.reduction.close()
+        owned.close()
+        return told
+
+    wait = timedelta(seconds=9)
+    assert on_thread_world(3, functools.partial(sent, (7, 7, 7))) == [(wait, (), "PartsInOneLevel")] * 3
+    told = (wait, ((0, 1), (2,)), "PartsInTwoLevels")
+    assert on_thread_world(3, functools.partial(sent, (7, 7, 8))) == [told] * 3
 
 
 def test_gradients_that_are_made_outside_of_a_micro_batch_are_refused() -> None:

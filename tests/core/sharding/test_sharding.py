@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +16,12 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.config.experiment import Component, DdpOptions, Experiment
 from ddp_core.config.layout import ShardMode
 from ddp_core.experiment.request import promise_broken_by
+from ddp_core.reduction.ordered_sum import OrderedSum
 from ddp_core.sharding import OwnsPieces, Sharding
+from ddp_core.sharding.contiguous import PHASES
 from tests.support.thread_group import on_threads, use_threads
+
+_SHARES = {"optimizer": "contiguous", "gradients": "strided"}
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -118,6 +124,48 @@ def test_what_a_rank_owns_comes_with_the_shares_of_its_mode(
         return list(owned.reduction.share)
 
     assert on_threads(2, cut) == shares
+
+
+@pytest.mark.parametrize("shares", ["contiguous", "strided"])
+def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    monkeypatch.setattr("ddp_core.sharding.owns_part.require_elementwise", lambda _: None)
+    made = nn.Linear(3000, 3)
+
+    def pieces(nodes: tuple[int, ...], group: Any) -> Any:
+        layer = copy.deepcopy(made)
+        optimizer = torch.optim.SGD(layer.parameters())
+        owned = OwnsPieces(
+            *(layer, optimizer, 6),
+            process_group=group,
+            timeout=timedelta(seconds=9),
+            shares=shares,
+            node=nodes[group.rank()],
+        )
+        channel: Any = owned._channel
+        owned.reduction.close()
+        weight: Any = owned.owned[0]
+        told = (channel.ordered_sum.groups, channel.phases, type(owned._parts).__name__)
+        return channel.group.asked, told, (weight.start, weight.stop)
+
+    asked = (torch.device("cpu"), timedelta(seconds=9))
+    one = ((), 1 if shares == "strided" else PHASES, "PartsInOneLevel")
+    several = (((0, 1), (2,)), OrderedSum.PHASES, "PartsInTwoLevels")
+    thirds = [(0, 3072), (3072, 6144), (6144, 9000)]
+    assert on_threads(3, partial(pieces, (7, 7, 7))) == [(asked, one, third) for third in thirds]
+    # The first ranks of both nodes lie side by side.
+    thirds = [thirds[0], thirds[2], thirds[1]]
+    assert on_threads(3, partial(pieces, (7, 7, 8))) == [(asked, several, third) for third in thirds]
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "gradients", "parameters"])
+def test_a_sharding_passes_on_what_it_is_told(mode: ShardMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    for name in ("pieces.OwnsPieces", "rows.OwnsRows"):
+        monkeypatch.setattr(f"ddp_core.sharding.{name}", lambda *given, **named: told.append((given, named)))
+    Sharding(mode).cut("module", "optimizer", 5, "group", exact=False, node="here")  # type: ignore[arg-type]
+    kind = {"exact": False} if mode == "parameters" else {"shares": _SHARES[mode]}
+    assert told == [(("module", "optimizer", 5), {"process_group": "group", "node": "here"} | kind)]
 
 
 def test_each_name_is_there_when_it_is_asked_for() -> None:
