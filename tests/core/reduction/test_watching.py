@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_core.reduction import ExactReduction
 from ddp_core.reduction import flat as flats
 from ddp_core.reduction.agreement import require_agreement
+from ddp_core.reduction.communication import Channel
 from ddp_core.reduction.flat import Gradients, flat_groups, in_memory_order, scale_, view_in
 from ddp_core.reduction.foreign_buffers import ForeignBuffers
 from ddp_core.reduction.refusal import DependsOnLayout
@@ -264,6 +268,30 @@ def test_a_reduction_asks_for_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
     expected = ((device, groups, "ContiguousShares"), (device, groups, "StridedShares"))
     assert on_threads(3, asked) == [expected] * 3
     assert sorted(told, key=str) == [(6, "contiguous", None)] * 3 + [(6, "strided", 7)] * 3
+
+
+def test_a_reduction_of_a_ddp_module_asks_ddp_and_looks_at_the_module_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    channels: list[Any] = []
+
+    def channel(*given: Any) -> Channel:
+        channels.append(given[0])
+        return Channel(*given)
+
+    monkeypatch.setattr("ddp_core.reduction.exact.Channel", channel)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(ValueError, match="broadcast_buffers=False"):
+            ExactReduction(DistributedDataParallel(nn.BatchNorm1d(2)), 4)
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        with ExactReduction(ddp, 4) as exact:
+            shares: Any = exact._shares
+            assert (exact.module, channels, shares._ddp) == (ddp, [ddp.process_group], ddp)
+            assert exact._trained._names == ["weight", "bias"]
+        del ddp, exact, shares
+        gc.collect()
+    finally:
+        channels.clear()
+        dist.destroy_process_group()
 
 
 def test_a_host_is_a_node_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
