@@ -35,7 +35,7 @@ class Seat:
     def __init__(self, world: World, timeout: float) -> None:
         assert world.member is not None
         assert world.members_at is not None
-        self._name, self._given, self._timeout = world.member, world, timeout
+        self._name, self._given, self._patience = world.member, world, timeout
         try:
             self._members = Members(store_at(world.members_at, timeout + _LATE_SECONDS))
         except dist.DistError:
@@ -62,7 +62,7 @@ class Seat:
             self._give_up(_NO_ANSWER)
 
     def _meet(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
-        deadline, is_here = time.monotonic() + self._timeout + _LATE_SECONDS, False
+        deadline, is_here = time.monotonic() + self._patience + _LATE_SECONDS, False
         while True:
             notes = self._members.read()
             now = notes.now
@@ -75,7 +75,7 @@ class Seat:
             if must_leave(self.number, now):
                 self.number = now.number
                 self._members.note_here(self.number, self._name)
-                deadline, is_here = time.monotonic() + self._timeout, True
+                deadline, is_here = time.monotonic() + self._patience, True
             if is_here and self._members.are_here(now):
                 return self._placed(now)
             if is_asked_to_stop():
@@ -85,7 +85,7 @@ class Seat:
                     self._give_up("the others have not met again in time")
                 # Somebody is silent. A launcher decides who, once all others have left this group, too.
                 self.leave(self._step)
-                deadline, is_here = time.monotonic() + self._timeout + _LATE_SECONDS, False
+                deadline, is_here = time.monotonic() + self._patience + _LATE_SECONDS, False
             time.sleep(_POLL_SECONDS)
 
     def leave(self, step: int) -> None:

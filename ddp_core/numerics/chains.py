@@ -64,7 +64,7 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         wider = functional.pad(right, (0, NARROWEST - columns))
         return product.copy_(chained(left, wider)[..., :columns])
     work = rows * terms * columns
-    is_large = work >= BY_ONEDNN_FROM and rows >= NARROWEST
+    is_large = work >= BY_ONEDNN_FROM and rows >= NARROWEST and onednn_computes_chains()
     if len(batches) > 1 or (batches and is_large):
         for into, one, other in zip(product, left, right, strict=True):
             chained_into(into, one, other)
@@ -75,6 +75,13 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
     else:
         _in_parts(way, product, left, right, _WORKERS.pool)
     return product
+
+
+@cache
+def onednn_computes_chains() -> bool:
+    """Whether torch's oneDNN is known to: that of torch 2.11 adds in another order, those of 2.13 and 2.14 do not."""
+    major, minor, *_ = torch.__version__.split(".")
+    return (int(major), int(minor)) >= (2, 13)
 
 
 @contextmanager

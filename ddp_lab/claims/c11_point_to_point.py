@@ -251,9 +251,12 @@ def _residuals(found: dict[str, Any]) -> Interval:
 
 
 def _left_over(x: Any, y: Any) -> float:
-    """The sum of squares that a least-squares fit of a + b x leaves, and a little against a division by 0."""
+    """The sum of squares that a least-squares fit of a + b x leaves, and a little against a division by 0.
+
+    Less than a nanosecond squared is rounding, which differs between CPUs, and counts as nothing.
+    """
     design = np.stack([np.ones_like(x), x], axis=1)
-    return float(((y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) ** 2).sum()) + 1e-18
+    return round(float(((y - design @ np.linalg.lstsq(design, y, rcond=None)[0]) ** 2).sum()), 18) + 1e-18
 
 
 def _plot(title: str, found: dict[str, Any]) -> Series:

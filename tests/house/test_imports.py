@@ -52,8 +52,8 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
-# Private names that only a subclass can use. launch/agent.py overrides these methods of torch's agent and counts its
-# restarts.
+# Private names that only a subclass can use. launch/agent.py and live_agent.py override these methods of torch's agent and
+# count its restarts.
 OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}
@@ -209,7 +209,8 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
     listed, used = "ddp_core.base.torch_names", "ddp_core.base.torch_internals"
     assert private_torch(CORE[listed]) >= PRIVATE_NAMES.keys()
     found = {module: private_torch(file) for module, file in EVERYTHING.items() if module not in (listed, used)}
-    found["ddp_core.launch.agent"] -= OVERRIDDEN
+    for agent in ("ddp_core.launch.agent", "ddp_core.launch.live_agent"):
+        found[agent] -= OVERRIDDEN
     wrong = {module: names for module, names in found.items() if names}
     assert wrong == {}, "use them through ddp_core.base.torch_internals, which says why"
 

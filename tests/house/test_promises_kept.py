@@ -40,6 +40,8 @@ NO_PROMISE = {
     "must never be used on one": "what PyTorch says of its files",
     "74 times as fast on 448 times as many GPUs": "two quotients of figures that stand beside them",
     "the ones that are left could go on without a restart": "a plan",
+    "No member is left, on any node": "when all start again",
+    "that the list does not count any more": "a note of one launcher to the others",
     "will go on for 20 times as long as the rehearsal takes": "a setting",
 }
 """Parts of sentences that the rule finds and that promise nothing of this project, and why."""

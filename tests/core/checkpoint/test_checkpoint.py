@@ -238,6 +238,13 @@ def test_the_last_ones_the_best_one_and_every_nth_stay(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [130, 50]
 
 
+def test_every_nth_of_several_numbers_stays(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep_last=1, keep_every=(40, 60)) as checkpointer:
+        for step in range(20, 150, 20):
+            checkpointer.save(state_of(step, 10), step=step, epoch=0)
+    assert sorted(each.step for each in find_checkpoints(tmp_path)) == [40, 60, 80, 120, 140]
+
+
 def test_checkpoints_of_later_steps_are_neither_counted_nor_removed(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         for step in (50, 20, 30):  # the run was rolled back to a step before 20

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ddp_core.base.errors import UserError
 from ddp_core.numerics import chains
-from ddp_core.numerics.chains import BY_ONEDNN_FROM, chained, chained_into
+from ddp_core.numerics.chains import BY_ONEDNN_FROM, chained, chained_into, onednn_computes_chains
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_lab.probe.definition.arithmetic import product_in_chains
 from tests.support.processes import ask
@@ -103,6 +103,7 @@ def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
         assert torch.equal(room, expected)
 
 
+@pytest.mark.skipif(not onednn_computes_chains(), reason="the oneDNN of this torch computes no chains")
 def test_oneDNN_computes_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the number of multiply-adds from which it is asked is about time alone."""
     for rows, terms, columns in ((64, 160, 128), (8, 2100, 64), (333, 77, 9)):
@@ -120,6 +121,7 @@ def test_a_layout_never_changes_which_way_a_product_goes(
     shape: tuple[int, int, int], by_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     went: list[bool] = []
+    monkeypatch.setattr(chains, "onednn_computes_chains", lambda: True)
     monkeypatch.setattr(chains, "_by_onednn", lambda left, right: went.append(True) or torch.zeros(rows, columns))
     monkeypatch.setattr(chains, "_by_code", lambda *_: went.append(False))
     rows, terms, columns = shape

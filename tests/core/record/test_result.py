@@ -68,7 +68,7 @@ class Three(Collectives):
     """Rank 0 of three; rank 2 is ten times as slow as the others."""
 
     def gather(self, value: Any) -> list[Any]:
-        if isinstance(value, set):  # which methods its callbacks have
+        if len(value) == 2:  # which methods its callbacks have
             return [value] * 3
         digests, _, usage = value
         speeds = [{"mean_seconds": seconds, "p95_seconds": 2 * seconds} for seconds in (0.01, 0.01, 0.1)]

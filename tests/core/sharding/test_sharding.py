@@ -144,14 +144,14 @@ def test_pieces_lie_and_wait_as_they_were_told(shares: Any, monkeypatch: pytest.
         )
         channel: Any = owned._channel
         owned.reduction.close()
-        weight: Any = owned.owned[0]
         told = (channel.ordered_sum.groups, channel.phases, type(owned._parts).__name__)
-        return channel.group.asked, told, (weight.start, weight.stop)
+        return channel.group.asked, told, [(each.start, each.stop) for each in owned.owned]  # type: ignore[union-attr]
 
     asked = (torch.device("cpu"), timedelta(seconds=9))
     one = ((), 1 if shares == "strided" else PHASES, "PartsInOneLevel")
     several = (((0, 1), (2,)), OrderedSum.PHASES, "PartsInTwoLevels")
-    thirds = [(0, 3072), (3072, 6144), (6144, 9000)]
+    # Of the weight, and of the bias.
+    thirds = [[(0, 3072), (0, 0)], [(3072, 6144), (0, 0)], [(6144, 9000), (0, 3)]]
     assert on_threads(3, partial(pieces, (7, 7, 7))) == [(asked, one, third) for third in thirds]
     # The first ranks of both nodes lie side by side.
     thirds = [thirds[0], thirds[2], thirds[1]]
