@@ -52,8 +52,8 @@ LAB_FLOORS = [
     ["ddp_lab.report"],
 ]
 FLOOR_OF = {room: floor for floors in (FLOORS, LAB_FLOORS) for floor, rooms in enumerate(floors) for room in rooms}
-# Private names that only a subclass can use. launch/agent.py and live_agent.py override these methods of torch's agent, and
-# count its restarts.
+# Private names that only a subclass can use. launch/agent.py and live_agent.py override these methods of torch's agent,
+# and count its restarts.
 OVERRIDDEN = {name for name, private in PRIVATE_NAMES.items() if private.signature} | {"_remaining_restarts"}
 # What `python -m` runs or imports first. Each belongs to a room whose floor is given above.
 DOORS = {"ddp_core.__main__": "ddp_core.cli", "ddp_core": "ddp_core.cli", "ddp_lab": "ddp_lab.report"}

@@ -166,6 +166,16 @@ def test_a_state_is_cut_goes_on_and_is_whole_again(has_empty: bool) -> None:
     assert [together([state]) for state in train(None)] == expected
 
 
+def test_what_is_kept_of_no_element_tells_nothing_of_the_others() -> None:
+    def train(group: Any) -> dict[str, Any]:
+        rank = Rank(group, has_empty=True)
+        rank.step(0)
+        rank.step(1)
+        return rank.updates.own_state()
+
+    assert together(on_threads(RANKS, train)) == in_order(state_after(2))
+
+
 def test_an_optimizer_that_has_not_begun_has_no_state() -> None:
     for state in on_threads(RANKS, lambda group: Rank(group).updates.own_state()):
         assert state == Kept(groups(parameters())).state_dict()
