@@ -39,7 +39,6 @@ NO_PROMISE = {
     "a referee who finds the first step at which two parties differ": "what Verde says of itself",
     "must never be used on one": "what PyTorch says of its files",
     "74 times as fast on 448 times as many GPUs": "two quotients of figures that stand beside them",
-    "the ones that are left could go on without a restart": "a plan",
     "No member is left, on any node": "when all start again",
     "that the list does not count any more": "a note of one launcher to the others",
     "will go on for 20 times as long as the rehearsal takes": "a setting",
