@@ -110,7 +110,8 @@ class Drill(BaseModel):
 
     @model_validator(mode="after")
     def _breaks_something(self) -> Drill:
-        if bool(self.faults) == (self.spot is not None):
+        # A drill that breaks nothing by itself says so, with an empty list.
+        if ("faults" in self.model_fields_set) == (self.spot is not None):
             raise ValueError("give faults or spot, one of them")
         if self.spot is not None and (self.nodes > 1 or self.nproc_per_node <= self.spot.least):
             raise ValueError("spot is for nodes: 1, with an nproc_per_node above its `least`")
