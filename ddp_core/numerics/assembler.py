@@ -31,7 +31,7 @@ class Label:
     def __init__(self) -> None:
         self.place: int | None = None
         self.jumps: list[int] = []
-        """Where the distances of jumps stand that were written before the label was placed."""
+        """Places in the code where a jump's distance is filled in once the label has a place."""
 
 
 class Assembler:

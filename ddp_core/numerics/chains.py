@@ -199,7 +199,7 @@ class _Code(NamedTuple):
 
     alone: Callable[[bytes], None]
     beside_others: Callable[[bytes], None]
-    """While this runs, other threads of Python do, too."""
+    """The same, and other threads of Python run meanwhile."""
     memory: mmap.mmap
     """Where the code lies; it must not be freed."""
 

@@ -61,10 +61,8 @@ class HeldState:
 
     def at_position(self, holder: Offer, saved_step: int, offers: Sequence[Offer]) -> HeldState:
         """The same weights with the position of another rank, and with what all ranks know up to there."""
-        told, state = (
-            newest_told((each.told for each in offers), holder.at.step),
-            {**self.state, "position": holder.position},
-        )
+        told = newest_told((each.told for each in offers), holder.at.step)
+        state = {**self.state, "position": holder.position}
         if told is not None:
             state["callbacks"] = told.states
         notes = merged((each.notes for each in offers), holder.at.step)

@@ -12,20 +12,12 @@ import pytest
 
 from ddp_core.cli import main
 from ddp_lab.probe import command as probe
-from ddp_lab.probe.published import Published, Steps
 from ddp_lab.probe.sharing import machine_here
+from tests.lab.probe.test_probe import table
 from tests.support.commands import ROOT
 from tools import machines_seen
 
-TABLE = Published(
-    rules=1,
-    torch="2.13.0",
-    numpy="2.4.6",
-    made_on={"cpu": "a CPU", "date": "2026-01-01"},
-    operations={"sum": "a" * 64, "sort": "b" * 64},
-    training_steps={"toy_mlp": Steps(["max_steps=2"], "c" * 64)},
-    runs={},
-)
+TABLE = table()
 CPUINFO = """processor\t: 0
 vendor_id\t: GenuineIntel
 cpu family\t: 6
