@@ -8,8 +8,10 @@ after the resume. `seconds` runs from the fault to that step, and so holds the t
 start the workers. For a fault that shows only as silence, `--timeout` (5 s) is part of it. `steps_lost` had to be done
 again. The faults take turns, in an order that rotates.
 
-With `--recovery live` the other workers go on, and a new one joins them: of a join, `seconds` runs from the last step
-before it to the first one after it, and so holds one step, too. The goal is 0.3 s.
+With `--recovery live` the other workers go on. What joins or leaves with notice is no fault: its `seconds` runs from
+the last step before it to the first one after it, and so holds one step, too.
+
+A run strikes after its guard has rehearsed a resume, which takes seconds and happens once.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ LENGTH = ["--set", "epochs=400", "--timeout", str(TIMEOUT), "--max-restarts", "3
 PAUSE = 0.006
 LIVE = ["--recovery", "live"]
 QUICK = "worker joins, live"
+FIRST_STRIKE = 14
+"""The guard rehearses the resume from the checkpoint of step 4, and waits for its verdict in step 12 at the latest."""
 
 
 def one_node(output: Path, strike: Callable[[Launch], object], *words: str) -> tuple[float, int]:
@@ -50,24 +54,46 @@ def joins(output: Path) -> tuple[float, int]:
     watch = Watch(output)
     with Launch(*train_words(output, *LENGTH, *LIVE, ranks=RANKS), pause=PAUSE) as launch:
         _strike(watch, lambda: kill_worker(launch))
-        wait_until(lambda: len(watch.records("resume")) > 1, 60, "a new worker joins")
-        joined = watch.records("resume")[1]
-        watch.wait_for_step(joined["step"] + 2)
-        steps = watch.records("step")
-    before = [found for found in steps if found["time"] < joined["time"] and "data_wait" in found][-1]
-    after = next(found for found in steps if found["step"] > joined["step"])
-    return after["time"] - before["time"], max(0, int(before["step"] - joined["step"]))
+        return _pause(watch, 1)
 
 
-def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object]) -> tuple[float, int]:
-    """The same in a launch of three nodes that may go on with fewer."""
-    with nodes(3, output, *LENGTH, pause=PAUSE) as (launches, _, store):
+def node_joins(output: Path) -> tuple[float, int]:
+    """The same when a new node joins two."""
+    watch = Watch(output)
+    with nodes(3, output, *LENGTH, *LIVE, pause=PAUSE) as (launches, start, _):
+        _strike(watch, lambda: kill_node(2)(launches, None))
+        start()
+        return _pause(watch, 1)
+
+
+def node_leaves(output: Path) -> tuple[float, int]:
+    """The same when one of three nodes is asked to leave."""
+    watch = Watch(output)
+    with nodes(3, output, *LENGTH, *LIVE, pause=PAUSE) as (launches, _, _):
+        _await_strike(watch)
+        _with_rank(2, launches).signal(signal.SIGTERM)
+        return _pause(watch, 0)
+
+
+def _pause(watch: Watch, number: int) -> tuple[float, int]:
+    """Seconds without a step around the change of this number, and how many steps it lets the ranks do again."""
+    wait_until(lambda: len(watch.records("resume")) > number, 60, "the ranks meet anew")
+    change = watch.records("resume")[number]
+    watch.wait_for_step(change["step"] + 2)
+    steps = watch.records("step")
+    before = [found for found in steps if found["time"] < change["time"] and "data_wait" in found][-1]
+    after = next(found for found in steps if found["step"] > change["step"])
+    return after["time"] - before["time"], max(0, int(before["step"] - change["step"]))
+
+
+def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object], *words: str) -> tuple[float, int]:
+    """Seconds and steps that a fault costs in a launch of three nodes that may go on with fewer."""
+    with nodes(3, output, *LENGTH, *words, pause=PAUSE) as (launches, _, store):
         return _strike(Watch(output), lambda: strike(launches, store))
 
 
 def _strike(watch: Watch, strike: Callable[[], object]) -> tuple[float, int]:
-    watch.wait_for_step(10)
-    time.sleep(random.uniform(0, 0.5))
+    _await_strike(watch)
     struck = time.time()
     strike()
     # The step that was under way may still be written down.
@@ -75,6 +101,11 @@ def _strike(watch: Watch, strike: Callable[[], object]) -> tuple[float, int]:
     resume = next(found for found in watch.records("resume") if found["time"] > struck)
     done = max(found["step"] for found in watch.records("step") if found["time"] < resume["time"])
     return seconds, max(0, done - int(resume["step"]))
+
+
+def _await_strike(watch: Watch) -> None:
+    watch.wait_for_step(FIRST_STRIKE)
+    time.sleep(random.uniform(0, 0.5))
 
 
 def kill_worker(launch: Launch) -> None:
@@ -90,14 +121,16 @@ def stop_worker(launch: Launch) -> None:
 
 
 def kill_node(rank: int) -> Callable[[list[Launch], Any], None]:
-    def strike(launches: list[Launch], _: Any) -> None:
-        next(launch for launch in launches if rank in launch.workers()).kill()
-
-    return strike
+    return lambda launches, _: _with_rank(rank, launches).kill()
 
 
-def stop_node(launches: list[Launch], _: Any) -> None:
-    next(launch for launch in launches if 0 in launch.workers()).signal_all(signal.SIGSTOP)
+def stop_node(rank: int) -> Callable[[list[Launch], Any], None]:
+    """As where a node is unplugged, no connection closes."""
+    return lambda launches, _: _with_rank(rank, launches).signal_all(signal.SIGSTOP)
+
+
+def _with_rank(rank: int, launches: list[Launch]) -> Launch:
+    return next(launch for launch in launches if rank in launch.workers())
 
 
 def restart_rendezvous(launches: list[Launch], store: Any) -> None:
@@ -114,8 +147,13 @@ FAULTS: dict[str, Callable[[Path], tuple[float, int]]] = {
     "worker joins, live": joins,
     "worker stopped": lambda output: one_node(output, stop_worker),
     "node killed": lambda output: three_nodes(output, kill_node(2)),
+    "node killed, live": lambda output: three_nodes(output, kill_node(2), *LIVE),
     "node of rank 0 killed": lambda output: three_nodes(output, kill_node(0)),
-    "node of rank 0 stopped": lambda output: three_nodes(output, stop_node),
+    "node of rank 0 killed, live": lambda output: three_nodes(output, kill_node(0), *LIVE),
+    "node joins, live": node_joins,
+    "node leaves with notice, live": node_leaves,
+    "node of rank 0 stopped": lambda output: three_nodes(output, stop_node(0)),
+    "node stopped, live": lambda output: three_nodes(output, stop_node(2), *LIVE),
     "rendezvous killed, started again when noticed": lambda output: three_nodes(output, restart_rendezvous),
 }
 
