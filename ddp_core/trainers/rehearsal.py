@@ -65,7 +65,7 @@ class ResumeRehearsal(StepObserver):
     """Has one resume rehearsed in each attempt at a run, after its first save with a step behind it.
 
     With `--guard strict` always, and at once. Else at once where an attribute has changed that the checkpoint does not
-    hold, and in the background where the run will go on for long.
+    hold, and in the background where the run will go on for long. After a live recovery none is made again.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -83,6 +83,8 @@ class ResumeRehearsal(StepObserver):
         """Of the checkpoint that is rehearsed: the next update is watched, or the verdict awaited."""
         self._is_running = False
         self._micro_batch: str | None = None
+        self.found: str | None = None
+        """What a rehearsal has found in this run, also before a live recovery; None without one."""
         # Of rank 0.
         self._attributes: Attributes | None = None
         self._changed: dict[str, str] = {}
@@ -148,6 +150,8 @@ class ResumeRehearsal(StepObserver):
 
     def _choose(self, step: int, attributes: Attributes) -> tuple[str | None, str | None]:
         """How the rehearsal is made, or why there is none (rank 0)."""
+        if self.found is not None:
+            return None, f"it was {self.found}"
         for callback, name in attributes.kept_by_callbacks():
             self._job.console.warn(
                 f"callback {type(callback).__name__} keeps `{name}` in an attribute, which no checkpoint holds: a "
@@ -218,7 +222,8 @@ class ResumeRehearsal(StepObserver):
             return
         self._guard.figures["seconds"][f"{_KIND}, its process"] = verdict.seconds
         result = "the same" if verdict.is_same else "a resume would not continue this run"
-        self._record(f"rehearsed at step {step}: {result}")
+        self.found = f"rehearsed at step {step}: {result}"
+        self._record(self.found)
         self._job.console.say(f"resume rehearsed at step {step} in {verdict.seconds:.1f} s: {result}")
         if not verdict.is_same:
             # What has changed in the run, and is otherwise in the new job; known on rank 0.
