@@ -46,6 +46,14 @@ class Seat:
         """Of the group that this process is in, in the order of ranks."""
         self._step = -1
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether there is a group already, which this process has yet to join."""
+        try:
+            return self.number < 0 and self._name not in self._members.now().members
+        except dist.DistError:
+            self._give_up(_NO_ANSWER)
+
     def take(self, is_asked_to_stop: Callable[[], bool]) -> World | None:
         """Wait for a newer membership of which all members are here; returns this process's place in it.
 
@@ -53,7 +61,7 @@ class Seat:
         others do not come in time; 75 where its node has left the others.
         """
         try:
-            if self.number < 0 and self._name not in self._members.now().members:
+            if self.comes_late:
                 self._members.note("asked", self._name)
                 while not (notes := self._members.read()).over and self._name not in notes.now.members:
                     time.sleep(_POLL_SECONDS)

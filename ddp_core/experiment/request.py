@@ -159,12 +159,15 @@ class BuiltExperiment:
     observers: Sequence[StepObserver] = ()
 
 
-def build_parts(loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu") -> BuiltExperiment:
+def build_parts(
+    loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu", splits: Splits | None = None
+) -> BuiltExperiment:
     """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
 
-    Raises UserError.
+    `splits`: the data, where they are there already. Raises UserError.
     """
-    splits = build_splits(loaded, data_dir)
+    if splits is None:
+        splits = build_splits(loaded, data_dir)
     model = build_model(loaded, device, splits)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)

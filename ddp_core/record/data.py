@@ -35,33 +35,37 @@ def digest_data(splits: Splits) -> DataDigest:
 
 
 def agreed_digest(
-    splits: Splits, collectives: Collectives, tell: Callable[[str], None], options: Options
+    splits: Splits,
+    collectives: Collectives,
+    tell: Callable[[str], None],
+    options: Options,
+    known: DataDigest | None = None,
 ) -> DataDigest:
     """The digest of the data, the same on all ranks; `tell` gets a line where the builder gave none.
 
-    Files are read by one rank of each node. Raises UserError on every rank where a rank has other data, and with
-    `--guard strict` where items differ from one read to the next.
+    Files are read by one rank of each node. `known`: what this process has read before. Raises UserError on every rank
+    where a rank has other data, and with `--guard strict` where items differ from one read to the next.
     """
     started = time.monotonic()
     if splits.files and not splits.digest:
-        found = _on_one_rank_of_each_node(lambda: digest_files(splits.files), collectives)
+        found = _on_one_rank_of_each_node(lambda: known or digest_files(splits.files), collectives)
     else:
-        found = digest_items(splits)
+        found = known or digest_items(splits)
     seen = collectives.gather(None if found is None else (found.sha256, found.digest_of, found.sampled))
-    known = [part for part in seen if part is not None]
-    if any(sha256 is None for sha256, *_ in known):
-        unsteady = next(words for sha256, words, _ in known if sha256 is None)
+    told = [part for part in seen if part is not None]
+    if any(sha256 is None for sha256, *_ in told):
+        unsteady = next(words for sha256, words, _ in told if sha256 is None)
         text = "the data set gives other items at each read, so no result can be repeated to the bit; " + ADVICE
         tell(not_promised(text, options))
         return DataDigest(None, unsteady)
-    if len(set(known)) > 1:
+    if len(set(told)) > 1:
         _refuse(found, seen, collectives)
     # Only rank 0 keeps the parts, which it writes: those of a million files would take 200 MB on each rank.
     sha256, digest_of, sampled = seen[0]
     digest = DataDigest(sha256, digest_of, sampled=sampled)
     if found is not None and collectives.world.is_first:
         digest = found
-    if not splits.digest:
+    if known is None and not splits.digest:
         seconds = time.monotonic() - started
         tell(f"data: digested {digest.digest_of} in {seconds:.1f} s, as the builder gives no digest")
     return digest
@@ -96,14 +100,20 @@ def _refuse(found: DataDigest | None, seen: list[Any], collectives: Collectives)
     )
 
 
-def write_parts(directory: Path, digest: DataDigest) -> None:
-    """Write data.json, if the digest has parts. Raises UserError (4)."""
-    if not digest.parts:
-        return
-    try:
-        replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n", durable=True)
-    except OSError as error:
-        raise refused(error, directory / FILE) from None
+def keep_digest(directory: Path, before: Mapping[str, Any], digest: DataDigest) -> dict[str, Any]:
+    """The fields of run.json that tell of the data; writes data.json where the digest has parts. Raises UserError (4).
+
+    `before`: run.json as it was, empty for a new run. Data that were the same then are told of as then, since a rank
+    need not have the parts of their digest; and what is random stays so.
+    """
+    if before and "data" in before and before["data_sha256"] in (None, digest.sha256):
+        return {name: before[name] for name in fields_of(digest)}
+    if digest.parts:
+        try:
+            replace_file(directory / FILE, json.dumps(dict(digest.parts), indent=0) + "\n", durable=True)
+        except OSError as error:
+            raise refused(error, directory / FILE) from None
+    return fields_of(digest)
 
 
 def recorded_digest(directory: Path, record: Mapping[str, Any]) -> DataDigest:

@@ -12,6 +12,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +96,12 @@ def describe_environment() -> dict[str, Any]:
     return facts
 
 
+@cache
 def describe_code() -> dict[str, Any]:
-    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own."""
+    """Version, git commit, and whether the tree was dirty (None: not known); in a container, the image's own.
+
+    As they were at the first call: the process goes on with the code that it has loaded.
+    """
     facts: dict[str, Any] = {"version": _version("samebits")}
     if "DDP_GIT_COMMIT" in os.environ:
         said = os.environ.get("DDP_GIT_DIRTY")
@@ -168,6 +173,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -28,7 +28,7 @@ from ddp_core.observe.chain import ChainFile
 from ddp_core.observe.lost_peers import is_peer_loss, peers_lost
 from ddp_core.observe.usage import Usage
 from ddp_core.record.continuing import continue_command, differing, in_words, kept_length
-from ddp_core.record.data import fields_of, recorded_digest, write_parts
+from ddp_core.record.data import fields_of, keep_digest, recorded_digest
 from ddp_core.record.directory import RECORD_FORMAT, RunDirectory
 from ddp_core.record.early import how_it_ended
 from ddp_core.record.environment import describe_environment
@@ -90,7 +90,7 @@ class RunRecord:
         self._errors_before = {
             (file.name, file.stat().st_mtime_ns) for file in self.directory.path.glob("error-rank-*.txt")
         }
-        request, loaded, data = self.request, self.request.loaded, self.origin.data
+        request, loaded = self.request, self.request.loaded
         before: Mapping[str, Any] = self.directory.read() if (self.directory.path / "run.json").exists() else {}
         changes = Changes.since(before, self.directory, request, self.origin, self.fingerprint, self.steps_per_epoch)
         self.notes = changes.notes
@@ -108,9 +108,7 @@ class RunRecord:
             parent = RunDirectory(Path(self.origin.fork.run)).read()
             self._note_fork(self.origin.fork, parent)
             changes.fingerprint = bool(fingerprint_differences(self.fingerprint, parent["fingerprint"]))
-        if before and before["data_sha256"] is None:
-            data = recorded_digest(self.directory.path, before)  # what is random stays so
-        write_parts(self.directory.path, data)
+        data = keep_digest(self.directory.path, before, self.origin.data)
         self.attempt = len(before.get("attempts", []))
         attempt = {
             "layout": request.layout.model_dump(),
@@ -144,7 +142,7 @@ class RunRecord:
                 "started_at": before.get("started_at", _utc(self.started)),
                 "finished_at": None,
                 "attempts": [*before.get("attempts", []), attempt],
-                **fields_of(data),
+                **data,
                 "weights_sha256": None,
                 "optimizer_sha256": None,
                 "ema_sha256": None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.process import keep_freed_memory, return_large_blocks
 from ddp_core.base.refusals import require_open_files
 from ddp_core.data.data_digest import DataDigest
+from ddp_core.data.splits import Splits
 from ddp_core.distributed.process_group import Collectives, local_device, process_group
 from ddp_core.distributed.world import World
 from ddp_core.experiment.fresh_model import require_same_model
@@ -21,7 +22,7 @@ from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
-from ddp_core.record.data import agreed_digest
+from ddp_core.record.data import agreed_digest, digest_data
 from ddp_core.record.environment import facts_of
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.own_metrics import OwnMetrics
@@ -42,20 +43,46 @@ class Beginning(NamedTuple):
     data: DataDigest
 
 
+@dataclass
+class Kept:
+    """What a worker has read for its first group, and need not read again for another one."""
+
+    splits: Splits | None = None
+    digest: DataDigest | None = None
+    source: Source | None = None
+
+    def prepare(self, request: Request) -> None:
+        """Read the data before there is a group, so that the others need not wait for it. Raises UserError.
+
+        The model is built once, since its builder may import what takes long, and is dropped.
+        """
+        with _kernels(request):
+            self.splits = build_parts(request.loaded, Path(request.options.data_dir)).splits
+            self.digest = digest_data(self.splits)
+
+
 @contextmanager
-def begun(request: Request, world: World) -> Iterator[Beginning]:
+def begun(request: Request, world: World, kept: Kept | None = None) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    Raises UserError on every rank where the ranks have another version of ddp_core, request, code or data.
+    `kept` is filled, and used where it is full. Raises UserError on every rank where the ranks have another version of
+    ddp_core, request, code or data.
     """
     require_open_files(world.world_size, request.options.workers)
-    choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
     with ExitStack() as stack:
-        if (rules := rules_of(request.options.numerics)) is not None:
-            stack.enter_context(portable_kernels(rules))
+        stack.enter_context(_kernels(request))
         collectives = stack.enter_context(_meet(request, world))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
-        yield Beginning(collectives, console, *_build_the_same(request, collectives, console))
+        yield Beginning(collectives, console, *_build_the_same(request, collectives, console, kept or Kept()))
+
+
+@contextmanager
+def _kernels(request: Request) -> Iterator[None]:
+    """A block with kernels and numerics as the request has them."""
+    choose_kernels(request.options.deterministic, tf32=request.loaded.experiment.precision == "tf32")
+    rules = rules_of(request.options.numerics)
+    with portable_kernels(rules) if rules is not None else nullcontext():
+        yield
 
 
 def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:
@@ -70,7 +97,7 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
 
 
 def _build_the_same(
-    request: Request, collectives: Collectives, console: Console
+    request: Request, collectives: Collectives, console: Console, kept: Kept
 ) -> tuple[BuiltExperiment, OwnMetrics | None, Source, DataDigest]:
     """All parts, the metrics as they are counted, the user's code and the digest of the data.
 
@@ -78,7 +105,7 @@ def _build_the_same(
     """
     check_promise(request)
     collectives.require_same(**facts_of(request))
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device)
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, kept.splits)
     require_same_model(collectives, parts.model)
     own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
     if own_metrics is not None and parts.splits.test is not None:
@@ -86,10 +113,12 @@ def _build_the_same(
         forward = partial(passes.outputs_and_loss, parts.model)
         try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
     # All modules of the user are imported by now.
-    source = collect(request.loaded)
+    source = kept.source or collect(request.loaded)
     require_same_source(collectives, source)
     for module in source.unreadable:
         console.warn(f"the source of module {module} is gone; without it `ddp verify` cannot repeat this run")
     # Files may take minutes to read, which a run that is only tried does not have.
     splits = parts.splits if request.only_steps is None else replace(parts.splits, files=())
-    return parts, own_metrics, source, agreed_digest(splits, collectives, console.say, request.options)
+    digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
+    kept.splits, kept.digest, kept.source = parts.splits, digest, source
+    return parts, own_metrics, source, digest

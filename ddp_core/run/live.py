@@ -25,6 +25,7 @@ from ddp_core.observe.callback import Callback
 from ddp_core.observe.lost_peers import is_peer_loss
 from ddp_core.observe.step import StepObserver
 from ddp_core.record.directory import RunDirectory
+from ddp_core.run.beginning import Kept
 from ddp_core.run.resuming import by_rank_0
 from ddp_core.trainers import Trainer
 from ddp_core.trainers.held import HeldState, Offer
@@ -38,11 +39,17 @@ class LiveRecovery:
 
     def __init__(self, world: World, timeout: float) -> None:
         self._seat = Seat(world, timeout)
+        self.kept = Kept()
         self._held: HeldState | None = None
         self._callbacks: Sequence[Callback] | None = None
         self._trained_with: tuple[str, ...] = ()
         """The members with which this process has trained last."""
         self._is_leaving, self._left_at = False, time.monotonic()
+
+    @property
+    def comes_late(self) -> bool:
+        """Whether there is a group already, which this process has yet to join."""
+        return self._seat.comes_late
 
     def place(self, stop: StopRequest) -> World | None:
         """This process's place in the next group; None where nobody takes it in any more. See `Seat.take`."""

@@ -114,6 +114,8 @@ def run(request: Request, world: World) -> None:
             _train(request, world, stop, listen)
             return
         live = LiveRecovery(world, request.options.timeout)
+        if live.comes_late:
+            live.kept.prepare(request)
         while (place := live.place(stop)) is not None:
             with live.surviving():
                 _train(request.for_ranks(place.nnodes, place.nproc_per_node), place, stop, listen, live)
@@ -132,9 +134,9 @@ def _train(
     `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
     workers have to meet anew.
     """
-    began = time.perf_counter()
+    began, kept = time.perf_counter(), None if live is None else live.kept
     with ExitStack() as stack:
-        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world))
+        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world, kept))
         samples = len(parts.splits.train)
         if live is not None:
             require_told_once(parts.callbacks, parts.observers)

@@ -226,3 +226,40 @@ def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, words: list[str], 
     assert ended.code == 2
     assert reason in ended.errors
     assert "use --recovery restart" in ended.errors
+
+
+@pytest.mark.slow
+def test_each_process_reads_the_data_once_and_a_new_one_before_it_joins(tmp_path: Path) -> None:
+    file, built = tmp_path / "dots.py", tmp_path / "built.txt"
+    builder = (
+        "\n\ndef dots(size: int = 96, held_out: int = 10) -> Splits:\n"
+        f"    with open({str(built)!r}, 'a') as lines:\n"
+        "        print(os.getpid(), file=lines)\n"
+        "    return dataclasses.replace(made(size, held_out), digest=None, files=(__file__,))\n"
+    )
+    text = (
+        Path(DOTS)
+        .read_text()
+        .replace("def dots(", "def made(")
+        .replace("import os\n", "import dataclasses\nimport os\n")
+    )
+    file.write_text(text + builder)
+    watch = Watch(tmp_path / "output")
+    words = train_words(
+        watch.output, "--recovery", "live", "--timeout", "20", "--guard", "off", ranks=3, experiment=file
+    )
+    with Launch(*words, pause=0.05) as launch:
+        watch.wait_for_step(10)
+        launch.workers()[0].kill()
+        wait_until(lambda: len(watch.records("resume")) > 1, HANG, "a new worker joins")
+        workers = {str(process.pid) for process in launch.workers().values()}
+        ended = launch.wait()
+    assert ended.code == 0, ended.errors
+    assert len(workers) == 3
+    assert {pid: count for pid, count in Counter(built.read_text().split()).items() if pid in workers} == dict.fromkeys(
+        workers, 1
+    )
+    _, record = trained(watch.output)
+    assert record["data"]["parts"] == 1, "also where the newest rank 0 has not read the files"
+    (digested,) = [line for line in ended.output.splitlines() if "data: digested" in line]
+    assert "1 file" in digested

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from ddp_core.record.environment import describe_code, package_differences, pins
 
 COMMIT = "0123456789abcdef"
 HERE = {"python": platform.python_version(), "packages": {"torch": version("torch"), "numpy": version("numpy")}}
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """What the code was is asked once for a process; here for each test, and by others after it."""
+    describe_code.cache_clear()
+    yield
+    describe_code.cache_clear()
 
 
 @pytest.fixture
