@@ -22,8 +22,17 @@ LOADER_GOAL = 4.0
 # Shards must not cost more than plain DDP's sum.
 PARTS_GOAL = 1.0
 CHAIN_GOAL = 0.01
-# Seconds without a new step.
-LIVE_GOAL = 0.3
+LIVE_GOALS = {
+    "worker killed, live": 0.3,
+    "rank 0 killed, live": 0.3,
+    "worker joins, live": 0.3,
+    "node killed, live": 0.6,
+    "node of rank 0 killed, live": 0.8,
+    "node joins, live": 0.3,
+    "node leaves with notice, live": 0.2,
+    "node stopped, live": 5.6,  # --timeout is 5 s
+}
+"""Seconds without a new step, by the fault."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +166,10 @@ def _chain() -> Iterator[Goal]:
 
 
 def _recovery() -> Iterator[Goal]:
-    for fault in ("worker killed, live", "rank 0 killed, live", "worker joins, live"):
+    for fault, goal in LIVE_GOALS.items():
         found = results_of("recovery")["faults"].get(fault)
         what = f"{fault}: seconds without a new step"
-        yield Goal("recovery", what, LIVE_GOAL, None if found is None else found["median"])
+        yield Goal("recovery", what, goal, None if found is None else found["median"])
 
 
 def _live_cost() -> Iterator[Goal]:

@@ -283,6 +283,11 @@ _FAULTS = {
     "worker stopped": "worker stopped, `--timeout 5`",
     "node killed": "node killed, one of three",
     "node of rank 0 killed": "node of rank 0 killed",
+    "node killed, live": "node killed, one of three, `--recovery live`",
+    "node of rank 0 killed, live": "node of rank 0 killed, `--recovery live`",
+    "node joins, live": "a new node joins, `--recovery live`: pause of the others",
+    "node leaves with notice, live": "a node is asked to leave, `--recovery live`: pause of the others",
+    "node stopped, live": "node stopped, `--timeout 5`, `--recovery live`",
     "node of rank 0 stopped": "node of rank 0 stopped, `--timeout 5`",
     "rendezvous killed, started again when noticed": "rendezvous killed, and started again once that was noticed",
 }
