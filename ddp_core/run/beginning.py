@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -50,15 +51,19 @@ class Kept:
     splits: Splits | None = None
     digest: DataDigest | None = None
     source: Source | None = None
+    seconds: float = 0.0
+    """How long a process takes to build everything that has nothing yet."""
 
     def prepare(self, request: Request) -> None:
         """Read the data before there is a group, so that the others need not wait for it. Raises UserError.
 
         The model is built once, since its builder may import what takes long, and is dropped.
         """
+        began = time.perf_counter()
         with _kernels(request):
             self.splits = build_parts(request.loaded, Path(request.options.data_dir)).splits
             self.digest = digest_data(self.splits)
+        self.seconds = time.perf_counter() - began
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from ddp_core.observe.unknown_operations import UnknownOperations
 from ddp_core.record.directory import RunDirectory
 from ddp_core.record.initial_weights import put_weights
 from ddp_core.record.run_record import Origin, RunRecord
-from ddp_core.run.beginning import begun
+from ddp_core.run.beginning import Kept, begun
 from ddp_core.run.chaining import plan_chain
 from ddp_core.run.evaluating import evaluate_run
 from ddp_core.run.live import LiveRecovery, require_told_once
@@ -134,7 +134,7 @@ def _train(
     `listen` is called where requests to `stop` begin to be heeded. Raises what `run` does, and Regroup where the
     workers have to meet anew.
     """
-    began, kept = time.perf_counter(), None if live is None else live.kept
+    began, kept = time.perf_counter(), Kept() if live is None else live.kept
     with ExitStack() as stack:
         collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world, kept))
         samples = len(parts.splits.train)
@@ -158,6 +158,7 @@ def _train(
                 put_weights(parts.model, origin.weights)  # a chain that begins tells of them
             first_step = start.step if start is not None else held.at.step if held is not None else 0
             heartbeat = Heartbeat(directory.path, world, record.usage)
+            kept.seconds = max(kept.seconds, time.perf_counter() - began)
             with ExitStack() as training:
                 job = Job(
                     experiment=request.loaded.experiment,
@@ -183,7 +184,7 @@ def _train(
                     # Data that are known to be random are not read again.
                     on_random_data=None if record.is_random else record.take_random_data,
                     rehearser=training.enter_context(
-                        closing(FreshProcess(request, directory, collectives.device, time.perf_counter() - began))
+                        closing(FreshProcess(request, directory, collectives.device, kept.seconds))
                     ),
                     checkpointer=training.enter_context(_checkpointer(record, collectives, console, chain)),
                     chain=chain,
