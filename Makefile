@@ -31,8 +31,9 @@ TORCH ?=
 
 BIN := .venv/bin
 
-# Tests without the marker gpu are of the CPU, whose results they compare with: they must not find a GPU.
-NO_GPU := CUDA_VISIBLE_DEVICES=
+# Tests without the marker gpu are of the CPU, whose results they compare with: they must not find a GPU. They start
+# hundreds of processes, each of which would compile what it imports where Python is told to keep no compiled file.
+NO_GPU := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=
 
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
