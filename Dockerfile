@@ -47,9 +47,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python3 -m venv --without-pip /opt/venv
 
 
-# What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to. What changes
-# rarely and weighs much comes first.
-FROM python AS runtime
+# The environment without the project: what changes rarely and weighs much.
+FROM python AS packages
 COPY --from=pip /opt/venv /opt/venv
 ARG TORCH
 # Where the CPU build is: the package index has the CUDA build alone.
@@ -82,6 +81,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=requirements,source=/runtime.txt,target=/runtime.txt \
     /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /runtime.txt hatchling \
     && find /opt/venv/lib -type d -name tests -prune -exec rm -rf {} +
+
+
+# What runs: interpreter, environment, project. No compiler, no pip, and nothing that its user may write to.
+FROM packages AS runtime
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ddp
 COPY --chmod=0755 tools/run-as-owner.sh /usr/local/bin/run-as-owner
 COPY --chmod=0755 tools/what-to-do.sh /usr/local/bin/what-to-do
@@ -115,6 +118,7 @@ RUN name="No NVIDIA GPU here. The same on the CPU: docker compose -f compose.yam
     && mkdir -p /opt/nvidia-gpu/linux /opt/nvidia-gpu/wsl \
     && ln -s /proc/driver/nvidia/gpus/../../../../bin/true "/opt/nvidia-gpu/linux/$name" \
     && ln -s /sys/devices/virtual/misc/dxg/../../../../../bin/true "/opt/nvidia-gpu/wsl/$name"
+ARG TORCH
 # Last, because they change with every commit and must not cost a layer.
 # `make` hands them in. A bare `docker compose build` cannot, and the image then says that its commit is unknown: .git
 # stays out of the build, because in a worktree or an unpacked archive it names no commit, and it never says whether
@@ -154,14 +158,19 @@ ENV TRITON_CACHE_DIR=/tmp/triton
 USER ddp
 
 
-# The runtime image plus test tools and the files that tests read.
-FROM runtime AS test
-USER root
-COPY --from=requirements /test.txt /
+# What tests need beside the environment, in a folder of its own: the same for every commit, so it is installed once.
+FROM packages AS test-tools
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=pip,source=/opt/pip,target=/opt/pip \
     --mount=type=bind,source=constraints.txt,target=/constraints.txt \
-    /opt/pip/bin/pip --python /opt/venv/bin/python install -c /constraints.txt -r /test.txt
+    --mount=type=bind,from=requirements,source=/test.txt,target=/test.txt \
+    /opt/pip/bin/pip --python /opt/venv/bin/python install --prefix /opt/test-tools -c /constraints.txt -r /test.txt
+
+
+# The runtime image plus test tools and the files that tests read.
+FROM runtime AS test
+USER root
+COPY --from=test-tools /opt/test-tools /opt/venv
 COPY . .
 ENV HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 USER ddp

@@ -31,8 +31,9 @@ TORCH ?=
 
 BIN := .venv/bin
 
-# Tests without the marker gpu are of the CPU, whose results they compare with: they must not find a GPU.
-NO_GPU := CUDA_VISIBLE_DEVICES=
+# Tests without the marker gpu are of the CPU, whose results they compare with: they must not find a GPU. They start
+# hundreds of processes, each of which would compile what it imports where Python is told to keep no compiled file.
+NO_GPU := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=
 
 # What the image says about the code in it: build arguments of compose.yaml.
 export GIT_COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
@@ -159,10 +160,10 @@ test-all: setup ## Every test that this machine can run; says what it skips and 
 lint: setup ## ruff and mypy; mypy and pyright over every example of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python -c 'import basedpyright' 2>/dev/null || \
 	  $(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[pyright]'
-	$(BIN)/python -m tools.typed_examples
+# Each of the two computes on one core.
+	$(BIN)/mypy & mypy=$$!; $(BIN)/python -m tools.typed_examples; examples=$$?; wait $$mypy && exit $$examples
 
 compare: setup ## One table of all runs in outputs/
 	@$(BIN)/ddp compare

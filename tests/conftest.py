@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from ddp_core.numerics.limits import LIMITS
+from ddp_core.record.environment import describe_code
 
 # With more threads than cores, ranks would wait for each other. Results are compared on one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Some experiments ask for portable numerics, which need these variables before torch is loaded. The fork server has
 # loaded it before `ddp` runs, so they are set here, too.
 os.environ.update(LIMITS)
+
+# Each run asks git which commit it trains, unless an image has said so: here it is asked once for all.
+if "DDP_GIT_COMMIT" not in os.environ and (commit := describe_code()["commit"]) is not None:
+    os.environ.update(DDP_GIT_COMMIT=commit, DDP_GIT_DIRTY=str(describe_code()["dirty"]).lower())
 
 # All descendants inherit this variable, even those that have left the process tree: it finds what outlives the tests.
 _MARK, _SESSION = "DDP_TEST_SESSION", secrets.token_hex(8)

@@ -76,8 +76,17 @@ def test_a_resumed_run_trains_what_the_killed_one_did(tmp_path: Path) -> None:
     assert digests(record) == expected
 
 
-@pytest.mark.parametrize("name", ["counter", "rare"])
-@pytest.mark.parametrize("layout", [(), DP, DDP], ids=["single", "dp", "ddp"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param("counter", (), id="counter-single"),
+        pytest.param("counter", DP, id="counter-dp"),
+        pytest.param("counter", DDP, id="counter-ddp", marks=pytest.mark.slow),
+        pytest.param("rare", (), id="rare-single", marks=pytest.mark.slow),
+        pytest.param("rare", DP, id="rare-dp", marks=pytest.mark.slow),
+        pytest.param("rare", DDP, id="rare-ddp"),
+    ],
+)
 def test_a_buffer_that_forward_changes_is_refused_in_its_step(
     tmp_path: Path, name: str, layout: tuple[str, ...]
 ) -> None:
@@ -86,7 +95,7 @@ def test_a_buffer_that_forward_changes_is_refused_in_its_step(
     assert f"step {step}, rank" in said
 
 
-@pytest.mark.parametrize("layout", [(), DP, DDP], ids=["single", "dp", "ddp"])
+@pytest.mark.parametrize("layout", [(), pytest.param(DP, marks=pytest.mark.slow), DDP], ids=["single", "dp", "ddp"])
 def test_a_forward_that_unfreezes_is_refused(tmp_path: Path, layout: tuple[str, ...]) -> None:
     said = refusal(tmp_path, *kind("unfreezes"), *layout)
     assert "step 1, rank" in said
@@ -100,7 +109,9 @@ def test_a_change_that_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     assert "first.weight is trained now, but no group of the optimizer has it" in said
 
 
-@pytest.mark.parametrize("shard", SHARD_MODES)
+@pytest.mark.parametrize(
+    "shard", [mode if mode == "parameters" else pytest.param(mode, marks=pytest.mark.slow) for mode in SHARD_MODES]
+)
 def test_shards_refuse_a_change(tmp_path: Path, shard: str) -> None:
     said = refusal(tmp_path, *kind("usual"), *DDP, "--shard", shard)
     assert "step 3, rank " in said
@@ -119,9 +130,24 @@ def test_a_forward_that_writes_the_same_everywhere_is_accepted(tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    "layout", [(), DP, DDP, pytest.param(DDP_3, marks=pytest.mark.slow)], ids=["single", "dp", "ddp", "ddp x 3"]
+    ("name", "layout"),
+    [
+        pytest.param("rows unseen", (), id="rows unseen-single"),
+        pytest.param("rows unseen", DP, id="rows unseen-dp"),
+        pytest.param("rows unseen", DDP, id="rows unseen-ddp"),
+        pytest.param("max_norm", DDP, id="max_norm-ddp"),
+        pytest.param("max_norm of bags", (), id="max_norm of bags-single"),
+        # What looks at max_norm is the same on all layouts.
+        pytest.param("max_norm", (), id="max_norm-single", marks=pytest.mark.slow),
+        pytest.param("max_norm", DP, id="max_norm-dp", marks=pytest.mark.slow),
+        pytest.param("max_norm of bags", DP, id="max_norm of bags-dp", marks=pytest.mark.slow),
+        pytest.param("max_norm of bags", DDP, id="max_norm of bags-ddp", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, DDP_3, id=f"{name}-ddp x 3", marks=pytest.mark.slow)
+            for name in ("max_norm", "max_norm of bags", "rows unseen")
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", ["max_norm", "max_norm of bags", "rows unseen"])
 def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
     tmp_path: Path, name: str, layout: tuple[str, ...]
 ) -> None:
@@ -135,7 +161,10 @@ def test_a_forward_that_writes_to_the_rows_of_its_samples_is_refused(
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *itertools.product(["decay", "decay unseen"], [(), DDP]),
+        ("decay", ()),
+        ("decay", DDP),
+        ("decay unseen", ()),
+        pytest.param("decay unseen", DDP, marks=pytest.mark.slow),
         pytest.param("decay", (*DDP, "--shard", "optimizer"), marks=pytest.mark.slow),
     ],
     ids=["decay-single", "decay-ddp", "decay unseen-single", "decay unseen-ddp", "decay-shards"],
@@ -188,7 +217,7 @@ def test_a_write_is_the_same_where_the_last_step_has_no_micro_batch_for_a_rank(t
 @pytest.mark.parametrize(
     ("name", "settings", "when"),
     [
-        ("clamp", (), "step 1, rank"),
+        pytest.param("clamp", (), "step 1, rank", marks=pytest.mark.slow),
         ("max_norm", (), "step 1, rank"),
         ("clamp in evaluation", (), "step 1, rank"),
         ("clamp in evaluation", ("--set", "loss=cross_entropy", "--set", "data.held_out=5"), "evaluation after step 4"),

@@ -44,13 +44,20 @@ def test_optimizer_state_that_no_update_has_used_yet_is_compared(tmp_path: Path)
     assert "after step 3 the optimizer's momentum_buffer of 0.weight is not the same" in ended.errors
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+each_shard = pytest.mark.parametrize(
+    # The fast ones: nothing is cut, and all is.
+    "shard",
+    ["none", "parameters", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("optimizer", "gradients"))],
+)
+
+
+@each_shard
 def test_what_is_cut_among_ranks_is_not_compared(tmp_path: Path, shard: str) -> None:
     words = ["train", FILE, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", 2, "--output", tmp_path]
     assert ddp(*words, "--shard", shard, "--checkpoint-every", 2).code == ExitCode.DONE
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@each_shard
 def test_a_callback_of_one_rank_that_changes_weights_is_found_in_the_next_step(tmp_path: Path, shard: str) -> None:
     """After that step no comparison shows it: the owners' updates have spread the change, or undone it."""
     words = ["train", FILE, "--layout", "ddp", "--device", "cpu", "--nproc-per-node", 2, "--output", tmp_path]

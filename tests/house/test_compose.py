@@ -165,7 +165,7 @@ def test_nodes_get_gpus_as_the_gpu_services_do() -> None:
 
 
 def test_dockerfile_copies_dependencies_before_source_and_ends_unprivileged() -> None:
-    runtime = DOCKERFILE[DOCKERFILE.index(" AS runtime") : DOCKERFILE.index(" AS compiler")]
+    runtime = DOCKERFILE[DOCKERFILE.index(" AS packages") : DOCKERFILE.index(" AS compiler")]
     assert runtime.index(" torch torchvision") < runtime.index("-r /runtime.txt") < runtime.index("COPY ddp_core")
     assert re.findall(r"^USER (\S+)", DOCKERFILE, re.MULTILINE)[-1] == "ddp"
     assert re.findall(r"^USER (\S+)", runtime, re.MULTILINE) == ["ddp"]

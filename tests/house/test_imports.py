@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -72,7 +73,8 @@ CORE, LAB = sources("ddp_core"), sources("ddp_lab")
 EVERYTHING = CORE | LAB | sources("experiments", "benchmarks")
 
 
-def imports(file: Path, only_at_import: bool = False) -> set[str]:
+@cache
+def imports(file: Path, only_at_import: bool = False) -> frozenset[str]:
     """The full names of all modules that the file imports, but for those that only type checkers import."""
     found: set[str] = set()
     for node in _statements(ast.parse(file.read_text()), only_at_import):
@@ -85,7 +87,7 @@ def imports(file: Path, only_at_import: bool = False) -> set[str]:
                 above = package[: len(package) - node.level + (file.name == "__init__.py")]
                 base = ".".join([*above, *([base] if base else [])])
             found |= {full if (full := f"{base}.{alias.name}") in EVERYTHING else base for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def _statements(node: ast.AST, only_at_import: bool) -> Iterator[ast.AST]:

@@ -24,17 +24,20 @@ HANG = 240
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes as forks of a server that has torch and this project loaded."""
-# The first optimizer of a process imports torch._dynamo, which takes as long as importing torch itself.
+# The first optimizer of a process imports torch._dynamo, which takes as long as importing torch itself. What is not
+# loaded here is loaded by each fork anew.
 CONTEXT.set_forkserver_preload(
     [
-        *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "numpy", "pydantic", "safetensors.torch"),
-        *("ddp_core.cli", "ddp_core.launch.launch", "ddp_core.trainers.data_parallel"),
-        *(
-            "ddp_core.trainers.distributed",
-            "ddp_core.trainers.single",
-            "ddp_core.data.builders",
-            "ddp_core.model.builders",
-        ),
+        *("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.serialization"),
+        *("torch._dynamo.backends.common", "torch._dynamo.backends.cudagraphs", "torch.export._trace"),
+        *("torch.distributed.tensor.experimental._func_map", "torch.profiler._cupti_monitor", "sympy.tensor.tensor"),
+        *("numpy", "numpy.ma", "pydantic", "safetensors.torch", "psutil", "pytest", "encodings.idna"),
+        *("ddp_core.cli.entry", "ddp_core.cli.train", "ddp_core.cli.prepare", "ddp_core.cli.verify"),
+        *("ddp_core.cli.evaluate", "ddp_core.cli.bundle", "ddp_core.cli.audit.audit"),
+        *("ddp_core.launch.launch", "ddp_core.run.run", "ddp_core.data.builders", "ddp_core.model.builders"),
+        *("ddp_core.trainers.data_parallel", "ddp_core.trainers.distributed", "ddp_core.trainers.single"),
+        *("ddp_core.trainers.sharded", "ddp_core.sharding.rows"),
+        *("tests.support.commands", "tests.support.quick"),
     ]
 )
 

@@ -16,6 +16,7 @@ from ddp_core import Run, train
 from ddp_core.base.digests import weights_digest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli import training
+from tests.support import commands
 from tests.support.commands import ROOT
 from tests.support.processes import HANG
 
@@ -35,6 +36,21 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> No
     monkeypatch.setattr(sys, "executable", str(script))
 
 
+def test_it_trains_with_the_bits_of_the_command_and_returns_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    ddp = train("toy_mlp", layout="ddp", nproc_per_node=2, output=tmp_path, **SHORT)
+    assert f"run directory {ddp.path}\n" in capsys.readouterr().out
+    assert (ddp.status, ddp.record["layout"]["label"]) == ("completed", "ddp-1x2-cpu")
+    assert ddp.record["experiment"]["optimizer"]["lr"] == 0.05
+    alone = commands.train(tmp_path / "alone", "toy_mlp", "--set", "max_steps=2", "--set", "optimizer.lr=0.05")
+    assert ddp.digest == alone["weights_sha256"] == weights_digest(ddp.load_model().state_dict())
+    assert ddp.figures["steps"] == 2
+    assert {record["kind"] for record in ddp.metrics} >= {"step", "digest"}
+
+
+@pytest.mark.slow
 def test_two_layouts_end_with_one_digest_and_the_trained_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,7 @@ their part, also one that has died since.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -30,8 +29,7 @@ Launcher = Literal["lives", "ended", "unplugged"]
 """The others see that a launcher has ended, but not that its node was unplugged."""
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """What one process does, and how far it is; of a dead one, how far it was."""
 
     doing: Doing = "waits"
@@ -40,8 +38,7 @@ class Process:
     has_sent: bool = False
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """The state of everything at one moment."""
 
     processes: tuple[tuple[str, Process], ...]
@@ -71,18 +68,37 @@ class World:
     told: tuple[int, ...] = ()
     """The steps in the metrics, without what was rolled back."""
     saved: int | None = None
-    groups: tuple[Membership, ...] = field(default=())
+    groups: tuple[Membership, ...] = ()
+    """Those that somebody may still look at."""
 
     def of(self, name: str) -> Process:
-        return dict(self.processes)[name]
+        return next(process for known, process in self.processes if known == name)
 
-    def put(self, name: str, **changes: object) -> World:
-        processes = dict(self.processes)
-        processes[name] = replace(processes[name], **changes)  # type: ignore[arg-type]
-        return replace(self, processes=tuple(processes.items()))
+    def put(self, name: str, **changes: Any) -> World:
+        after = [
+            (known, process._replace(**changes) if known == name else process) for known, process in self.processes
+        ]
+        return self._replace(processes=tuple(after))
 
     def group(self, number: int) -> Membership:
-        return self.groups[number]
+        return next(each for each in self.groups if each.number == number)
+
+    def without_the_past(self) -> World:
+        """The same without what nobody can look at any more: the groups that all have left, and what they knew there.
+
+        A process reads only of the group that it is in, or of the newest one, which it may be about to enter. States
+        that differ in nothing else have the same future, and are looked at once.
+        """
+        present = {process.number for _, process in self.processes if process.doing in ("waits", "meets", "trains")}
+        present.add(self.now.number)
+        if all(each.number in present for each in self.groups):
+            return self
+        return self._replace(
+            groups=tuple(each for each in self.groups if each.number in present),
+            here=frozenset(each for each in self.here if each[0] in present),
+            left=frozenset(each for each in self.left if each[0] in present),
+            room=frozenset(each for each in self.room if each[0] in present),
+        )
 
 
 def beginning(losses: int, last: int, arrives: bool, leaves: int, mistakes: int) -> World:
@@ -100,7 +116,7 @@ def moves(world: World) -> Iterator[World]:
             yield from decisions(world, node)
     for name, process in world.processes:
         if process.doing == "absent":
-            yield replace(world.put(name, doing="waits"), asked=world.asked | {name})
+            yield world.put(name, doing="waits")._replace(asked=world.asked | {name})
         elif process.doing in ("waits", "meets"):
             yield from meetings(world, name, process)
         elif process.doing == "trains":
@@ -110,7 +126,7 @@ def moves(world: World) -> Iterator[World]:
 def losses_from(world: World) -> Iterator[World]:
     if not world.losses:
         return
-    fewer = replace(world, losses=world.losses - 1)
+    fewer = world._replace(losses=world.losses - 1)
     for name, process in world.processes:
         if process.doing in ("waits", "meets", "trains"):
             yield fewer.put(name, doing="dead")
@@ -122,7 +138,7 @@ def losses_from(world: World) -> Iterator[World]:
                 after = after.put(name, doing="dead") if name in dict(world.processes) else after
             for end in ("ended", "unplugged"):
                 launchers = tuple(end if n == node else each for n, each in enumerate(world.launchers))
-                yield replace(after, launchers=launchers)
+                yield after._replace(launchers=launchers)
 
 
 def requests_from(world: World) -> Iterator[World]:
@@ -130,7 +146,7 @@ def requests_from(world: World) -> Iterator[World]:
     if world.requests:
         for node, launcher in enumerate(world.launchers):
             if launcher == "lives" and node not in world.leaving:
-                yield replace(world, requests=world.requests - 1, leaving=world.leaving | {node})
+                yield world._replace(requests=world.requests - 1, leaving=world.leaving | {node})
 
 
 def decisions(world: World, node: int) -> Iterator[World]:
@@ -146,23 +162,23 @@ def decisions(world: World, node: int) -> Iterator[World]:
     gone = [other for other, launcher in enumerate(world.launchers) if launcher == "ended"]
     found = own | membership.ended_with({*world.now.members, *world.asked}, gone)
     if not found <= world.ended:
-        yield replace(world, ended=world.ended | found)
+        yield world._replace(ended=world.ended | found)
         return
     for other, launcher in enumerate(world.launchers):
         if other != node and (launcher == "unplugged" or world.mistakes):
             lost = membership.lost_in_silence(world.now, {other}, world.ended, left)
             if lost:
                 mistakes = world.mistakes - (launcher == "lives")
-                yield replace(world, ended=world.ended | lost, mistakes=mistakes)
+                yield world._replace(ended=world.ended | lost, mistakes=mistakes)
     following = membership.next_membership(world.now, world.ended, left, world.asked, world.leaving)
     if following is not None:
         made = (world.now, following)
-        yield replace(world, decided=tuple(made if n == node else each for n, each in enumerate(world.decided)))
+        yield world._replace(decided=tuple(made if n == node else each for n, each in enumerate(world.decided)))
 
 
 def written(world: World, node: int, before: Membership, new: Membership) -> World:
     """The compare-and-set of a launcher."""
-    world = replace(world, decided=tuple(None if n == node else each for n, each in enumerate(world.decided)))
+    world = world._replace(decided=tuple(None if n == node else each for n, each in enumerate(world.decided)))
     if world.now != before:
         return world
     held = {name: step for number, name, step in world.left if number == before.number}
@@ -170,14 +186,15 @@ def written(world: World, node: int, before: Membership, new: Membership) -> Wor
     if gone:
         kept = max(held.get(name, -1) for name in before.members if name in new.members)
         assert max(held[name] for name in gone) <= kept, "a node has left with the only copy of the newest state"
-    return replace(world, now=new, groups=(*world.groups, new))
+    assert new.number == before.number + 1, "two memberships have the same number"
+    return world._replace(now=new, groups=(*world.groups, new))
 
 
 def meetings(world: World, name: str, process: Process) -> Iterator[World]:
     if membership.must_leave(process.number, world.now):
         if name in world.now.members:
             here = world.here | {(world.now.number, name, process.held)}
-            yield replace(world.put(name, doing="meets", number=world.now.number), here=here)
+            yield world.put(name, doing="meets", number=world.now.number)._replace(here=here)
         elif process.number >= 0:
             yield world.put(name, doing="out")
         return
@@ -202,7 +219,7 @@ def entering(world: World, name: str, offered: list[Held | None]) -> World:
     world = world.put(name, doing="trains", held=newest, has_sent=False)
     if name == world.group(mine.number).members[0]:
         told = tuple(step for step in world.told if step <= newest.step)
-        world = replace(world, fence=mine.number, told=told)
+        world = world._replace(fence=mine.number, told=told)
     return world
 
 
@@ -216,13 +233,13 @@ def training(world: World, name: str, process: Process) -> Iterator[World]:
             yield world.put(name, doing="done")
     elif not process.has_sent:
         sent = world.put(name, has_sent=True)
-        yield replace(sent, room=sent.room | {(process.number, held.step)}) if makes_room(world) else sent
+        yield sent._replace(room=sent.room | {(process.number, held.step)}) if makes_room(world) else sent
     elif all(has_sent(world, member, process) for member in members):
         done = world.put(name, held=Held(held.step + 1, False), has_sent=False)
         yield leaving(done, name, done.of(name)) if (process.number, held.step) in world.room else done
     elif world.mistakes:
         # Another rank is silent for too long, though it lives.
-        yield leaving(replace(world, mistakes=world.mistakes - 1), name, process)
+        yield leaving(world._replace(mistakes=world.mistakes - 1), name, process)
     if any(is_gone(world, member, process.number) for member in members if member != name):
         yield leaving(world, name, process)
 
@@ -232,9 +249,9 @@ def settled(world: World, name: str, held: Held) -> World:
     if world.fence != world.of(name).number:
         return world.put(name, doing="out")
     if held.step not in world.told:
-        world = replace(world, told=(*world.told, held.step))
+        world = world._replace(told=(*world.told, held.step))
     if held.step == SAVED:
-        world = replace(world, saved=held.step)
+        world = world._replace(saved=held.step)
     return world.put(name, held=Held(held.step, True))
 
 
@@ -246,7 +263,7 @@ def makes_room(world: World) -> bool:
 
 def leaving(world: World, name: str, process: Process) -> World:
     held = -1 if process.held is None else process.held.step
-    return replace(world.put(name, doing="waits", has_sent=False), left=world.left | {(process.number, name, held)})
+    return world.put(name, doing="waits", has_sent=False)._replace(left=world.left | {(process.number, name, held)})
 
 
 def is_dead(world: World, name: str) -> bool:
@@ -269,8 +286,6 @@ def has_sent(world: World, name: str, process: Process) -> bool:
 def check(world: World) -> None:
     """What holds in every state."""
     assert world.told == tuple(range(1, len(world.told) + 1)), "a step was told twice, or left out"
-    numbers = [each.number for each in world.groups]
-    assert numbers == list(range(len(numbers))), "two memberships have the same number"
 
 
 def check_end(world: World, mistakes: int) -> None:
@@ -300,9 +315,10 @@ def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mist
         if not following:
             check_end(world, mistakes)
         for after in (*following, *losses_from(world), *requests_from(world)):
-            if after not in seen:
-                seen.add(after)
-                waiting.append(after)
+            known, brief = len(seen), after.without_the_past()
+            seen.add(brief)
+            if len(seen) > known:
+                waiting.append(brief)
     return len(seen)
 
 

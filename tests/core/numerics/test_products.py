@@ -115,17 +115,28 @@ def test_oneDNN_computes_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("shape", "by_onednn"), [((8, 4096, 1024), True), ((8, 4096, 1023), False), ((7, 4096, 4096), False)], ids=str
+    ("shape", "by_onednn", "bound"),
+    [
+        ((8, 128, 128), True, 2**17),
+        ((8, 128, 127), False, 2**17),
+        ((7, 256, 256), False, 2**17),
+        # The bound that is true, whose matrices take seconds to be laid out anew.
+        pytest.param((8, 4096, 1024), True, BY_ONEDNN_FROM, marks=pytest.mark.slow),
+        pytest.param((8, 4096, 1023), False, BY_ONEDNN_FROM, marks=pytest.mark.slow),
+        pytest.param((7, 4096, 4096), False, BY_ONEDNN_FROM, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_layout_never_changes_which_way_a_product_goes(
-    shape: tuple[int, int, int], by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], by_onednn: bool, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     went: list[bool] = []
+    monkeypatch.setattr(chains, "BY_ONEDNN_FROM", bound)
     monkeypatch.setattr(chains, "onednn_computes_chains", lambda: True)
     monkeypatch.setattr(chains, "_by_onednn", lambda left, right: went.append(True) or torch.zeros(rows, columns))
     monkeypatch.setattr(chains, "_by_code", lambda *_: went.append(False))
     rows, terms, columns = shape
-    assert (rows * terms * columns >= BY_ONEDNN_FROM and rows >= 8) == by_onednn
+    assert (rows * terms * columns >= bound and rows >= 8) == by_onednn
     left, right, bias = drawn(rows, terms), drawn(terms, columns, key=1), drawn(columns, key=2)
     calls: list[Callable[[Tensor, Tensor], object]] = [
         torch.mm,

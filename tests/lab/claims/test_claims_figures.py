@@ -89,8 +89,12 @@ def test_c17s_one_process_trains_what_the_synchronous_server_does() -> None:
     assert served["staleness"] == 0
 
 
-def test_c18s_other_rank_is_left_to_its_fate() -> None:
+@pytest.mark.slow
+def test_c18s_ranks_end_well_where_none_is_killed() -> None:
     assert train_and_kill(6, 9, HANG) == {"exit_code": 0, "last_step": 6, "killed": False}
+
+
+def test_c18s_other_rank_is_left_to_its_fate() -> None:
     found = train_and_kill(12, 3, HANG)
     assert found["killed"]
     assert found["last_step"] == 3

@@ -34,7 +34,9 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_a_bug_is_told_with_its_evidence_its_line_and_its_mend(tmp_path: Path) -> None:
-    script = write(tmp_path, (FIXTURES / "around_ddp.py").read_text())
+    # As datasets, evaluate and accelerate do when they are imported, it asks for torch before it loads it.
+    asks = "import importlib.util\nimportlib.util.find_spec('torch')\n"
+    script = write(tmp_path, asks + (FIXTURES / "around_ddp.py").read_text())
     ended = diagnose(tmp_path, "--ranks", "2", "--json", "a/found.json", "--html", "page.html", "--", script)
     assert (ended.code, ended.errors) == (1, "")
     line = 1 + (tmp_path / script).read_text().splitlines().index("    optimizer.step()")
@@ -123,6 +125,7 @@ def test_a_script_reads_beside_its_folder_what_a_copy_of_the_one_around_it_holds
     assert (ended.code, f"name one around {inner}\n" in ended.errors) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_whether_there_is_a_torch_before_it_loads_it_is_seen(tmp_path: Path) -> None:
     # As datasets, evaluate and accelerate do when they are imported.
     script = write(tmp_path, f"import importlib.util\nimportlib.util.find_spec('torch')\n{TRAINS}{STEP}")
@@ -130,6 +133,7 @@ def test_a_script_that_asks_whether_there_is_a_torch_before_it_loads_it_is_seen(
     assert (ended.code, ended.errors) == (0, ""), ended.output
 
 
+@pytest.mark.slow
 def test_ranks_that_a_script_starts_itself_are_seen(tmp_path: Path) -> None:
     (tmp_path / "inner.py").write_text((FIXTURES / "around_ddp.py").read_text())
     script = write(
