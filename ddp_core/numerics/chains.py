@@ -16,23 +16,26 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.torch_internals import product_by_onednn
-from ddp_core.numerics.chain_code import ARGUMENTS, LONGEST, NARROWEST, chain_code
+from ddp_core.numerics.chain_arguments import FLOAT, LONGEST, SIZES
+from ddp_core.numerics.chain_code import chain_code
 
 BY_ONEDNN_FROM = 2**25
 """Multiply-adds of one product from which oneDNN is faster, if it has `NARROWEST` rows and columns."""
+
+NARROWEST = 8
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
@@ -40,8 +43,10 @@ _ALONE_UP_TO = 2**22
 _TILES = 48
 """A part's rows are a multiple of this, which fills tiles of `chain_code` and of oneDNN."""
 
-_FLOAT = 4
-_PACKED = struct.Struct(f"{len(ARGUMENTS)}q").pack
+_KIND = torch.float32
+_PACKED = struct.Struct(f"{len(SIZES)}q").pack
+_PLANS = 4096
+"""Pairs of shapes and strides that are kept in mind."""
 
 
 def chained(left: Tensor, right: Tensor) -> Tensor:
@@ -49,7 +54,88 @@ def chained(left: Tensor, right: Tensor) -> Tensor:
 
     `left` is [..., rows, terms] and `right` [..., terms, columns], with the same batches.
     """
-    return chained_into(left.new_empty(*left.shape[:-1], right.shape[-1]), left, right)
+    product = at_once(left.dim(), left, right)
+    if product is None:
+        product = chained_into(left.new_empty(*left.shape[:-1], right.shape[-1]), left, right)
+    return product
+
+
+def at_once(dimensions: int, left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:
+    """The same where one call of the code computes it: a small product of these dimensions; else None.
+
+    `added` is a row of numbers that is added last. What there is to find out about shapes is found out once.
+    """
+    if left.dtype is not _KIND or right.dtype is not _KIND:
+        return None
+    if added is None:
+        place, plan = 0, _plan(dimensions, left.shape, left.stride(), right.shape, right.stride())
+    elif added.dtype is _KIND:
+        place = added.data_ptr()
+        plan = _plan(
+            dimensions, left.shape, left.stride(), right.shape, right.stride(), added.shape, added.stride()
+        )
+    else:
+        return None
+    if plan is None or plan.work > _ALONE_UP_TO:
+        return None
+    product = left.new_empty(plan.shape)
+    _code().alone(plan.sizes, left.data_ptr(), right.data_ptr(), product.data_ptr(), place)
+    return product
+
+
+class _Plan(NamedTuple):
+    """What one call of the code is given for operands of these shapes and strides."""
+
+    shape: tuple[int, ...]
+    sizes: bytes
+    work: int
+    """Multiply-adds."""
+
+
+@lru_cache(_PLANS)
+def _plan(
+    dimensions: int,
+    left: torch.Size,
+    left_strides: tuple[int, ...],
+    right: torch.Size,
+    right_strides: tuple[int, ...],
+    added: tuple[int, ...] | None = None,
+    added_strides: tuple[int, ...] = (),
+) -> _Plan | None:
+    """None where one call does not compute it, or nothing does."""
+    if not len(left) == len(right) == dimensions or left[:-2] != right[:-2] or left[-1] != right[-2]:
+        return None
+    shape, columns = (*left[:-1], right[-1]), right[-1]
+    work = left.numel() * columns
+    is_row = added is None or (tuple(added) == (columns,) and (columns == 1 or added_strides == (1,)))
+    if not (2 <= dimensions <= 4 and work and left[-1] <= LONGEST and is_row):
+        return None
+    strides = tuple(prod(shape[place + 1 :]) for place in range(dimensions))
+    return _Plan(shape, _sizes(left, columns, left_strides, right_strides, strides), work)
+
+
+def _sizes(
+    left: Sequence[int],
+    columns: int,
+    left_strides: Sequence[int],
+    right_strides: Sequence[int],
+    out_strides: Sequence[int],
+) -> bytes:
+    """`SIZES` for a product, a batch of products, or several batches."""
+    groups, batches, rows, terms = (*(1, 1)[len(left) - 2 :], *left)
+    left_groups, left_batches, left_rows, left_terms = _four(left_strides)
+    right_groups, right_batches, right_terms, right_columns = _four(right_strides)
+    out_groups, out_batches, out_rows, _ = _four(out_strides)
+    strides = [
+        *(left_rows, left_terms, left_batches, left_groups),
+        *(right_terms, right_columns, right_batches, right_groups),
+        *(out_rows, out_batches, out_groups),
+    ]
+    return _PACKED(*(FLOAT * each for each in strides), rows, terms, columns, batches, groups)
+
+
+def _four(strides: Sequence[int]) -> tuple[int, ...]:
+    return (*(0, 0)[len(strides) - 2 :], *strides)
 
 
 def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -60,17 +146,14 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return product
     if not terms:
         return product.zero_()
-    if columns < NARROWEST:
-        wider = functional.pad(right, (0, NARROWEST - columns))
-        return product.copy_(chained(left, wider)[..., :columns])
     work = rows * terms * columns
-    is_large = work >= BY_ONEDNN_FROM and rows >= NARROWEST and onednn_computes_chains()
-    if len(batches) > 1 or (batches and is_large):
+    is_large = work >= BY_ONEDNN_FROM and min(rows, columns) >= NARROWEST and onednn_computes_chains()
+    if len(batches) > 2 or (batches and is_large):
         for into, one, other in zip(product, left, right, strict=True):
             chained_into(into, one, other)
         return product
     way = _large if is_large else _small
-    if _WORKERS.pool is None or work * (batches[0] if batches else 1) <= _ALONE_UP_TO:
+    if _WORKERS.pool is None or work * prod(batches) <= _ALONE_UP_TO:
         way(product, left, right)
     else:
         _in_parts(way, product, left, right, _WORKERS.pool)
@@ -116,9 +199,11 @@ _Way = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def _in_parts(way: _Way, product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExecutor) -> None:
-    """A product by parts of its batch or, of a single one, of its rows: one part here, the others in `pool`."""
+    """A product by parts of its batches or, of a single one, of its rows: one part here, the others in `pool`."""
     parts: Iterable[tuple[Tensor, Tensor, Tensor]]
-    if left.dim() == 3:
+    while left.dim() > 2 and len(left) == 1:
+        product, left, right = product[0], left[0], right[0]
+    if left.dim() > 2:
         parts = zip(*(each.tensor_split(_WORKERS.count) for each in (product, left, right)), strict=True)
     else:
         rows = -(-len(left) // _WORKERS.count)
@@ -140,7 +225,7 @@ def _computed(way: _Way, product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _small(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """A product, or one dimension of batches, by `chain_code`."""
+    """A product, or one or two dimensions of batches, by `chain_code`."""
     terms = left.shape[-1]
     if terms <= LONGEST:
         _by_code(product, left, right)
@@ -159,24 +244,11 @@ def _large(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _by_code(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """A product, or one dimension of batches, of at most `LONGEST` terms and at least `NARROWEST` columns."""
-    *batches, rows, terms = left.shape
-    count = batches[0] if batches else 1
-    columns = right.shape[-1]
-    # Of a single product, whatever stands in the place of the bytes from one product to the next is not used.
-    left_batches, left_rows, left_terms = left.stride() if batches else (0, *left.stride())
-    right_batches, right_terms, right_columns = right.stride() if batches else (0, *right.stride())
-    out_batches, out_rows, _ = product.stride() if batches else (0, *product.stride())
+    """A product, or one or two dimensions of batches, of at most `LONGEST` terms."""
+    sizes = _sizes(left.shape, right.shape[-1], left.stride(), right.stride(), product.stride())
     code = _code()
-    call = code.alone if count * rows * terms * columns <= _ALONE_UP_TO else code.beside_others
-    call(
-        _PACKED(
-            *(left.data_ptr(), left_rows * _FLOAT, left_terms * _FLOAT, left_batches * _FLOAT),
-            *(right.data_ptr(), right_terms * _FLOAT, right_columns * _FLOAT, right_batches * _FLOAT),
-            *(product.data_ptr(), out_rows * _FLOAT, out_batches * _FLOAT),
-            *(rows, terms, columns, count),
-        )
-    )
+    call = code.alone if left.numel() * right.shape[-1] <= _ALONE_UP_TO else code.beside_others
+    call(sizes, left.data_ptr(), right.data_ptr(), product.data_ptr(), 0)
 
 
 def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
@@ -195,10 +267,10 @@ def _piece(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _Code(NamedTuple):
-    """`chain_code` as functions of its packed arguments."""
+    """`chain_code` as functions of sizes, the places of left, right and result, and that of what is added."""
 
-    alone: Callable[[bytes], None]
-    beside_others: Callable[[bytes], None]
+    alone: Callable[[bytes, int, int, int, int], None]
+    beside_others: Callable[[bytes, int, int, int, int], None]
     """The same, and other threads of Python run meanwhile."""
     memory: mmap.mmap
     """Where the code lies; it must not be freed."""
@@ -216,6 +288,6 @@ def _code() -> _Code:
             "portable numerics: this system lets no process write code and run it (SELinux's execmem, for example), "
             "which products of matrices need; use --numerics native"
         )
-    kinds = ctypes.PYFUNCTYPE(None, ctypes.c_char_p), ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-    alone, beside_others = (kind(place) for kind in kinds)
+    words = (ctypes.c_char_p, *[ctypes.c_void_p] * 4)
+    alone, beside_others = (kind(None, *words)(place) for kind in (ctypes.PYFUNCTYPE, ctypes.CFUNCTYPE))
     return _Code(alone, beside_others, memory)
