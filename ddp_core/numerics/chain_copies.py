@@ -81,7 +81,13 @@ def _squares(write: Assembler, width: int) -> None:
         write.jump(done, LESS)
         columns = [
             *(At(R11), At(R11, index=RAX), At(R11, index=RAX, scale=2)),
-            *(At(RDX), At(RDX, index=RAX), At(RDX, index=RAX, scale=2), At(RDX, index=RBX), At(RDX, index=RAX, scale=4)),
+            *(
+                At(RDX),
+                At(RDX, index=RAX),
+                At(RDX, index=RAX, scale=2),
+                At(RDX, index=RBX),
+                At(RDX, index=RAX, scale=4),
+            ),
         ]
         for number, column in enumerate(columns):
             write.load(number, column)

@@ -1,10 +1,8 @@
 """Products of matrices with a definition: one chain of fused multiply-adds per element (rules 2).
 
 Each element is `c = fma(a[i, k], b[k, j], c)` in the order of k and from zero. Sums of more than 1,024 terms are cut
-into pieces of that length and the rest, which are added in their order. Two ways lead to these bits, and only time
-decides between them: `chain_code`, which begins at once and takes batches and any layout, and for large matrices
-oneDNN's product, which knows the caches. oneDNN held to AVX2 computes such chains for at least two rows and two
-columns, and for at most 1,024 terms, beyond which it may begin anew.
+into pieces of that length and the rest, which are added in their order. The code of `chain_code` computes them; of large
+products some rows at a time, which stay in the CPU's cache.
 
 With several threads (`several_threads`) large products are cut by rows or by batches, and each thread computes a part.
 No element is cut by that, so the bits are those of one thread.
@@ -28,20 +26,17 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torch_internals import product_by_onednn
 from ddp_core.numerics.chain_arguments import FLOAT, LONGEST, SIZES
 from ddp_core.numerics.chain_code import chain_code
-
-BY_ONEDNN_FROM = 2**25
-"""Multiply-adds of one product from which oneDNN is faster, if it has `NARROWEST` rows and columns."""
-
-NARROWEST = 8
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
 
 _TILES = 48
-"""A part's rows are a multiple of this, which fills tiles of `chain_code` and of oneDNN."""
+"""A part's rows are a multiple of this, which fills tiles of `chain_code`."""
+
+_ROWS = 10 * _TILES
+"""Rows of a large product that are computed at a time."""
 
 _KIND = torch.float32
 _PACKED = struct.Struct(f"{len(SIZES)}q").pack
@@ -71,9 +66,7 @@ def at_once(dimensions: int, left: Tensor, right: Tensor, added: Tensor | None =
         place, plan = 0, _plan(dimensions, left.shape, left.stride(), right.shape, right.stride())
     elif added.dtype is _KIND:
         place = added.data_ptr()
-        plan = _plan(
-            dimensions, left.shape, left.stride(), right.shape, right.stride(), added.shape, added.stride()
-        )
+        plan = _plan(dimensions, left.shape, left.stride(), right.shape, right.stride(), added.shape, added.stride())
     else:
         return None
     if plan is None or plan.work > _ALONE_UP_TO:
@@ -146,25 +139,14 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return product
     if not terms:
         return product.zero_()
-    work = rows * terms * columns
-    is_large = work >= BY_ONEDNN_FROM and min(rows, columns) >= NARROWEST and onednn_computes_chains()
-    if len(batches) > 2 or (batches and is_large):
+    if len(batches) > 2:
         for into, one, other in zip(product, left, right, strict=True):
             chained_into(into, one, other)
-        return product
-    way = _large if is_large else _small
-    if _WORKERS.pool is None or work * prod(batches) <= _ALONE_UP_TO:
-        way(product, left, right)
+    elif _WORKERS.pool is None or prod(batches) * rows * terms * columns <= _ALONE_UP_TO:
+        _whole(product, left, right)
     else:
-        _in_parts(way, product, left, right, _WORKERS.pool)
+        _in_parts(product, left, right, _WORKERS.pool)
     return product
-
-
-@cache
-def onednn_computes_chains() -> bool:
-    """Whether torch's oneDNN is known to: that of torch 2.11 adds in another order, those of 2.13 and 2.14 do not."""
-    major, minor, *_ = torch.__version__.split(".")
-    return (int(major), int(minor)) >= (2, 13)
 
 
 @contextmanager
@@ -195,10 +177,9 @@ class _Workers:
 
 
 _WORKERS = _Workers()
-_Way = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def _in_parts(way: _Way, product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExecutor) -> None:
+def _in_parts(product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExecutor) -> None:
     """A product by parts of its batches or, of a single one, of its rows: one part here, the others in `pool`."""
     parts: Iterable[tuple[Tensor, Tensor, Tensor]]
     while left.dim() > 2 and len(left) == 1:
@@ -207,40 +188,49 @@ def _in_parts(way: _Way, product: Tensor, left: Tensor, right: Tensor, pool: Thr
         parts = zip(*(each.tensor_split(_WORKERS.count) for each in (product, left, right)), strict=True)
     else:
         rows = -(-len(left) // _WORKERS.count)
-        whole = max(NARROWEST, -(-rows // _TILES) * _TILES)
-        starts = [start for start in range(0, len(left), whole) if len(left) - start >= NARROWEST or not start]
-        ends = [*starts[1:], len(left)]
-        parts = ((product[start:end], left[start:end], right) for start, end in zip(starts, ends, strict=True))
+        parts = _by_rows(product, left, right, -(-rows // _TILES) * _TILES)
     mine, *others = [part for part in parts if part[0].numel()]
-    asked = [pool.submit(_computed, way, *part) for part in others]
-    way(*mine)
+    asked = [pool.submit(_computed, *part) for part in others]
+    _whole(*mine)
     for each in asked:
         each.result()
 
 
-def _computed(way: _Way, product: Tensor, left: Tensor, right: Tensor) -> None:
+def _computed(product: Tensor, left: Tensor, right: Tensor) -> None:
     """In a thread of its own, where torch would take what is computed for something to be differentiated."""
     with torch.inference_mode():
-        way(product, left, right)
+        _whole(product, left, right)
 
 
-def _small(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """A product, or one or two dimensions of batches, by `chain_code`."""
+def _by_rows(product: Tensor, left: Tensor, right: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A single product, so many rows of it at a time."""
+    for start in range(0, len(left), rows):
+        yield product[start : start + rows], left[start : start + rows], right
+
+
+def _whole(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """A product, or one or two dimensions of batches."""
     terms = left.shape[-1]
     if terms <= LONGEST:
-        _by_code(product, left, right)
+        _piece(product, left, right)
         return
-    _by_code(product, left[..., :LONGEST], right[..., :LONGEST, :])
+    _piece(product, left[..., :LONGEST], right[..., :LONGEST, :])
     piece = torch.empty_like(product, memory_format=torch.contiguous_format)
     for start in range(LONGEST, terms, LONGEST):
         end = start + LONGEST
-        _by_code(piece, left[..., start:end], right[..., start:end, :])
+        _piece(piece, left[..., start:end], right[..., start:end, :])
         product += piece
 
 
-def _large(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """One product by oneDNN."""
-    product.copy_(_by_onednn(left, right))
+def _piece(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """The same of at most `LONGEST` terms."""
+    if left.dim() > 2 or left.numel() * right.shape[-1] <= _ALONE_UP_TO:
+        _by_code(product, left, right)
+        return
+    if left.stride(-1) != 1:
+        left = left.contiguous()  # takes less time than to read again and again what lies far apart
+    for part in _by_rows(product, left, right, _ROWS):
+        _by_code(*part)
 
 
 def _by_code(product: Tensor, left: Tensor, right: Tensor) -> None:
@@ -249,21 +239,6 @@ def _by_code(product: Tensor, left: Tensor, right: Tensor) -> None:
     code = _code()
     call = code.alone if left.numel() * right.shape[-1] <= _ALONE_UP_TO else code.beside_others
     call(sizes, left.data_ptr(), right.data_ptr(), product.data_ptr(), 0)
-
-
-def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """One product; operands are copied where oneDNN would take its reference code, which computes no chain."""
-    product = _piece(left[:, :LONGEST], right[:LONGEST])
-    for start in range(LONGEST, left.shape[1], LONGEST):
-        product += _piece(left[:, start : start + LONGEST], right[start : start + LONGEST])
-    return product
-
-
-def _piece(left: Tensor, right: Tensor) -> Tensor:
-    weight = right.T
-    if not (right.is_contiguous() or weight.is_contiguous()):
-        weight = weight.contiguous()
-    return product_by_onednn(left.contiguous(), weight)
 
 
 class _Code(NamedTuple):

@@ -35,9 +35,7 @@ def _product(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Ten
     return chained(left, right) if left.dtype == torch.float32 else chained(left.float(), right.float()).to(left.dtype)
 
 
-def _product_into(
-    dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor
-) -> Any:
+def _product_into(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor, *, out: Tensor) -> Any:
     if not _fit(dimensions, left, right) or out.dtype != left.dtype:
         return usual(keys, left, right, out=out)
     return _written(out, chained(left.float(), right.float()))

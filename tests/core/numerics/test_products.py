@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ddp_core.base.errors import UserError
 from ddp_core.numerics import chains
-from ddp_core.numerics.chains import BY_ONEDNN_FROM, chained, chained_into, onednn_computes_chains
+from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_lab.probe.definition.arithmetic import product_in_chains
 from tests.support.processes import ask
@@ -103,48 +103,14 @@ def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
         assert torch.equal(room, expected)
 
 
-@pytest.mark.skipif(not onednn_computes_chains(), reason="the oneDNN of this torch computes no chains")
-def test_oneDNN_computes_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the number of multiply-adds from which it is asked is about time alone."""
+def test_rows_of_a_large_product_at_a_time_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, terms, columns in ((64, 160, 128), (8, 2100, 64), (333, 77, 9)):
         left, right = drawn(rows, terms), drawn(terms, columns, key=1)
-        ours = chained(left, right)
+        whole = chained(left, right)
         monkeypatch.setattr(chains, "_ALONE_UP_TO", 0)
-        monkeypatch.setattr(chains, "BY_ONEDNN_FROM", 1)
-        assert torch.equal(chained(left, right), ours)
+        monkeypatch.setattr(chains, "_ROWS", 50)
+        assert all(torch.equal(chained(layout(left), right), whole) for layout in LAYOUTS.values())
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("shape", "by_onednn"), [((8, 4096, 1024), True), ((8, 4096, 1023), False), ((7, 4096, 4096), False)], ids=str
-)
-def test_a_layout_never_changes_which_way_a_product_goes(
-    shape: tuple[int, int, int], by_onednn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    went: list[bool] = []
-    monkeypatch.setattr(chains, "onednn_computes_chains", lambda: True)
-    monkeypatch.setattr(chains, "_by_onednn", lambda left, right: went.append(True) or torch.zeros(rows, columns))
-    monkeypatch.setattr(chains, "_by_code", lambda *_: went.append(False))
-    rows, terms, columns = shape
-    assert (rows * terms * columns >= BY_ONEDNN_FROM and rows >= 8) == by_onednn
-    left, right, bias = drawn(rows, terms), drawn(terms, columns, key=1), drawn(columns, key=2)
-    calls: list[Callable[[Tensor, Tensor], object]] = [
-        torch.mm,
-        lambda one, other: torch.mm(one, other, out=torch.empty(0)),
-        lambda one, other: torch.addmm(bias, one, other),
-        lambda one, other: torch.zeros(rows, columns).addmm_(one, other),
-        lambda one, other: torch.addmm(bias, one, other, out=torch.empty(rows, columns)),
-        lambda one, other: torch.bmm(one[None], other[None]),
-        lambda one, other: torch.baddbmm(bias, one[None], other[None]),
-        lambda one, other: functional.linear(one, other.T, bias),
-        lambda one, other: torch.mm(one.bfloat16(), other.bfloat16()),
-    ]
-    for call in calls:
-        for layout in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped"]):
-            for other in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped columns"]):
-                went.clear()
-                call(layout(left), other(right))
-                assert set(went) == {by_onednn}
 
 
 def test_batches_may_overlap_or_be_one_matrix() -> None:
