@@ -4,7 +4,8 @@
 
 Trainings are cut to what an emulator computes in minutes. Each record has the CPU, the command, the commit and the
 digest of the weights. They go to docs/reference/portable-runs.json, and by `python -m tools.machines_seen` to the page
-of machines seen. The exit code is 1 where a training ends with other weights than a record of the same command and torch.
+of machines seen. The exit code is 1 where a training ends with other weights than a record of the same command and
+torch.
 """
 
 from __future__ import annotations

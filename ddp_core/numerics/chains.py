@@ -1,8 +1,8 @@
 """Products of matrices with a definition: one chain of fused multiply-adds per element (rules 2).
 
 Each element is `c = fma(a[i, k], b[k, j], c)` in the order of k and from zero. Sums of more than 1,024 terms are cut
-into pieces of that length and the rest, which are added in their order. The code of `chain_code` computes them; of large
-products some rows at a time, which stay in the CPU's cache.
+into pieces of that length and the rest, which are added in their order. The code of `chain_code` computes them; of
+large products some rows at a time, which stay in the CPU's cache.
 
 With several threads (`several_threads`) large products are cut by rows or by batches, and each thread computes a part.
 No element is cut by that, so the bits are those of one thread.

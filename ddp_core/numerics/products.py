@@ -24,8 +24,8 @@ Kernel = Callable[..., Any]
 def _product(dimensions: int, usual: Kernel, keys: Any, left: Tensor, right: Tensor) -> Any:
     """The product of two matrices, or of two batches of them: `mm` and `bmm`.
 
-    `dimensions` is 2 or 3, and `usual` torch's own kernel, here and in the kernels below. Where the operands do not fit,
-    that kernel says why.
+    `dimensions` is 2 or 3, and `usual` torch's own kernel, here and in the kernels below. Where the operands do not
+    fit, that kernel says why.
     """
     product = at_once(dimensions, left, right)
     if product is not None:
