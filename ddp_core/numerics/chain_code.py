@@ -3,9 +3,9 @@
 It computes, for each product of a batch and each of its elements, `c = fma(a[i, k], b[k, j], c)` from zero and in the
 order of k, and then may add a row of numbers. Six rows and 16 columns of the result are in registers at a time. The
 last rows and columns that fill no such tile are computed as part of a tile that begins earlier, so some elements are
-computed twice, with the same bits. Columns of the right matrix are copied to the stack first, 16 at a time, where a row of them
-is not whole in memory, and where so many rows of the left matrix meet them that it saves time. Of fewer than eight
-columns, what is missing is filled with zeros on the stack.
+computed twice, with the same bits. Columns of the right matrix are copied to the stack first, 16 at a time, where a row
+of them is not whole in memory, and where so many rows of the left matrix meet them that it saves time. Of fewer than
+eight columns, what is missing is filled with zeros on the stack.
 """
 
 from __future__ import annotations
