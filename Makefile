@@ -23,6 +23,8 @@ OPTIONS ?=
 # `make portable-digests CONFIRM=1 RULES=2`
 CONFIRM ?=
 RULES ?=
+# `make portable-runs ON="here Haswell"`
+ON ?=
 # `make which-tests FILE=ddp_core/reduction/tree.py ALL=1`
 FILE ?=
 ALL ?=
@@ -45,7 +47,7 @@ version_tags = $(VERSION) $(if $(filter false,$(GIT_DIRTY)),$(VERSION)-$(shell g
 tag_image = [ -n "$$IMAGE_TAG" ] || for tag in $(version_tags); do docker tag $(1):latest $(1):$$tag; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests uv-lock dist sbom sbom-cpu clean
+.PHONY: help setup cpu-cluster up image image-cpu image-sizes image-test test test-oldest test-newest test-pythons test-extras test-streams test-foreign mutants record-tests which-tests soak test-docker test-cluster test-gpu gpu-check bench-gpu test-all lint compare verify-layouts chaos claims report site portable-digests portable-runs uv-lock dist sbom sbom-cpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -195,6 +197,10 @@ build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setu
 
 portable-digests: setup ## Make docs/reference/portable-digests.json anew (RULES=2: portable-digests-2.json); CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
 	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm) $(if $(RULES),--rules $(RULES))
+
+portable-runs: setup ## Train cut experiments under portable-2 and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" (Debian: qemu-user)
+	$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON))
+	$(BIN)/python -m tools.machines_seen
 
 uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'

@@ -39,6 +39,7 @@ AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE
 """Torch's libraries without AVX-512, and as fast as they are then."""
 
 RESNET = ("data.image_size=64", "data.samples=512", "data.pool=64", "global_batch_size=32", "max_steps=8")
+RESNET_OF_LARGE_IMAGES = ("data.samples=64", "data.pool=32", "global_batch_size=16", "max_steps=3")
 EXPERIMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "digits": ("digits", ("max_steps=220",)),
     "linear_regression": ("linear_regression", ("epochs=30",)),
@@ -50,6 +51,7 @@ EXPERIMENTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("model.width=512", "model.depth=8", "optimizer.lr=0.001", "max_steps=3"),
     ),
     "resnet18_synthetic": ("resnet18_synthetic", RESNET),
+    "resnet18_synthetic, 224 x 224": ("resnet18_synthetic", RESNET_OF_LARGE_IMAGES),
 }
 """By name: the experiment and its settings."""
 DEFAULT_GOAL = 0.9

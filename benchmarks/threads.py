@@ -28,7 +28,7 @@ from ddp_core.numerics.limits import LIMITS, limits_hold
 
 THREADS = (1, 2, 3, 4)
 SHAPES = 40
-"""Products of each kind that are drawn at random."""
+"""Products, and convolutions, of each kind that are drawn at random."""
 
 Case = Callable[[], Any]
 Cases = dict[str, list[Case]]
@@ -56,9 +56,27 @@ def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Te
     return [result.detach(), *torch.autograd.grad(result, leaves, result.detach() * 0.3 + 1)]
 
 
-def _convolutions() -> Cases:
+Layer = tuple[Tensor, Tensor, int, int, int]
+"""Images, weight, stride, padding, groups."""
+
+
+def _layers_at_random(count: int) -> Iterator[Layer]:
+    drawn = np.random.default_rng(1)
+    for _ in range(count):
+        images, size, kernel = (int(drawn.choice(each)) for each in ((1, 3, 8, 16), (6, 9, 14, 28), (1, 3, 5, 7)))
+        channels, outputs = (int(each) for each in drawn.choice((1, 3, 8, 24, 64, 96, 130), 2))
+        is_depthwise, is_last = bool(drawn.random() < 0.2), bool(drawn.random() < 0.3)
+        rows = _drawn(images, channels, max(size, kernel), max(size, kernel))
+        layout = torch.channels_last if is_last else torch.contiguous_format
+        weight = _drawn(channels, 1, kernel, kernel) if is_depthwise else _drawn(outputs, channels, kernel, kernel)
+        stride = int(drawn.integers(1, 3))
+        yield rows.contiguous(memory_format=layout), weight, stride, kernel // 2, channels if is_depthwise else 1
+
+
+def _convolutions(count: int) -> Cases:
     """By what is computed: the result, the gradient of the images, that of the weights."""
     layers = [
+        *_layers_at_random(count),
         (_drawn(8, 64, 32, 32), _drawn(64, 64, 3, 3), 1, 1, 1),
         (_drawn(8, 64, 32, 32).contiguous(memory_format=torch.channels_last), _drawn(64, 64, 3, 3), 1, 1, 1),
         (_drawn(16, 3, 64, 64), _drawn(64, 3, 7, 7), 2, 3, 1),
@@ -68,14 +86,14 @@ def _convolutions() -> Cases:
         (_drawn(8, 64, 16, 16), _drawn(64, 1, 3, 3), 1, 1, 64),
     ]
 
-    def backward(layer: tuple[Tensor, Tensor, int, int, int], wanted: list[bool]) -> Any:
+    def backward(layer: Layer, wanted: list[bool]) -> Any:
         images, weight, stride, padding, groups = layer
         coming = functional.conv2d(images, weight, None, stride, padding, 1, groups)
         sizes = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups, wanted)
         gradients = torch.ops.aten.convolution_backward(coming, images, weight, [0], *sizes)
         return [each for each in gradients if each is not None]
 
-    def forward(layer: tuple[Tensor, Tensor, int, int, int]) -> Tensor:
+    def forward(layer: Layer) -> Tensor:
         images, weight, stride, padding, groups = layer
         return functional.conv2d(images, weight, None, stride, padding, 1, groups)
 
@@ -147,12 +165,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if not limits_hold():
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.threads", *sys.argv[1:]], {**os.environ, **LIMITS})
-    pairs = list(_products(2 if arguments.quick else SHAPES))
+    count = 2 if arguments.quick else SHAPES
+    pairs = list(_products(count))
     cases: Cases = {
         "products in chains": [partial(chained, *pair) for pair in pairs],
         "products (MKL)": [partial(torch.mm, *pair) for pair in pairs],
     }
-    found = sweep(cases | _convolutions() | _others())
+    found = sweep(cases | _convolutions(count) | _others())
     print(record("threads", "python -m benchmarks.threads", found, arguments.json, rounds=2))
 
 

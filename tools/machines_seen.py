@@ -3,7 +3,8 @@
     ddp doctor --probe --share > record.json
     python -m tools.machines_seen record.json
 
-Adds records that `ddp probe --share` has printed to docs/reference/machines-seen.json, and writes the table anew.
+Adds records that `ddp probe --share` has printed to docs/reference/machines-seen.json, and writes the tables anew: that
+of these records, and that of the trainings which `tools.portable_runs` keeps.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ddp_core.base.documents import read_document
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_lab.probe.sharing import FORMAT
+from tools import portable_runs
 
 KEPT = Path(__file__).parents[1] / "docs" / "reference" / "machines-seen.json"
 PAGE = KEPT.with_suffix(".md")
 BEGIN, END = "<!-- begin: python -m tools.machines_seen -->", "<!-- end -->"
+BEGIN_RUNS = "<!-- begin: python -m tools.portable_runs -->"
 
 Record = dict[str, Any]
 
@@ -36,10 +39,21 @@ def main() -> int:
         if new not in records:
             records.append(new)
     KEPT.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}", encoding="utf-8")
+    write_page()
     return ExitCode.DONE
+
+
+def write_page() -> None:
+    """Write both tables anew from what is kept."""
+    page = PAGE.read_text(encoding="utf-8")
+    for begin, made in (
+        (BEGIN, table(json.loads(KEPT.read_text(encoding="utf-8")))),
+        (BEGIN_RUNS, portable_runs.table(json.loads(portable_runs.KEPT.read_text(encoding="utf-8")))),
+    ):
+        before, found, rest = page.partition(begin)
+        if found:
+            page = f"{before}{begin}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
+    PAGE.write_text(page, encoding="utf-8")
 
 
 def table(records: list[Record]) -> str:

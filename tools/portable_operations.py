@@ -137,18 +137,16 @@ def _of_others() -> str:
     unknown = by_status["unknown"]
     traced = [model for model, found in kept.items() if "operations" in found]
     known = sum(not set(kept[model]["operations"]) & set(unknown) for model in traced)
-    rows = "\n".join(f"| `{name}` | {len(users[name])} | {_some(users[name])} |" for name in unknown)
+    rows = [f"| `{name}` | {len(users[name])} | {_some(users[name])} |" for name in unknown]
+    head = ["| unknown operation | models | among them |", "|---|---|---|"]
+    table = "\n".join([*head, *rows, "", ""]) if rows else ""
     others = "\n".join(f"- {model}: {found['trouble']}" for model, found in kept.items() if "trouble" in found)
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items())
     return f"""What one step of each model of [other people's code](other-peoples-code.md) calls, traced by
 `python -m tests.foreign.operations` under version 2 of the rules. {len(traced)} of {len(kept)} models were traced. They
 call {len(users)} operations: {counts}. {known} of the models call no unknown one.
 
-| unknown operation | models | among them |
-|---|---|---|
-{rows}
-
-{"Not traced:" if others else "Every model has been traced."}
+{table}{"Not traced:" if others else "Every model has been traced."}
 
 {others}
 

@@ -238,12 +238,6 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def product_by_onednn(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """left [rows, terms] times the transpose of weight [columns, terms], both float32: float32 [rows, columns]."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(left, weight, None, "none", [], "")
-    return product
-
-
 def softmax_gradient(coming: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """The gradient of what a softmax over the last dimension was given; `coming` is that of its `result`, float32."""
     return torch._softmax_backward_data(coming, result, -1, torch.float32)

@@ -187,12 +187,6 @@ PRIVATE_NAMES: Mapping[str, PrivateName] = {
         "the operation itself has no public name",
         "2.1",
     ),
-    "_linear_pointwise": PrivateName(
-        "torch._inductor.fx_passes.mkldnn_fusion",
-        "compute a product of matrices by oneDNN with portable numerics (rules 2)",
-        "torch made this operation of the library mkldnn for its compiler; a public product goes to MKL",
-        "2.0",
-    ),
     "torch.Tensor._version": PrivateName(
         "torch.Tensor",
         "see in every step, without looking at the values, whether a buffer was written to",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ddp_core.base.torch_internals import softmax_gradient
-from ddp_core.numerics.chain_code import LONGEST
+from ddp_core.numerics.chain_arguments import LONGEST
 from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.products import OURS, Kernel
 
@@ -76,8 +76,10 @@ def _result(
     logarithms = query.new_empty(query.shape[:3], dtype=torch.float32)
     for part in asked.parts():
         scores = asked.scores(part)
-        logarithms[part] = scores.logsumexp(-1)
-        chained_into(result[part], asked.weights(scores), asked.value[part[:2]])
+        weights = asked.weights(scores)
+        # The greatest weight is one over the sum of the exponentials of what scores have less than the greatest.
+        logarithms[part] = scores.amax(-1) - weights.amax(-1).log()
+        chained_into(result[part], weights, asked.value[part[:2]])
     return result.to(query.dtype), logarithms
 
 

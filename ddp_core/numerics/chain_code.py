@@ -1,9 +1,11 @@
 """The code that multiplies matrices in chains: instructions for x86-64 CPUs with AVX2, the same on all of them.
 
 It computes, for each product of a batch and each of its elements, `c = fma(a[i, k], b[k, j], c)` from zero and in the
-order of k. Six rows and 16 columns of the result are in registers at a time. The last rows and columns that fill no
-such tile are computed as part of a tile that begins earlier, so some elements are computed twice, with the same bits.
-Where a row of the right matrix is not whole in memory, 16 columns of it at a time are copied to the stack first.
+order of k, and then may add a row of numbers. Six rows and 16 columns of the result are in registers at a time. The
+last rows and columns that fill no such tile are computed as part of a tile that begins earlier, so some elements are
+computed twice, with the same bits. Columns of the right matrix are copied to the stack first, 16 at a time, where a row
+of them is not whole in memory, and where so many rows of the left matrix meet them that it saves time. Of fewer than
+eight columns, what is missing is filled with zeros on the stack.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from ddp_core.numerics.assembler import (
     RBP,
     RBX,
     RCX,
-    RDI,
     RDX,
     RSI,
     RSP,
@@ -37,93 +38,109 @@ from ddp_core.numerics.assembler import (
     At,
     Label,
 )
+from ddp_core.numerics.chain_arguments import FLOAT, GIVEN, LONGEST, REGISTER
+from ddp_core.numerics.chain_copies import copied, turned, words
 
-LONGEST = 1024
-"""Terms that a product may have here, for which the copy of 16 columns has room on the stack."""
-
-NARROWEST = 8
-"""Columns that a product must have here: those of one register."""
-
-WIDTHS = (16, NARROWEST)
+_WIDTHS = (16, REGISTER)
 _TILE_ROWS = 6
-_FLOAT = 4
-"""Bytes of a float32 number."""
+_COPIED_FROM = 48
+"""Rows from which whole columns are copied, too."""
 
-ARGUMENTS = (
-    *("left", "left_rows", "left_terms", "left_batches"),
-    *("right", "right_terms", "right_columns", "right_batches"),
-    *("out", "out_rows", "out_batches"),
-    *("rows", "terms", "columns", "batches"),
-)
-"""What the code is given, a pointer to int64 numbers.
+_MATRICES = ("left", "right", "out")
+_ON_STACK = ("left", "right", "out", "left_group", "right_group", "out_group", "added", "batches", "groups")
+"""Places of the product and of the batch that are being computed, of what is added, and how many are left."""
 
-These are addresses, bytes from one row, term, column or product to the next, and how many there are of each. Columns of
-`out` lie side by side.
-"""
+_KEPT = (RBX, R12, R13, R14, R15)
+"""Registers that a function must leave as they were."""
 
-_IN_MEMORY = {name: At(RDI, offset=8 * place) for place, name in enumerate(ARGUMENTS)}
-_LEFT, _RIGHT, _OUT, _BATCHES = (At(RBP, offset=-8 * place) for place in range(6, 10))
-"""Of the product that is being computed, and how many are left: below the five registers that are kept."""
+_HERE = {name: At(RBP, offset=-8 * (len(_KEPT) + 1 + place)) for place, name in enumerate(_ON_STACK)}
 
-_ROOM = LONGEST * WIDTHS[0] * _FLOAT + 128
+_PANEL = LONGEST * _WIDTHS[0] * FLOAT
+_TILE = At(RSP, offset=_PANEL)
+"""Room for a tile of eight columns, behind the copied columns."""
+
+_ROOM = _PANEL + _TILE_ROWS * REGISTER * FLOAT + 8 * len(_ON_STACK) + 64
 
 
 @cache
 def chain_code() -> bytes:
-    """A function in machine code that takes one pointer, to the `ARGUMENTS`; all counts must be 1 at least."""
+    """A function in machine code: its arguments point to `SIZES`, to left, right and result, and to what is added.
+
+    All counts must be 1 at least. The last pointer is 0, or leads to a number for each column, which lie side by side.
+    """
     write = Assembler()
-    kept = (RBX, R12, R13, R14, R15)
     write.push(RBP)
     write.move(RBP, RSP)
-    for register in kept:
+    for register in _KEPT:
         write.push(register)
     write.subtract_number(RSP, _ROOM)
     write.keep_bits(RSP, -64)
-    for name, place in (("left", _LEFT), ("right", _RIGHT), ("out", _OUT), ("batches", _BATCHES)):
-        write.move(RAX, _IN_MEMORY[name])
-        write.move(place, RAX)
-    next_product = Label()
+    for name, register in (("left_group", RSI), ("right_group", RDX), ("out_group", RCX), ("added", R8)):
+        write.move(_HERE[name], register)
+    next_group, next_product = Label(), Label()
+    _begin(write, "groups")
+    write.place(next_group)
+    for name in _MATRICES:
+        write.move(RAX, _HERE[f"{name}_group"])
+        write.move(_HERE[name], RAX)
+    _begin(write, "batches")
     write.place(next_product)
     _product(write)
-    for name, place in (("left", _LEFT), ("right", _RIGHT), ("out", _OUT)):
-        write.move(RAX, place)
-        write.add(RAX, _IN_MEMORY[f"{name}_batches"])
-        write.move(place, RAX)
-    write.move(RAX, _BATCHES)
-    write.subtract_number(RAX, 1)
-    write.move(_BATCHES, RAX)
-    write.jump(next_product, NOT_ZERO)
-    write.address(RSP, At(RBP, offset=-8 * len(kept)))
-    for register in reversed(kept):
+    _go_on(write, "batches", "", next_product)
+    _go_on(write, "groups", "_group", next_group)
+    write.address(RSP, At(RBP, offset=-8 * len(_KEPT)))
+    for register in reversed(_KEPT):
         write.pop(register)
     write.pop(RBP)
     write.leave()
     return write.code
 
 
+def _begin(write: Assembler, counted: str) -> None:
+    write.move(RAX, GIVEN[counted])
+    write.move(_HERE[counted], RAX)
+
+
+def _go_on(write: Assembler, counted: str, end: str, start: Label) -> None:
+    """The places of the next product or batch, and back to `start` if there is one."""
+    for name in _MATRICES:
+        write.move(RAX, _HERE[f"{name}{end}"])
+        write.add(RAX, GIVEN[f"{name}_{counted}"])
+        write.move(_HERE[f"{name}{end}"], RAX)
+    write.move(RAX, _HERE[counted])
+    write.subtract_number(RAX, 1)
+    write.move(_HERE[counted], RAX)
+    write.jump(start, NOT_ZERO)
+
+
 def _product(write: Assembler) -> None:
     """One product: 16 columns at a time, then eight, the last of which may overlap. R15 is the first column."""
-    wide, narrow, fits, done = Label(), Label(), Label(), Label()
+    wide, narrow, fits, done, few = Label(), Label(), Label(), Label(), Label()
+    write.move(RAX, GIVEN["columns"])
+    write.compare_number(RAX, REGISTER)
+    write.jump(few, LESS)
     write.set(R15, 0)
     write.place(wide)
-    write.address(RAX, At(R15, offset=WIDTHS[0]))
-    write.compare(RAX, _IN_MEMORY["columns"])
+    write.address(RAX, At(R15, offset=_WIDTHS[0]))
+    write.compare(RAX, GIVEN["columns"])
     write.jump(narrow, GREATER)
-    _panel(write, WIDTHS[0])
-    write.add_number(R15, WIDTHS[0])
+    _panel(write, _WIDTHS[0])
+    write.add_number(R15, _WIDTHS[0])
     write.jump(wide)
     write.place(narrow)
-    write.move(RAX, _IN_MEMORY["columns"])
+    write.move(RAX, GIVEN["columns"])
     write.compare(R15, RAX)
     write.jump(done, GREATER_OR_EQUAL)
-    write.subtract_number(RAX, WIDTHS[1])
+    write.subtract_number(RAX, _WIDTHS[1])
     write.compare(RAX, R15)
     write.jump(fits, GREATER_OR_EQUAL)
     write.move(R15, RAX)
     write.place(fits)
-    _panel(write, WIDTHS[1])
-    write.add_number(R15, WIDTHS[1])
+    _panel(write, _WIDTHS[1])
+    write.add_number(R15, _WIDTHS[1])
     write.jump(narrow)
+    write.place(few)
+    _few_columns(write)
     write.place(done)
 
 
@@ -134,22 +151,28 @@ def _panel(write: Assembler, width: int) -> None:
     left matrix and of the result, R12 and R13 the bytes from a row and from a term of the left matrix to the next, RCX
     the rows that are left.
     """
-    is_whole, rows, full, few, done = Label(), Label(), Label(), Label(), Label()
+    is_whole, ready, rows, full, few, done = Label(), Label(), Label(), Label(), Label(), Label()
     write.move(R8, R15)
-    write.multiply(R8, _IN_MEMORY["right_columns"])
-    write.add(R8, _RIGHT)
-    write.move(R9, _IN_MEMORY["right_terms"])
-    write.move(RAX, _IN_MEMORY["right_columns"])
-    write.compare_number(RAX, _FLOAT)
+    write.multiply(R8, GIVEN["right_columns"])
+    write.add(R8, _HERE["right"])
+    write.move(R9, GIVEN["right_terms"])
+    write.move(RAX, GIVEN["right_columns"])
+    write.compare_number(RAX, FLOAT)
     write.jump(is_whole, ZERO)
-    _copied(write, width)
+    turned(write, width)
+    write.jump(ready)
     write.place(is_whole)
-    write.move(R10, _LEFT)
-    write.move(RAX, _OUT)
-    write.address(R11, At(RAX, index=R15, scale=_FLOAT))
-    write.move(R12, _IN_MEMORY["left_rows"])
-    write.move(R13, _IN_MEMORY["left_terms"])
-    write.move(RCX, _IN_MEMORY["rows"])
+    write.move(RAX, GIVEN["rows"])
+    write.compare_number(RAX, _COPIED_FROM)
+    write.jump(ready, LESS)
+    copied(write, width)
+    write.place(ready)
+    write.move(R10, _HERE["left"])
+    write.move(RAX, _HERE["out"])
+    write.address(R11, At(RAX, index=R15, scale=FLOAT))
+    write.move(R12, GIVEN["left_rows"])
+    write.move(R13, GIVEN["left_terms"])
+    write.move(RCX, GIVEN["rows"])
     write.compare_number(RCX, _TILE_ROWS)
     write.jump(few, LESS)
     write.place(rows)
@@ -166,7 +189,7 @@ def _panel(write: Assembler, width: int) -> None:
     write.move(RDX, RAX)
     write.multiply(RDX, R12)
     write.add(R10, RDX)
-    write.multiply(RAX, _IN_MEMORY["out_rows"])
+    write.multiply(RAX, GIVEN["out_rows"])
     write.add(R11, RAX)
     write.jump(rows)
     write.place(few)
@@ -180,34 +203,74 @@ def _panel(write: Assembler, width: int) -> None:
     write.place(done)
 
 
-def _copied(write: Assembler, width: int) -> None:
-    """Copies the panel at R8 to the stack, where the rows of all its terms are whole."""
-    columns, terms = Label(), Label()
-    write.move(RSI, R8)
+def _few_columns(write: Assembler) -> None:
+    """A product of fewer columns than a register has: computed with zeros in place of the others, on the stack.
+
+    The registers are those of `_panel`.
+    """
+    zeros, rows, copy, copy_row, copy_column = Label(), Label(), Label(), Label(), Label()
+    write.clear(0)
     write.move(RDX, RSP)
-    write.set(RBX, width)
-    write.place(columns)
-    write.move(RAX, RSI)
-    write.move(RCX, RDX)
-    write.move(R14, _IN_MEMORY["terms"])
-    write.place(terms)
-    write.move_word(R10, At(RAX))
-    write.move_word(At(RCX), R10)
-    write.add(RAX, R9)
-    write.add_number(RCX, width * _FLOAT)
-    write.subtract_number(R14, 1)
-    write.jump(terms, NOT_ZERO)
-    write.add(RSI, _IN_MEMORY["right_columns"])
-    write.add_number(RDX, _FLOAT)
-    write.subtract_number(RBX, 1)
-    write.jump(columns, NOT_ZERO)
+    write.move(RCX, GIVEN["terms"])
+    write.place(zeros)
+    write.store(At(RDX), 0)
+    write.add_number(RDX, REGISTER * FLOAT)
+    write.subtract_number(RCX, 1)
+    write.jump(zeros, NOT_ZERO)
+    write.move(R8, _HERE["right"])
+    write.move(R9, GIVEN["right_terms"])
+    write.move(R14, GIVEN["terms"])
+    write.move(RBX, GIVEN["columns"])
+    words(write, REGISTER)
     write.move(R8, RSP)
-    write.set(R9, width * _FLOAT)
+    write.set(R9, REGISTER * FLOAT)
+    write.move(R10, _HERE["left"])
+    write.move(R11, _HERE["out"])
+    write.move(R12, GIVEN["left_rows"])
+    write.move(R13, GIVEN["left_terms"])
+    write.move(RCX, GIVEN["rows"])
+    write.place(rows)
+    for number in range(_TILE_ROWS, 0, -1):
+        fewer = Label()
+        write.compare_number(RCX, number)
+        write.jump(fewer, LESS)
+        _tile(write, number, REGISTER, is_result=False)
+        write.set(R14, number)
+        write.jump(copy)
+        write.place(fewer)
+    write.place(copy)
+    write.subtract(RCX, R14)
+    write.address(RSI, _TILE)
+    write.place(copy_row)
+    write.set(RAX, 0)
+    write.move(RBX, GIVEN["columns"])
+    write.move(RDX, _HERE["added"])
+    write.place(copy_column)
+    plain = Label()
+    write.load_one(0, At(RSI, index=RAX))
+    write.compare_number(RDX, 0)
+    write.jump(plain, ZERO)
+    write.add_one(0, 0, At(RDX, index=RAX))
+    write.place(plain)
+    write.store_one(At(R11, index=RAX), 0)
+    write.add_number(RAX, FLOAT)
+    write.subtract_number(RBX, 1)
+    write.jump(copy_column, NOT_ZERO)
+    write.add_number(RSI, REGISTER * FLOAT)
+    write.add(R11, GIVEN["out_rows"])
+    write.add(R10, R12)
+    write.subtract_number(R14, 1)
+    write.jump(copy_row, NOT_ZERO)
+    write.compare_number(RCX, 0)
+    write.jump(rows, NOT_ZERO)
 
 
-def _tile(write: Assembler, rows: int, width: int) -> None:
-    """`rows` rows and `width` columns of a product, in registers from zero to the last term, and then into memory."""
-    registers = width // 8
+def _tile(write: Assembler, rows: int, width: int, is_result: bool = True) -> None:
+    """`rows` rows and `width` columns of a product, in registers from zero to the last term.
+
+    They go to the result, with what is added to them, or else to the stack, without.
+    """
+    registers = width // REGISTER
     free = count()
     sums = [[next(free) for _ in range(registers)] for _ in range(rows)]
     of_right = [next(free) for _ in range(registers)]
@@ -220,7 +283,7 @@ def _tile(write: Assembler, rows: int, width: int) -> None:
         write.address(RDX, At(R12, index=R12, scale=2))
         write.add(RDX, R10)
     write.move(RSI, R8)
-    write.move(RBX, _IN_MEMORY["terms"])
+    write.move(RBX, GIVEN["terms"])
     terms = Label()
     write.place(terms)
     for number, register in enumerate(of_right):
@@ -236,8 +299,22 @@ def _tile(write: Assembler, rows: int, width: int) -> None:
         write.add(RDX, R13)
     write.subtract_number(RBX, 1)
     write.jump(terms, NOT_ZERO)
+    if not is_result:
+        for number, (total,) in enumerate(sums):
+            write.store(At(RSP, offset=_PANEL + 32 * number), total)
+        return
+    plain = Label()
+    write.move(RDX, _HERE["added"])
+    write.compare_number(RDX, 0)
+    write.jump(plain, ZERO)
+    for number, register in enumerate(of_right):
+        write.load(register, At(RDX, index=R15, scale=FLOAT, offset=32 * number))
+    for each in sums:
+        for total, register in zip(each, of_right, strict=True):
+            write.add_vector(total, total, register)
+    write.place(plain)
     write.move(RAX, R11)
     for each in sums:
         for number, total in enumerate(each):
             write.store(At(RAX, offset=32 * number), total)
-        write.add(RAX, _IN_MEMORY["out_rows"])
+        write.add(RAX, GIVEN["out_rows"])

@@ -1,10 +1,8 @@
 """Products of matrices with a definition: one chain of fused multiply-adds per element (rules 2).
 
 Each element is `c = fma(a[i, k], b[k, j], c)` in the order of k and from zero. Sums of more than 1,024 terms are cut
-into pieces of that length and the rest, which are added in their order. Two ways lead to these bits, and only time
-decides between them: `chain_code`, which begins at once and takes batches and any layout, and for large matrices
-oneDNN's product, which knows the caches. oneDNN held to AVX2 computes such chains for at least two rows and two
-columns, and for at most 1,024 terms, beyond which it may begin anew.
+into pieces of that length and the rest, which are added in their order. The code of `chain_code` computes them; of
+large products some rows at a time, which stay in the CPU's cache.
 
 With several threads (`several_threads`) large products are cut by rows or by batches, and each thread computes a part.
 No element is cut by that, so the bits are those of one thread.
@@ -16,32 +14,34 @@ import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.torch_internals import product_by_onednn
-from ddp_core.numerics.chain_code import ARGUMENTS, LONGEST, NARROWEST, chain_code
-
-BY_ONEDNN_FROM = 2**25
-"""Multiply-adds of one product from which oneDNN is faster, if it has `NARROWEST` rows and columns."""
+from ddp_core.numerics.chain_arguments import FLOAT, LONGEST, SIZES
+from ddp_core.numerics.chain_code import chain_code
 
 _ALONE_UP_TO = 2**22
 """Multiply-adds up to which other threads of Python wait: to let them run, and to wait for them, may take longer."""
 
 _TILES = 48
-"""A part's rows are a multiple of this, which fills tiles of `chain_code` and of oneDNN."""
+"""A part's rows are a multiple of this, which fills tiles of `chain_code`."""
 
-_FLOAT = 4
-_PACKED = struct.Struct(f"{len(ARGUMENTS)}q").pack
+_ROWS = 10 * _TILES
+"""Rows of a large product that are computed at a time."""
+
+_KIND = torch.float32
+_PACKED = struct.Struct(f"{len(SIZES)}q").pack
+_PLANS = 4096
+"""Pairs of shapes and strides that are kept in mind."""
 
 
 def chained(left: Tensor, right: Tensor) -> Tensor:
@@ -49,7 +49,86 @@ def chained(left: Tensor, right: Tensor) -> Tensor:
 
     `left` is [..., rows, terms] and `right` [..., terms, columns], with the same batches.
     """
-    return chained_into(left.new_empty(*left.shape[:-1], right.shape[-1]), left, right)
+    product = at_once(left.dim(), left, right)
+    if product is None:
+        product = chained_into(left.new_empty(*left.shape[:-1], right.shape[-1]), left, right)
+    return product
+
+
+def at_once(dimensions: int, left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:
+    """The same where one call of the code computes it: a small product of these dimensions; else None.
+
+    `added` is a row of numbers that is added last. What there is to find out about shapes is found out once.
+    """
+    if left.dtype is not _KIND or right.dtype is not _KIND:
+        return None
+    if added is None:
+        place, plan = 0, _plan(dimensions, left.shape, left.stride(), right.shape, right.stride())
+    elif added.dtype is _KIND:
+        place = added.data_ptr()
+        plan = _plan(dimensions, left.shape, left.stride(), right.shape, right.stride(), added.shape, added.stride())
+    else:
+        return None
+    if plan is None or plan.work > _ALONE_UP_TO:
+        return None
+    product = left.new_empty(plan.shape)
+    _code().alone(plan.sizes, left.data_ptr(), right.data_ptr(), product.data_ptr(), place)
+    return product
+
+
+class _Plan(NamedTuple):
+    """What one call of the code is given for operands of these shapes and strides."""
+
+    shape: tuple[int, ...]
+    sizes: bytes
+    work: int
+    """Multiply-adds."""
+
+
+@lru_cache(_PLANS)
+def _plan(
+    dimensions: int,
+    left: torch.Size,
+    left_strides: tuple[int, ...],
+    right: torch.Size,
+    right_strides: tuple[int, ...],
+    added: tuple[int, ...] | None = None,
+    added_strides: tuple[int, ...] = (),
+) -> _Plan | None:
+    """None where one call does not compute it, or nothing does."""
+    if not len(left) == len(right) == dimensions or left[:-2] != right[:-2] or left[-1] != right[-2]:
+        return None
+    shape, columns = (*left[:-1], right[-1]), right[-1]
+    work = left.numel() * columns
+    is_row = added is None or (tuple(added) == (columns,) and (columns == 1 or added_strides == (1,)))
+    if not (2 <= dimensions <= 4 and work and left[-1] <= LONGEST and is_row):
+        return None
+    strides = tuple(prod(shape[place + 1 :]) for place in range(dimensions))
+    return _Plan(shape, _sizes(left, columns, left_strides, right_strides, strides), work)
+
+
+def _sizes(
+    left: Sequence[int],
+    columns: int,
+    left_strides: Sequence[int],
+    right_strides: Sequence[int],
+    out_strides: Sequence[int],
+) -> bytes:
+    """`SIZES` for a product, a batch of products, or several batches."""
+    groups, batches, rows, terms = (*(1, 1)[len(left) - 2 :], *left)
+    left_groups, left_batches, left_rows, left_terms = _four(left_strides)
+    right_groups, right_batches, right_terms, right_columns = _four(right_strides)
+    out_groups, out_batches, out_rows, _ = _four(out_strides)
+    strides = [
+        *(left_rows, left_terms, left_batches, left_groups),
+        *(right_terms, right_columns, right_batches, right_groups),
+        *(out_rows, out_batches, out_groups),
+    ]
+    return _PACKED(*(FLOAT * each for each in strides), rows, terms, columns, batches, groups)
+
+
+def _four(strides: Sequence[int]) -> tuple[int, ...]:
+    return (*(0, 0)[len(strides) - 2 :], *strides)
 
 
 def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -60,28 +139,14 @@ def chained_into(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return product
     if not terms:
         return product.zero_()
-    if columns < NARROWEST:
-        wider = functional.pad(right, (0, NARROWEST - columns))
-        return product.copy_(chained(left, wider)[..., :columns])
-    work = rows * terms * columns
-    is_large = work >= BY_ONEDNN_FROM and rows >= NARROWEST and onednn_computes_chains()
-    if len(batches) > 1 or (batches and is_large):
+    if len(batches) > 2:
         for into, one, other in zip(product, left, right, strict=True):
             chained_into(into, one, other)
-        return product
-    way = _large if is_large else _small
-    if _WORKERS.pool is None or work * (batches[0] if batches else 1) <= _ALONE_UP_TO:
-        way(product, left, right)
+    elif _WORKERS.pool is None or prod(batches) * rows * terms * columns <= _ALONE_UP_TO:
+        _whole(product, left, right)
     else:
-        _in_parts(way, product, left, right, _WORKERS.pool)
+        _in_parts(product, left, right, _WORKERS.pool)
     return product
-
-
-@cache
-def onednn_computes_chains() -> bool:
-    """Whether torch's oneDNN is known to: that of torch 2.11 adds in another order, those of 2.13 and 2.14 do not."""
-    major, minor, *_ = torch.__version__.split(".")
-    return (int(major), int(minor)) >= (2, 13)
 
 
 @contextmanager
@@ -112,93 +177,75 @@ class _Workers:
 
 
 _WORKERS = _Workers()
-_Way = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def _in_parts(way: _Way, product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExecutor) -> None:
-    """A product by parts of its batch or, of a single one, of its rows: one part here, the others in `pool`."""
+def _in_parts(product: Tensor, left: Tensor, right: Tensor, pool: ThreadPoolExecutor) -> None:
+    """A product by parts of its batches or, of a single one, of its rows: one part here, the others in `pool`."""
     parts: Iterable[tuple[Tensor, Tensor, Tensor]]
-    if left.dim() == 3:
+    while left.dim() > 2 and len(left) == 1:
+        product, left, right = product[0], left[0], right[0]
+    if left.dim() > 2:
         parts = zip(*(each.tensor_split(_WORKERS.count) for each in (product, left, right)), strict=True)
     else:
         rows = -(-len(left) // _WORKERS.count)
-        whole = max(NARROWEST, -(-rows // _TILES) * _TILES)
-        starts = [start for start in range(0, len(left), whole) if len(left) - start >= NARROWEST or not start]
-        ends = [*starts[1:], len(left)]
-        parts = ((product[start:end], left[start:end], right) for start, end in zip(starts, ends, strict=True))
+        parts = _by_rows(product, left, right, -(-rows // _TILES) * _TILES)
     mine, *others = [part for part in parts if part[0].numel()]
-    asked = [pool.submit(_computed, way, *part) for part in others]
-    way(*mine)
+    asked = [pool.submit(_computed, *part) for part in others]
+    _whole(*mine)
     for each in asked:
         each.result()
 
 
-def _computed(way: _Way, product: Tensor, left: Tensor, right: Tensor) -> None:
+def _computed(product: Tensor, left: Tensor, right: Tensor) -> None:
     """In a thread of its own, where torch would take what is computed for something to be differentiated."""
     with torch.inference_mode():
-        way(product, left, right)
+        _whole(product, left, right)
 
 
-def _small(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """A product, or one dimension of batches, by `chain_code`."""
+def _by_rows(product: Tensor, left: Tensor, right: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """A single product, so many rows of it at a time."""
+    for start in range(0, len(left), rows):
+        yield product[start : start + rows], left[start : start + rows], right
+
+
+def _whole(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """A product, or one or two dimensions of batches."""
     terms = left.shape[-1]
     if terms <= LONGEST:
-        _by_code(product, left, right)
+        _piece(product, left, right)
         return
-    _by_code(product, left[..., :LONGEST], right[..., :LONGEST, :])
+    _piece(product, left[..., :LONGEST], right[..., :LONGEST, :])
     piece = torch.empty_like(product, memory_format=torch.contiguous_format)
     for start in range(LONGEST, terms, LONGEST):
         end = start + LONGEST
-        _by_code(piece, left[..., start:end], right[..., start:end, :])
+        _piece(piece, left[..., start:end], right[..., start:end, :])
         product += piece
 
 
-def _large(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """One product by oneDNN."""
-    product.copy_(_by_onednn(left, right))
+def _piece(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """The same of at most `LONGEST` terms."""
+    if left.dim() > 2 or left.numel() * right.shape[-1] <= _ALONE_UP_TO:
+        _by_code(product, left, right)
+        return
+    if left.stride(-1) != 1:
+        left = left.contiguous()  # takes less time than to read again and again what lies far apart
+    for part in _by_rows(product, left, right, _ROWS):
+        _by_code(*part)
 
 
 def _by_code(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """A product, or one dimension of batches, of at most `LONGEST` terms and at least `NARROWEST` columns."""
-    *batches, rows, terms = left.shape
-    count = batches[0] if batches else 1
-    columns = right.shape[-1]
-    # Of a single product, whatever stands in the place of the bytes from one product to the next is not used.
-    left_batches, left_rows, left_terms = left.stride() if batches else (0, *left.stride())
-    right_batches, right_terms, right_columns = right.stride() if batches else (0, *right.stride())
-    out_batches, out_rows, _ = product.stride() if batches else (0, *product.stride())
+    """A product, or one or two dimensions of batches, of at most `LONGEST` terms."""
+    sizes = _sizes(left.shape, right.shape[-1], left.stride(), right.stride(), product.stride())
     code = _code()
-    call = code.alone if count * rows * terms * columns <= _ALONE_UP_TO else code.beside_others
-    call(
-        _PACKED(
-            *(left.data_ptr(), left_rows * _FLOAT, left_terms * _FLOAT, left_batches * _FLOAT),
-            *(right.data_ptr(), right_terms * _FLOAT, right_columns * _FLOAT, right_batches * _FLOAT),
-            *(product.data_ptr(), out_rows * _FLOAT, out_batches * _FLOAT),
-            *(rows, terms, columns, count),
-        )
-    )
-
-
-def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """One product; operands are copied where oneDNN would take its reference code, which computes no chain."""
-    product = _piece(left[:, :LONGEST], right[:LONGEST])
-    for start in range(LONGEST, left.shape[1], LONGEST):
-        product += _piece(left[:, start : start + LONGEST], right[start : start + LONGEST])
-    return product
-
-
-def _piece(left: Tensor, right: Tensor) -> Tensor:
-    weight = right.T
-    if not (right.is_contiguous() or weight.is_contiguous()):
-        weight = weight.contiguous()
-    return product_by_onednn(left.contiguous(), weight)
+    call = code.alone if left.numel() * right.shape[-1] <= _ALONE_UP_TO else code.beside_others
+    call(sizes, left.data_ptr(), right.data_ptr(), product.data_ptr(), 0)
 
 
 class _Code(NamedTuple):
-    """`chain_code` as functions of its packed arguments."""
+    """`chain_code` as functions of sizes, the places of left, right and result, and that of what is added."""
 
-    alone: Callable[[bytes], None]
-    beside_others: Callable[[bytes], None]
+    alone: Callable[[bytes, int, int, int, int], None]
+    beside_others: Callable[[bytes, int, int, int, int], None]
     """The same, and other threads of Python run meanwhile."""
     memory: mmap.mmap
     """Where the code lies; it must not be freed."""
@@ -216,6 +263,6 @@ def _code() -> _Code:
             "portable numerics: this system lets no process write code and run it (SELinux's execmem, for example), "
             "which products of matrices need; use --numerics native"
         )
-    kinds = ctypes.PYFUNCTYPE(None, ctypes.c_char_p), ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-    alone, beside_others = (kind(place) for kind in kinds)
+    words = (ctypes.c_char_p, *[ctypes.c_void_p] * 4)
+    alone, beside_others = (kind(None, *words)(place) for kind in (ctypes.PYFUNCTYPE, ctypes.CFUNCTYPE))
     return _Code(alone, beside_others, memory)

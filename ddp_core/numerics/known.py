@@ -64,11 +64,8 @@ BY_DEFINITION = frozenset(
         *("neg", "sign", "floor", "ceil", "round", "trunc", "threshold", "threshold_backward", "hardtanh", "relu6"),
     )
     for end in ("", "_")
-) | {"mkldnn::_linear_pointwise"}
-"""Operations that only move or compare numbers, or have exact results, and their forms in place.
-
-Also oneDNN's product, which rules 2 ask for no more than what it computes in chains.
-"""
+)
+"""Operations that only move or compare numbers, or have exact results, and their forms in place."""
 
 _ALIASES = {"aten::multiply": "aten::mul", "aten::divide": "aten::div"}
 """Other names of operations that compute the same."""

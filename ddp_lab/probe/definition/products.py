@@ -44,6 +44,15 @@ def _bmm(batches: int, rows: int, terms: int, columns: int) -> list[Array]:
     return [product_in_chains(left, right), of_left, of_right]
 
 
+def _of_groups(groups: int, rows: int, terms: int, columns: int) -> list[Array]:
+    """Each group of rows has a right matrix of its own."""
+    left, right = numbers(groups * rows, terms), numbers(groups, terms, columns, key=1)
+    coming = numbers(groups * rows, columns, key=COMING).reshape(groups, rows, columns)
+    of_group = left.reshape(groups, rows, terms)
+    result, of_left = product_in_chains(of_group, right), product_in_chains(coming, _turned(right))
+    return [np.concatenate(result), np.concatenate(of_left), product_in_chains(_turned(of_group), coming)]
+
+
 def _baddbmm(batches: int, rows: int, terms: int, columns: int, key: int) -> Array:
     product = product_in_chains(numbers(batches, rows, terms), numbers(batches, terms, columns, key=1))
     return product + numbers(batches, rows, columns, key=key)
@@ -139,6 +148,7 @@ IN_CHAINS: Mapping[str, Definition] = {
     "bmm, backward": partial(_bmm, 5, 17, 23, 11),
     "bmm of small": lambda: product_in_chains(numbers(64, 4, 4), numbers(64, 4, 4, key=1)),
     "bmm, in chains, backward": partial(_bmm, 3, 64, 144, 128),
+    "products of groups of rows, backward": partial(_of_groups, 3, 8, 16, 8),
     "baddbmm": partial(_baddbmm, 5, 17, 23, 11, key=0),
     "baddbmm, in chains": partial(_baddbmm, 3, 64, 144, 128, key=2),
     "linear, backward": partial(_linear, 17, 65, 33),

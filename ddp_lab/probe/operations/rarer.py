@@ -264,6 +264,15 @@ def _products() -> Operations:
         "matmul complex": lambda: torch.view_as_real(
             torch.complex(matrix, -matrix) @ torch.complex(numbers(53, 9), numbers(53, 9, key=1))
         ),
+        "products of groups of rows, backward": lambda: with_gradients(
+            partial(functional.grouped_mm, offs=torch.tensor([8, 16, 24], dtype=torch.int32)),
+            numbers(24, 16),
+            numbers(3, 16, 8, key=1),
+        ),
+        "floor_divide": lambda: [
+            torch.floor_divide(numbers(_LENGTH, scale=8), positive(_LENGTH, key=1)),
+            torch.floor_divide(integers(_LENGTH, below=99), 7),
+        ],
         "embedding with a norm": lambda: functional.embedding(integers(31, below=50), numbers(50, 16), max_norm=0.5),
         "scatter_reduce amax, prod": lambda: [
             numbers(50).scatter_reduce(0, integers(99, below=50), numbers(99, key=1), reduce=kind)
@@ -284,6 +293,7 @@ def _algebra() -> Operations:
         ),
         "singular values, backward": lambda: with_gradients(torch.linalg.svdvals, numbers(19, 11)),
         "qr, backward": lambda: with_gradients(lambda x: torch.linalg.qr(x)[1], numbers(19, 11)),
+        "fftn, backward": lambda: with_gradients(lambda x: torch.view_as_real(torch.fft.fftn(x)), numbers(2, 19, 16)),
         "fft, backward": lambda: with_gradients(lambda x: torch.view_as_real(torch.fft.rfft(x)), numbers(5, 64)),
     }
 

@@ -346,11 +346,6 @@ def int_mm(_: int, __: int, place: str) -> None:
     get_kernel("aten::_int_mm.out", "CPU")
 
 
-def product_by_onednn(_: int, __: int, place: str) -> None:
-    left, weight = torch.arange(64.0).view(8, 8), torch.eye(8).flip(0)
-    assert torch.equal(torch_internals.product_by_onednn(left, weight), left.flip(1))
-
-
 def separate_stores(_: int, __: int, place: str) -> None:
     with agent(Path(place)) as ours:
         handler = ours.get_worker_group().spec.rdzv_handler
@@ -388,7 +383,6 @@ CONTRACTS: dict[str, Callable[[int, int, str], None]] = {
     "_execution_engine": end_of_backward,
     **dict.fromkeys(("_foreach_add_", "_foreach_mul_", "_foreach_copy_"), foreach),
     "_int_mm": int_mm,
-    "_linear_pointwise": product_by_onednn,
     "torch.Tensor._version": counter_of_writes,
     "_buffers": buffers,
     **dict.fromkeys(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks),

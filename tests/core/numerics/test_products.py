@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ddp_core.base.errors import UserError
 from ddp_core.numerics import chains
-from ddp_core.numerics.chains import BY_ONEDNN_FROM, chained, chained_into, onednn_computes_chains
+from ddp_core.numerics.chains import chained, chained_into
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_lab.probe.definition.arithmetic import product_in_chains
 from tests.support.processes import ask
@@ -91,10 +91,10 @@ def test_the_number_of_threads_does_not_matter(threads: int) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("rows", range(1, 15))
+@pytest.mark.parametrize("rows", [*range(1, 15), 50])
 def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
     """Nothing but the product is written: what lies before, between and after its rows is kept."""
-    for columns in range(8, 42):
+    for columns in range(1, 42):
         left, right = drawn(3, rows, 5), drawn(3, 5, columns, key=1)
         room = torch.full((3, rows + 2, columns + 9), 7.0)
         chained_into(room[:, 1:-1, 4 : 4 + columns], left, right)
@@ -103,58 +103,14 @@ def test_each_number_of_rows_and_columns_fills_its_tiles(rows: int) -> None:
         assert torch.equal(room, expected)
 
 
-@pytest.mark.skipif(not onednn_computes_chains(), reason="the oneDNN of this torch computes no chains")
-def test_oneDNN_computes_the_same_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the number of multiply-adds from which it is asked is about time alone."""
+def test_rows_of_a_large_product_at_a_time_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, terms, columns in ((64, 160, 128), (8, 2100, 64), (333, 77, 9)):
         left, right = drawn(rows, terms), drawn(terms, columns, key=1)
-        ours = chained(left, right)
-        monkeypatch.setattr(chains, "BY_ONEDNN_FROM", 1)
-        assert torch.equal(chained(left, right), ours)
+        whole = chained(left, right)
+        monkeypatch.setattr(chains, "_ALONE_UP_TO", 0)
+        monkeypatch.setattr(chains, "_ROWS", 50)
+        assert all(torch.equal(chained(layout(left), right), whole) for layout in LAYOUTS.values())
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("shape", "by_onednn", "bound"),
-    [
-        ((8, 128, 128), True, 2**17),
-        ((8, 128, 127), False, 2**17),
-        ((7, 256, 256), False, 2**17),
-        # The bound that is true, whose matrices take seconds to be laid out anew.
-        pytest.param((8, 4096, 1024), True, BY_ONEDNN_FROM, marks=pytest.mark.slow),
-        pytest.param((8, 4096, 1023), False, BY_ONEDNN_FROM, marks=pytest.mark.slow),
-        pytest.param((7, 4096, 4096), False, BY_ONEDNN_FROM, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_layout_never_changes_which_way_a_product_goes(
-    shape: tuple[int, int, int], by_onednn: bool, bound: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    went: list[bool] = []
-    monkeypatch.setattr(chains, "BY_ONEDNN_FROM", bound)
-    monkeypatch.setattr(chains, "onednn_computes_chains", lambda: True)
-    monkeypatch.setattr(chains, "_by_onednn", lambda left, right: went.append(True) or torch.zeros(rows, columns))
-    monkeypatch.setattr(chains, "_by_code", lambda *_: went.append(False))
-    rows, terms, columns = shape
-    assert (rows * terms * columns >= bound and rows >= 8) == by_onednn
-    left, right, bias = drawn(rows, terms), drawn(terms, columns, key=1), drawn(columns, key=2)
-    calls: list[Callable[[Tensor, Tensor], object]] = [
-        torch.mm,
-        lambda one, other: torch.mm(one, other, out=torch.empty(0)),
-        lambda one, other: torch.addmm(bias, one, other),
-        lambda one, other: torch.zeros(rows, columns).addmm_(one, other),
-        lambda one, other: torch.addmm(bias, one, other, out=torch.empty(rows, columns)),
-        lambda one, other: torch.bmm(one[None], other[None]),
-        lambda one, other: torch.baddbmm(bias, one[None], other[None]),
-        lambda one, other: functional.linear(one, other.T, bias),
-        lambda one, other: torch.mm(one.bfloat16(), other.bfloat16()),
-    ]
-    for call in calls:
-        for layout in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped"]):
-            for other in (LAYOUTS["rows"], LAYOUTS["columns"], LAYOUTS["gapped columns"]):
-                went.clear()
-                call(layout(left), other(right))
-                assert set(went) == {by_onednn}
 
 
 def test_batches_may_overlap_or_be_one_matrix() -> None:
@@ -162,6 +118,24 @@ def test_batches_may_overlap_or_be_one_matrix() -> None:
     windows = left.flatten().as_strided((5, 7, 40), (40, 20, 1))
     truth = product_in_chains(windows.numpy(), np.broadcast_to(right.numpy(), (5, 40, 24)))
     assert same_bits(torch.bmm(windows, right.expand(5, 40, 24)), truth)
+
+
+def test_heads_of_rows_are_two_dimensions_of_batches() -> None:
+    query, key = drawn(3, 19, 4, 16).transpose(1, 2), drawn(3, 23, 4, 16, key=1).transpose(1, 2)
+    truth = product_in_chains(query.numpy(), key.transpose(-2, -1).numpy())
+    assert same_bits(chained(query, key.transpose(-2, -1)), truth)
+    room = torch.zeros(3, 19, 4, 24)[..., :23].transpose(1, 2)
+    assert np.array_equal(chained_into(room, query, key.transpose(-2, -1)).numpy(), truth)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 10, 40])
+def test_a_row_is_added_by_the_same_call(columns: int) -> None:
+    for rows in (1, 4, 7, 13):
+        left, right, row = drawn(rows, 11), drawn(columns, 11, key=1), drawn(columns, key=2)
+        truth = product_in_chains(left.numpy(), right.numpy().T) + row.numpy()
+        assert same_bits(functional.linear(left, right, row), truth)
+        every_second = torch.stack([row, row], 1).flatten()[::2]
+        assert same_bits(torch.addmm(every_second, left, right.T), truth)
 
 
 def test_nothing_to_multiply() -> None:
@@ -189,7 +163,7 @@ def test_a_system_that_runs_no_written_code_is_said(monkeypatch: pytest.MonkeyPa
     finally:
         monkeypatch.undo()
         chains._code.cache_clear()
-    assert len(true_code) < 4096
+    assert len(true_code) < 8192
 
 
 def test_what_is_added_comes_last() -> None:
@@ -258,6 +232,8 @@ def test_what_torch_refuses_is_refused() -> None:
         lambda: torch.addmm(drawn(5), left, right),
         lambda: torch.zeros(5, 5).addmm_(left, right),
         lambda: torch.bmm(left[None], right[None].expand(2, -1, -1)),
+        lambda: torch.mm(left[None], right[None]),
+        lambda: torch.bmm(left, right),
     ):
         with pytest.raises(RuntimeError):
             wrong()
