@@ -232,7 +232,7 @@ def join_live(
 
 
 class StoreSearch:
-    """Looks whether somebody listens again where a store was lost; in a thread, since a name may be unknown for long."""
+    """Looks whether somebody listens again where a store was lost; in a thread, since a name server may be slow."""
 
     def __init__(self, host: str, port: int) -> None:
         self._place, self._found, self._ended = (host, port), threading.Event(), threading.Event()

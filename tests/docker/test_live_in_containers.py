@@ -1,4 +1,4 @@
-"""Live recovery in containers: nodes are lost, leave and come, and so does their rendezvous, while the others train on."""
+"""Live recovery in containers: nodes are lost, leave and come, and the rendezvous too, while the others train on."""
 
 from __future__ import annotations
 

@@ -166,9 +166,10 @@ def test_gloo_cannot_encrypt() -> None:
 def test_connections_to_a_port_fail_when_its_machine_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as elsewhere:
         port = server.getsockname()[1]
-        with socket.create_connection(server.getsockname()) as ours, socket.create_connection(
-            elsewhere.getsockname()
-        ) as other:
+        with (
+            socket.create_connection(server.getsockname()) as ours,
+            socket.create_connection(elsewhere.getsockname()) as other,
+        ):
             give_up_silence(port, 10)
             limits = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (ours, other)]
             assert limits == [10_000, 0]

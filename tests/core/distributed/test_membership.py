@@ -77,7 +77,7 @@ class World:
     asked_to_leave: frozenset[int] = frozenset()
     """Which launchers were asked to leave, whatever is in the store."""
     must_go_on: bool = True
-    """Whether nothing has happened that may let all start again: a loss, or a group that was meeting, without a store."""
+    """Whether nothing has happened that may let all start again: a loss, or an outage while a group was meeting."""
     starts_again: bool = False
     """All start again from the newest checkpoint, which is not part of this model."""
     fence: int = -1
@@ -157,9 +157,7 @@ def requests_from(world: World) -> Iterator[World]:
             if launcher == "lives" and node not in world.asked_to_leave:
                 noted = {node} if world.connected[node] else set()
                 asked = world.asked_to_leave | {node}
-                yield replace(
-                    world, requests=world.requests - 1, leaving=world.leaving | noted, asked_to_leave=asked
-                )
+                yield replace(world, requests=world.requests - 1, leaving=world.leaving | noted, asked_to_leave=asked)
 
 
 def outages_from(world: World) -> Iterator[World]:
@@ -382,9 +380,7 @@ def check_end(world: World, mistakes: int) -> None:
         assert all(world.of(name).doing == "dead" for name in world.now.members), "a member waits for ever"
 
 
-def explore(
-    losses: int, last: int, arrives: bool = False, leaves: int = 0, mistakes: int = 0, outages: int = 0
-) -> int:
+def explore(losses: int, last: int, arrives: bool = False, leaves: int = 0, mistakes: int = 0, outages: int = 0) -> int:
     """Run through everything that can happen; the number of states."""
     first = beginning(losses, last, arrives, leaves, mistakes, outages)
     seen, waiting = {first}, [first]
@@ -415,7 +411,9 @@ def explore(
         pytest.param({"losses": 2, "last": 1}, id="two-losses", marks=pytest.mark.slow),
         pytest.param({"losses": 1, "last": 2, "outages": 1}, id="a-loss-and-no-store", marks=pytest.mark.slow),
         pytest.param(
-            {"losses": 0, "last": 1, "arrives": True, "outages": 1}, id="an-arrival-and-no-store", marks=pytest.mark.slow
+            {"losses": 0, "last": 1, "arrives": True, "outages": 1},
+            id="an-arrival-and-no-store",
+            marks=pytest.mark.slow,
         ),
         pytest.param({"losses": 0, "last": 1, "leaves": 1, "outages": 1}, id="a-node-leaves-and-no-store"),
     ],
