@@ -42,7 +42,7 @@ class Lines:
 
     def tell(self, members: Members) -> None:
         """Let the others find this launcher, and hear of it; again where the store has been another one until now."""
-        self._members, self._next_beat, self._since = members, 0.0, time.monotonic()
+        self._members, self._next_beat = members, 0.0
         members.beat(self._node)
         members.note("launchers", f"{self._node}={self._address}")
 
@@ -93,9 +93,10 @@ class Lines:
         now = time.monotonic()
 
         def is_silent(node: int) -> bool:
-            # One that has never been heard may have ended before it could tell where it listens.
-            _, heard = self._beats.get(node, (0, self._since))
-            return now - max(heard, self._since) > (_REFUSED_SECONDS if node in self._refused else _SILENT_SECONDS)
+            # One that has never been heard may have ended before it could tell where it listens. This launcher may have
+            # been busy for long before it listens for the first time.
+            _, heard = self._beats.setdefault(node, (0, now))
+            return now - heard > (_REFUSED_SECONDS if node in self._refused else _SILENT_SECONDS)
 
         return {node for node in nodes if is_silent(node)}
 

@@ -98,6 +98,8 @@ class LiveWorkers:
         self._seen = self._members.count()
         notes = self._members.read()
         self._lines.reach(notes.launchers)
+        # Whoever has been heard since this launcher last listened, which may be long ago, is not silent.
+        self._lines.look()
         self._nodes = max(self._nodes, *(1 + node for node in notes.launchers))
         if notes.over:
             return notes
