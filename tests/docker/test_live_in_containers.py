@@ -18,7 +18,7 @@ from tests.support.commands import trained
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]
 
-EPOCHS = 30
+EPOCHS = 24
 
 
 @pytest.fixture(scope="module")
