@@ -16,7 +16,7 @@ from ddp_lab.cluster.containers import ContainerBackend
 from tests.docker.nodes import Nodes, Start, run_drill
 from tests.support.commands import trained
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
 EPOCHS = 24
 
@@ -73,7 +73,7 @@ def test_nodes_leave_come_and_are_lost_and_the_rendezvous_is_started_again(start
     assert nodes.cluster.exit_codes()[new] == 75
     nodes.until(lambda: says(nodes, "left after step"))
     assert nodes.workers(other) == stays
-    nodes.until(lambda: {other, first} <= nodes.cluster.exit_codes().keys())
+    nodes.until(lambda: {other, first} <= nodes.cluster.exit_codes().keys(), 300)
     assert [nodes.cluster.exit_codes()[name] for name in (first, other)] == [0, 0]
     check_live(nodes, digest)
 
