@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
-from ddp_core.distributed.membership import Membership, next_membership, node_of
+from ddp_core.distributed.addresses import give_up_silence
+from ddp_core.distributed.membership import Membership, next_membership, node_of, renewed
 
 Over = Literal["", "done", "broken"]
 """Whether a list still counts: it does; the run is done; no group can go on, and all meet anew or end."""
@@ -20,6 +22,10 @@ Log = Literal["asked", "ended", "leaving", "launchers", "finished", "over"]
 _NOW = "members/now"
 _NOTES = "members/notes"
 _NODES = "members/nodes"
+_KNOWN_NODES = "members/known-nodes"
+_SILENT_SECONDS = 10.0
+"""After so long without a sign of life from the machine of the store, the store counts as lost."""
+_CONNECTING_SECONDS = 1.0
 _LOGS: tuple[Log, ...] = ("asked", "ended", "leaving", "launchers", "finished", "over")
 
 
@@ -65,18 +71,56 @@ class Members:
         self._store, self._most_nodes = store, most_nodes
 
     def begin(self, names: Iterable[str]) -> None:
-        """Write the first membership, unless there is one; every launcher that has a part in it calls this."""
-        first = Membership(0, tuple(names))
+        """Write the first membership, unless there is one."""
+        self._begin(Membership(0, tuple(names)))
+
+    def _begin(self, first: Membership) -> Membership:
+        """Write this membership, unless there is one; returns the one that is there then."""
         for log in _LOGS:
             self._append(log, "")
         self._append(f"left/{first.number}", "")
-        self._store.compare_set(_NODES, "", str(1 + max(map(node_of, first.members))))
-        self._store.compare_set(_NOW, "", first.to_text())
+        return Membership.from_text(self._store.compare_set(_NOW, "", first.to_text()))
+
+    def renew(self, offered: Membership, nodes: int) -> bool:
+        """Write what a lost store had into one that may be empty; False where it has a group that knows nothing of us.
+
+        `offered`: the group in which this launcher's own processes train. `nodes`: how many numbers of nodes have been
+        given, as far as this launcher knows; a new node gets none until all launchers of the group have told that.
+        """
+        while (known := int(self._store.add(_KNOWN_NODES, 0))) < nodes:
+            self._store.compare_set(_KNOWN_NODES, str(known), str(nodes))
+        stored = self._begin(offered)
+        while (counts := renewed(stored, offered)) != stored:
+            if counts is None:
+                return False
+            self._append(f"left/{counts.number}", "")
+            stored = Membership.from_text(self._store.compare_set(_NOW, stored.to_text(), counts.to_text()))
+        return True
+
+    def give_numbers_again(self) -> None:
+        """Let new nodes have numbers, once all launchers of the group are back at a store that was lost."""
+        if not self._store.check([_NODES]):
+            self._store.compare_set(_NODES, "", str(int(self._store.add(_KNOWN_NODES, 0))))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a membership."""
+        return bool(self._store.check([_NOW]))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there was a membership, and the list does not count any more."""
+        return self.has_begun and bool(_words(self._store.get("members/over")))
 
     def number_of_new_node(self) -> int:
-        """A number that no other node has, for one that comes later. Waits until there is a first membership."""
-        self._store.wait([_NOW])
+        """A number that no other node has. Waits while launchers come back to a store that was lost."""
+        if self.has_begun:
+            self._store.wait([_NODES])
         return int(self._store.add(_NODES, 1)) - 1
+
+    def nodes_come(self) -> int:
+        """How many numbers of nodes have been given, before there is a membership."""
+        return int(self._store.add(_NODES, 0))
 
     def now(self) -> Membership:
         """The newest membership."""
@@ -136,11 +180,9 @@ class Members:
         """Tell that the launcher of this node works."""
         self._store.add(f"members/beat/{node}", 1)
 
-    def beats(self, nodes: Iterable[int]) -> dict[int, bytes]:
-        """How often each of these launchers has told that it works; each has done so once."""
-        nodes = list(nodes)
-        counts = self._store.multi_get([f"members/beat/{node}" for node in nodes]) if nodes else []
-        return dict(zip(nodes, counts, strict=True))
+    def beats(self, nodes: Iterable[int]) -> dict[int, int]:
+        """How often each of these launchers has told that it works."""
+        return {node: int(self._store.add(f"members/beat/{node}", 0)) for node in nodes}
 
     def _append(self, log: str, text: str) -> None:
         # torch's stub files lack this method of all its stores.
@@ -152,10 +194,24 @@ def store_at(place: str, timeout: float) -> dist.Store:
 
     `timeout`, in seconds, limits every wait. Raises torch's DistError where the store does not answer.
     """
+    host, port, prefix = _parts(place)
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
+    give_up_silence(port, _SILENT_SECONDS)
+    return dist.PrefixStore(prefix, store)
+
+
+def store_again_at(place: str, timeout: float) -> dist.Store:
+    """As `store_at`; but raises OSError at once where nobody listens there."""
+    host, port, _ = _parts(place)
+    socket.create_connection((host, port), _CONNECTING_SECONDS).close()
+    return store_at(place, timeout)
+
+
+def _parts(place: str) -> tuple[str, int, str]:
     address, _, prefix = place.partition("/")
     host, _, port = address.rpartition(":")
-    limit = timedelta(seconds=timeout)
-    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), timeout=limit, wait_for_workers=False))
+    return host, int(port), prefix
 
 
 def _words(value: bytes) -> list[str]:

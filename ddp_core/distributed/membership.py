@@ -123,6 +123,18 @@ def lost_in_silence(now: Membership, silent: Collection[int], ended: Collection[
     return missing if all(node_of(name) in silent for name in missing) else set()
 
 
+def renewed(stored: Membership | None, offered: Membership) -> Membership | None:
+    """The membership that counts in a store that was lost and is back; None where all must start again.
+
+    `stored`: what the store has, if it is not empty. `offered`: the group in which a launcher's own processes train,
+    who may be the first to come back. Of two that differ the newer one counts; two with the same number are of groups
+    that know nothing of each other.
+    """
+    if stored is None or stored.number < offered.number:
+        return offered
+    return stored if stored.number > offered.number or stored == offered else None
+
+
 def must_leave(mine: int, now: Membership) -> bool:
     """Whether a process must give up the membership of number `mine`, because a newer one counts now."""
     return now.number > mine

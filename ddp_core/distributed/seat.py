@@ -12,11 +12,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
-from ddp_core.distributed.members import Members, store_at
+from ddp_core.base.files import replace_file
+from ddp_core.distributed.members import Members, store_again_at, store_at
 from ddp_core.distributed.membership import Membership, must_leave, node_of, place_among
 from ddp_core.distributed.world import World
 
-_ROOM_FILE = "make-room"
+_ROOM_FILE, _STOP_FILE, _GROUP_FILE = "make-room", "stop", "group-of-"
 _POLL_SECONDS = 0.005
 _ASKED_SECONDS = 2.0
 """So long a process that was asked to stop still waits for the others: they may meet, and save what they have."""
@@ -44,6 +45,8 @@ class Seat:
         """Of the newest membership that this process has belonged to; -1 before the first one."""
         self.members: tuple[str, ...] = ()
         """Of the group that this process is in, in the order of ranks."""
+        self.leaving: frozenset[int] = frozenset()
+        """The nodes that were asked to leave before this group met."""
         self._step = -1
 
     @property
@@ -85,6 +88,7 @@ class Seat:
                 self._members.note_here(self.number, self._name)
                 deadline, is_here = time.monotonic() + self._patience, True
             if is_here and self._members.are_here(now):
+                self.leaving = notes.leaving
                 return self._placed(now)
             if is_asked_to_stop():
                 deadline = min(deadline, time.monotonic() + _ASKED_SECONDS)
@@ -102,6 +106,15 @@ class Seat:
         try:
             self._members.note_left(self.number, self._name, step)
         except dist.DistError:
+            self._leave_by_another_store(step)
+
+    def _leave_by_another_store(self, step: int) -> None:
+        """As `leave`, where the store has been lost: another one may have taken its place since."""
+        assert self._given.members_at is not None
+        try:
+            self._members = Members(store_again_at(self._given.members_at, self._patience + _LATE_SECONDS))
+            self._members.note_left(self.number, self._name, step)
+        except (dist.DistError, OSError):
             self._give_up(_NO_ANSWER)
 
     @property
@@ -114,6 +127,9 @@ class Seat:
 
     def _placed(self, now: Membership) -> World:
         self.members = now.members
+        # The launcher must know it also where the store is lost before it has read of this group.
+        assert self._given.report_dir is not None
+        replace_file(group_file(self._given.report_dir, self._name), now.to_text())
         nproc_per_node, local_rank = place_among(now, self._name)
         return replace(
             self._given,
@@ -139,3 +155,13 @@ def room_file(reports: Path) -> str:
     It holds the number of the membership that they are to leave.
     """
     return f"{reports}/{_ROOM_FILE}"
+
+
+def stop_file(reports: Path) -> str:
+    """The file that a launcher writes before it asks its workers to stop; see `StopRequest`."""
+    return f"{reports}/{_STOP_FILE}"
+
+
+def group_file(reports: Path, name: str) -> Path:
+    """The file in which the process of this name tells its launcher in which group it trains: a Membership's text."""
+    return reports / f"{_GROUP_FILE}{name}"

@@ -24,7 +24,9 @@ class StopRequest:
 
     `launched`: this process is a worker of our launcher, which passes its signals on. So a second SIGINT may be a copy
     of the first, and does not end this process; the launcher kills its workers when the user presses Ctrl-C again.
-    `last`: after the block this process only leaves, and ignores what still comes.
+    `last`: after the block this process only leaves, and ignores what still comes. `confirmed_by`: a signal counts only
+    once this file is there, which the launcher writes before it asks. A scheduler may send its signal to every process
+    of a node, and then the launcher alone decides whether only this node leaves or all stop.
     """
 
     def __init__(
@@ -33,8 +35,11 @@ class StopRequest:
         max_seconds: float | None = None,
         launched: bool = False,
         last: bool = False,
+        confirmed_by: str | None = None,
     ) -> None:
         self.reason: str | None = None
+        self._heard: str | None = None
+        self._confirmed_by = confirmed_by
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self._signals = [*asking_signals(early_signal), signal.SIGINT]
         self._previous: dict[int, Any] = {}
@@ -45,7 +50,13 @@ class StopRequest:
         """Whether this process has been asked to stop, or its time is up."""
         if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
             self.reason = "time limit"
+        if self.reason is None and self._heard is not None and self._is_confirmed:
+            self.reason = self._heard
         return self.reason is not None
+
+    @property
+    def _is_confirmed(self) -> bool:
+        return self._confirmed_by is None or os.path.exists(self._confirmed_by)  # noqa: PTH110 each step may ask
 
     def saved(self) -> None:
         """Tell that all is saved: from now on a second SIGINT ends nothing, because the process leaves anyway."""
@@ -54,7 +65,9 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT" and self._may_hurry:
             os._exit(128 + signal.SIGINT)
-        self.reason = describe_signal(number)
+        self._heard = describe_signal(number)
+        if self._is_confirmed:
+            self.reason = self._heard
 
     def __enter__(self) -> StopRequest:
         for number in self._signals:

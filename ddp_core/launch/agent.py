@@ -57,8 +57,8 @@ class Agent(LocalElasticAgent):
     SignalException, once the workers have ended; a later SIGINT kills them.
     """
 
-    _is_late = False
-    """Whether this node joins others that train already."""
+    _compared: Sequence[int] | None = None
+    """The nodes that must have the same request as this one; None for all."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # Reports of the round before say nothing about the workers that start now.
         clear_reports(self._reports)
-        require_same_request(worker_group, self._facts, self._is_late)
+        require_same_request(worker_group, self._facts, self._compared)
         with self._starting():
             started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -139,8 +139,12 @@ class Agent(LocalElasticAgent):
         if not has_waited:
             # Every worker notices by itself that a peer is gone, and needs a moment to write its report.
             await_processes(workers.values(), _REPORT_SECONDS)
+        self._ask_to_stop()
         end_processes(workers.values(), signal.SIGTERM, patience(codes.values()))
         return bool(lost)
+
+    def _ask_to_stop(self) -> None:
+        """Called before workers are asked to stop."""
 
     def _tell_of_disk_waits(self, worker_group: WorkerGroup) -> None:
         processes = workers_of(self)
@@ -186,6 +190,7 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: Any, **named_timeout: Any) -> None:
         self._is_ending_workers = True
+        self._ask_to_stop()
         # SIGQUIT (Ctrl-backslash) also asks this launcher to stop, but workers do not handle it.
         asking = signal.SIGTERM if death_sig == signal.SIGQUIT else death_sig
         end_processes(workers_of(self).values(), asking, FINISHING_SECONDS)

@@ -17,6 +17,11 @@ FINISHING_SECONDS = 25
 _LEAVING_SECONDS = 8
 """How long workers may take to end after a loss: they have nothing to finish."""
 STARTING_ALL_AGAIN = "no group of ranks can go on; the workers of all nodes start again from the newest checkpoint"
+WITHOUT_STORE = (
+    "the rendezvous does not answer; the ranks train on without it. Until it is back nobody can join, and after a loss "
+    "all go back to the newest checkpoint"
+)
+STORE_IS_BACK = "the rendezvous is back: others can join, and a lost rank lets the others go on"
 MAKING_ROOM = "another node has come; the workers save and start again with it"
 FINAL = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.PEERS_LOST}
 """The exit codes of workers to which a new start would only bring the same end."""

@@ -36,6 +36,7 @@ from ddp_core.launch.agent import Agent, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
 from ddp_core.launch.live import require_live
 from ddp_core.launch.live_agent import HandedOver, LiveAgent
+from ddp_core.launch.live_meeting import LiveRendezvous, join_live
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
 from ddp_core.launch.nursery import Entry, Nursery
 from ddp_core.launch.spawn import spawn
@@ -45,6 +46,13 @@ _CUT_OFF_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
 _LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.05
 """Between two looks at the workers; with a live recovery, others wait for what is seen."""
+
+
+class _Ended(UserError):
+    """Another node has ended the launch, in whatever way."""
+
+    def __init__(self) -> None:
+        super().__init__("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST)
 
 
 def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
@@ -81,7 +89,7 @@ def _launch_elastic(request: Request, meeting: Meeting, file: str, entry: Entry)
     except HandedOver:
         raise  # the record is of those that go on
     except UserError as error:
-        if error.exit_code == ExitCode.STOPPED and _is_completed(request, meeting):
+        if (error.exit_code == ExitCode.STOPPED or isinstance(error, _Ended)) and _is_completed(request, meeting):
             return ExitCode.DONE
         _close_record(request, meeting, error.exit_code)
         raise
@@ -149,10 +157,15 @@ def _run_node(
             is_live = request.options.recovery == "live"
             if is_live:
                 os.environ[ALIKE_NODES] = "1"
-            handler = join(meeting, address, join_seconds, is_live)
+            nproc_per_node = request.layout.nproc_per_node
+            handler = (
+                join_live(meeting, address, facts, nproc_per_node, join_seconds)
+                if is_live
+                else join(meeting, address, join_seconds)
+            )
             spec = WorkerSpec(
                 role="trainer",
-                local_world_size=request.layout.nproc_per_node,
+                local_world_size=nproc_per_node,
                 entrypoint=sys.executable,
                 args=tuple(words),
                 rdzv_handler=handler,
@@ -178,11 +191,12 @@ def _run_agent(
     """Run the agent, and make one exit code or one exception of each way in which it can end."""
     try:
         with ExitStack() as stack:
-            # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
-            # code is lost. The rendezvous itself stays open for other nodes.
-            stack.callback(end_keep_alives, handler, _ENDING_SECONDS)
-            patience = max(2 * timeout, _CUT_OFF_SECONDS)
-            stack.enter_context(leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers))
+            if not isinstance(handler, LiveRendezvous):
+                # A thread that waits for the store's answer while the interpreter ends aborts the process, and its exit
+                # code is lost. The rendezvous itself stays open for other nodes.
+                stack.callback(end_keep_alives, handler, _ENDING_SECONDS)
+                patience = max(2 * timeout, _CUT_OFF_SECONDS)
+                stack.enter_context(leaves_when_cut_off(meeting.endpoint, patience, agent.kill_workers))
             result = agent.run()
     except SignalException as stopped:
         # The rendezvous is not shut down here: that would close it for the nodes that go on.
@@ -199,7 +213,7 @@ def _run_agent(
             ExitCode.PEERS_LOST,
         ) from None
     except RendezvousClosedError:
-        raise UserError("another node has ended this launch; its own message says why", ExitCode.PEERS_LOST) from None
+        raise _Ended from None
     except (RendezvousError, DistError) as error:
         raise RendezvousLost(meeting.endpoint, error) from None
     code = ExitCode.PEERS_LOST if result is None else _code_of(result, reports)

@@ -28,18 +28,23 @@ class Lines:
     """
 
     def __init__(self, node: int, address: str, members: Members) -> None:
-        self._node, self._members = node, members
+        self._node = node
         self._listening = listen_at(address, 0)
+        host = f"[{address}]" if ":" in address else address
+        self._address = f"{host}:{self._listening.getsockname()[1]}"
         self._lines: dict[int, socket.socket] = {}
         self._connected: set[int] = set()
         self.closed: set[int] = set()
         """The nodes whose launchers have ended."""
         self._refused: set[int] = set()
-        self._beats: dict[int, tuple[bytes, float]] = {}
-        self._next_beat = 0.0
-        members.beat(node)
-        host = f"[{address}]" if ":" in address else address
-        members.note("launchers", f"{node}={host}:{self._listening.getsockname()[1]}")
+        self._beats: dict[int, tuple[int, float]] = {}
+        self.tell(members)
+
+    def tell(self, members: Members) -> None:
+        """Let the others find this launcher, and hear of it; again where the store has been another one until now."""
+        self._members, self._next_beat = members, 0.0
+        members.beat(self._node)
+        members.note("launchers", f"{self._node}={self._address}")
 
     def reach(self, launchers: Mapping[int, str]) -> None:
         """Connect to these launchers, without waiting; HOST:PORT by node."""
@@ -62,7 +67,7 @@ class Lines:
             self._next_beat = now + _BEAT_SECONDS
             self._members.beat(self._node)
             for node, beat in self._members.beats(self._lines.keys() - self.closed).items():
-                if self._beats.get(node, (b"", 0.0))[0] != beat:
+                if self._beats.get(node, (0, 0.0))[0] != beat:
                     self._beats[node] = beat, now
         return len(self.closed) > before
 
@@ -88,7 +93,9 @@ class Lines:
         now = time.monotonic()
 
         def is_silent(node: int) -> bool:
-            _, heard = self._beats.get(node, (b"", now))
+            # One that has never been heard may have ended before it could tell where it listens. This launcher may have
+            # been busy for long before it listens for the first time.
+            _, heard = self._beats.setdefault(node, (0, now))
             return now - heard > (_REFUSED_SECONDS if node in self._refused else _SILENT_SECONDS)
 
         return {node for node in nodes if is_silent(node)}

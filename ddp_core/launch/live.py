@@ -13,10 +13,10 @@ from ddp_core.base.errors import UserError
 from ddp_core.distributed.members import Members, Notes, Over, store_at
 from ddp_core.distributed.membership import Membership, ended_with, lost_in_silence, name_of, node_of
 from ddp_core.distributed.reports import tell_user
-from ddp_core.distributed.seat import room_file
+from ddp_core.distributed.seat import group_file, room_file
 from ddp_core.experiment.request import Request
 from ddp_core.launch.lines import Lines
-from ddp_core.launch.meeting import LiveRendezvous
+from ddp_core.launch.live_meeting import LiveRendezvous, StoreSearch
 
 _ANSWER_SECONDS = 30
 _TOGETHER_SECONDS = 0.2
@@ -41,25 +41,28 @@ def require_live(request: Request) -> None:
 class LiveWorkers:
     """The workers of one node by their names, and the launcher's place among the others.
 
-    `rendezvous`: where the nodes have met. `node`, `nnodes`: this node's number, and how many have met; `count`: its
-    workers; `reports`: the folder that it shares with them.
+    `rendezvous`: where the nodes have met. `count`: this node's workers; `reports`: the folder that it shares with
+    them.
     """
 
-    def __init__(self, rendezvous: LiveRendezvous, node: int, nnodes: int, count: int, reports: Path) -> None:
-        self._members_at, self._node, self._count = rendezvous.members_at, node, count
-        self._members = Members(store_at(self._members_at, _ANSWER_SECONDS), rendezvous.settings.max_nodes)
+    def __init__(self, rendezvous: LiveRendezvous, count: int, reports: Path) -> None:
+        self._rendezvous, self._node, self._reports = rendezvous, rendezvous.node, reports
+        self._members_at = rendezvous.members_at
+        self._members = Members(store_at(self._members_at, _ANSWER_SECONDS), rendezvous.meeting.max_nodes)
         self._room = Path(room_file(reports))
         self._turns = dict.fromkeys(range(count), 0)
         self._seen, self._is_unsettled = -1, False
         self._known = Membership(-1, ())
+        self._nodes = 1 + max(self._node, *rendezvous.first)
         self._ended: set[str] = set()
-        self._has_ended = False
+        self._over: Over = ""
         self._told: set[int] = set()
         self._asked_at: float | None = None
+        self._search: StoreSearch | None = None
         self._room.unlink(missing_ok=True)
-        if not rendezvous.is_late:
-            self._members.begin(name_of(each, rank, 0) for each in range(nnodes) for rank in range(count))
-        self._lines = Lines(node, rendezvous.address, self._members)
+        for name in map(self.name, self._turns):
+            group_file(reports, name).unlink(missing_ok=True)
+        self._lines = Lines(self._node, rendezvous.address, self._members)
 
     def name(self, local_rank: int) -> str:
         """The name of the worker that has this local rank now."""
@@ -95,8 +98,13 @@ class LiveWorkers:
         self._seen = self._members.count()
         notes = self._members.read()
         self._lines.reach(notes.launchers)
+        # Whoever has been heard since this launcher last listened, which may be long ago, is not silent.
+        self._lines.look()
+        self._nodes = max(self._nodes, *(1 + node for node in notes.launchers))
         if notes.over:
             return notes
+        if set(map(node_of, notes.alive)) <= notes.launchers.keys():
+            self._members.give_numbers_again()
         missing = set(map(node_of, notes.alive)) - {self._node}
         closed, silent = self._lines.closed, self._lines.silent(missing)
         lost = lost_in_silence(notes.now, silent, notes.ended, notes.left)
@@ -157,9 +165,62 @@ class LiveWorkers:
 
     def end(self, how: Over) -> None:
         """Tell all that this list of members does not count any more."""
-        if not self._has_ended:
-            self._has_ended = True
+        if not self._over:
+            self._over = how
             self._members.note("over", how)
+
+    @property
+    def is_without_store(self) -> bool:
+        """Whether the store has been lost, and the workers train on without it."""
+        return self._search is not None
+
+    def goes_without_store(self) -> bool:
+        """Whether the workers can train on now that the store is lost: those do that are in a group already."""
+        if not self._rendezvous.can_be_lost or self._over or self._group() is None:
+            return False
+        # Without a store no rank can leave its group to meet anew.
+        self._room.unlink(missing_ok=True)
+        self._search = self._search or self._rendezvous.search()
+        return True
+
+    def trains(self, local_rank: int) -> bool:
+        """Whether the worker with this local rank has been in a group, as far as itself has told."""
+        return group_file(self._reports, self.name(local_rank)).exists()
+
+    def _group(self) -> Membership | None:
+        """The newest group in which a worker of this node trains; None where none does."""
+        files = [group_file(self._reports, name) for name in map(self.name, self._turns) if name not in self._ended]
+        groups = [Membership.from_text(file.read_text()) for file in files if file.exists()]
+        return max(groups, default=None)
+
+    def finds_store(self) -> bool:
+        """Whether there is a store again, and this launcher's notes are in it; see `is_outdated`, too.
+
+        Raises DistError where it is lost again.
+        """
+        assert self._search is not None
+        if not self._search.has_found:
+            return False
+        self._search = self._rendezvous.search()  # for the next time, where this one fails
+        offered = self._group()
+        if offered is None or not self._rendezvous.find_again():
+            return False
+        members = self._rendezvous.renew(offered, self._nodes)
+        if members is None:
+            self._over = "broken"
+        else:
+            self._members = members
+            if self._ended:
+                members.note("ended", *sorted(self._ended))
+            self._lines.tell(members)
+        self._search.end()
+        self._search, self._seen = None, -1
+        return True
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether others train without us since the store was lost."""
+        return self._over == "broken"
 
     def await_others(self, seconds: float, is_asked: Callable[[], bool]) -> None:
         """Wait until the workers of all other nodes are done, too; not when `is_asked` to leave."""
@@ -174,6 +235,8 @@ class LiveWorkers:
 
     def close(self) -> None:
         """Let the other launchers see that this one is gone. Where it is the last one, the list counts no more."""
+        if self._search is not None:
+            self._search.end()
         with suppress(DistError):
             notes = self._members.read()
             others = set(map(node_of, notes.alive)) - {self._node} - notes.leaving - self._lines.closed

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -17,10 +18,18 @@ from ddp_core.base.torch_internals import start_again, workers_of
 from ddp_core.distributed.members import Notes
 from ddp_core.distributed.processes import end_processes, is_stopped
 from ddp_core.distributed.reports import tell_user
+from ddp_core.distributed.seat import stop_file
 from ddp_core.launch.agent import Agent
-from ddp_core.launch.decision import FINISHING_SECONDS, STARTING_ALL_AGAIN, going_on, may_go_on
+from ddp_core.launch.decision import (
+    FINISHING_SECONDS,
+    STARTING_ALL_AGAIN,
+    STORE_IS_BACK,
+    WITHOUT_STORE,
+    going_on,
+    may_go_on,
+)
 from ddp_core.launch.live import LiveWorkers
-from ddp_core.launch.meeting import LiveRendezvous
+from ddp_core.launch.live_meeting import LiveRendezvous
 from ddp_core.launch.nursery import started_by
 
 _LAST_SECONDS = 300.0
@@ -57,11 +66,14 @@ class LiveAgent(Agent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._live is not None:
             self._live.close()
+        Path(stop_file(self._reports)).unlink(missing_ok=True)
         rendezvous = cast(LiveRendezvous, worker_group.spec.rdzv_handler)
-        self._is_late = rendezvous.is_late
-        node, nnodes = cast("tuple[int, int]", (worker_group.group_rank, worker_group.group_world_size))
-        self._live = LiveWorkers(rendezvous, node, nnodes, worker_group.spec.local_world_size, self._reports)
+        self._compared = rendezvous.first
+        self._live = LiveWorkers(rendezvous, worker_group.spec.local_world_size, self._reports)
         return super()._start_workers(worker_group)
+
+    def _ask_to_stop(self) -> None:
+        Path(stop_file(self._reports)).touch()
 
     def _starting(self) -> AbstractContextManager[None]:
         assert self._live is not None
@@ -80,8 +92,23 @@ class LiveAgent(Agent):
         HEALTHY where they go on; UNHEALTHY where all nodes start again; None where a worker is done, or has ended in a
         way that ends all.
         """
-        processes, node = workers_of(self), f"node {worker_group.group_rank}"
+        processes = workers_of(self)
         codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
+        try:
+            if live.is_without_store:
+                return self._look_without_store(live, codes)
+            return self._look_with_store(worker_group, live, codes)
+        except DistError:
+            if not live.goes_without_store():
+                raise
+            tell_user(WITHOUT_STORE)
+            return WorkerState.HEALTHY
+
+    def _look_with_store(
+        self, worker_group: WorkerGroup, live: LiveWorkers, codes: Mapping[int, int]
+    ) -> WorkerState | None:
+        """See `_look`. `codes`: exit codes of workers by local rank. Raises DistError where the store is lost."""
+        node = f"node {worker_group.group_rank}"
         if 0 in codes.values():
             live.end("done")
             return None
@@ -95,11 +122,27 @@ class LiveAgent(Agent):
             return WorkerState.HEALTHY
         notes = live.decide()
         if notes.over == "broken":
-            tell_user(STARTING_ALL_AGAIN)
-            self._remaining_restarts += 1  # torch counts this start
-            return WorkerState.UNHEALTHY
+            return self._all_start_again()
         self._kill_stopped(live, notes, node)
         return WorkerState.HEALTHY
+
+    def _look_without_store(self, live: LiveWorkers, codes: Mapping[int, int]) -> WorkerState | None:
+        """See `_look`: the group that there is trains on, and a loss ends it; until there is a store again."""
+        if self._leaves_on is not None:
+            self._leave_on(self._leaves_on)  # nobody could be told who goes on, so all stop
+        # Whoever waited to join has ended, too, and is started again when there is a store.
+        if any(code == 0 or live.trains(local_rank) for local_rank, code in codes.items()):
+            return None
+        if live.finds_store():
+            if live.is_outdated:
+                return self._all_start_again()
+            tell_user(STORE_IS_BACK)
+        return WorkerState.HEALTHY
+
+    def _all_start_again(self) -> WorkerState:
+        tell_user(STARTING_ALL_AGAIN)
+        self._remaining_restarts += 1  # torch counts this start
+        return WorkerState.UNHEALTHY
 
     def _replaces(self, worker_group: WorkerGroup, live: LiveWorkers, codes: Mapping[int, int], node: str) -> bool:
         """Start others in the place of workers that have ended; returns whether the others can go on without these."""
@@ -162,7 +205,7 @@ class LiveAgent(Agent):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         rendezvous = cast(LiveRendezvous, self._worker_group.spec.rdzv_handler)
-        stops_all = rendezvous.is_host or number in (signal.SIGINT, signal.SIGQUIT)
+        stops_all = rendezvous.meeting.is_host or number in (signal.SIGINT, signal.SIGQUIT)
         if stops_all or self._live is None or self._asked is not None or self._is_ending_workers:
             super()._on_signal(number, frame)
         else:

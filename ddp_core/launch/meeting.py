@@ -12,12 +12,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -30,7 +30,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.addresses import address_served, address_towards, listen_at, names_loopback, store_on
-from ddp_core.distributed.members import Members
 from ddp_core.distributed.reports import tell_user
 from ddp_core.distributed.world import free_port
 from ddp_core.experiment.request import Request
@@ -41,9 +40,6 @@ _READ_SECONDS = 30
 _PROBE_SECONDS = 2.0
 _LOOPBACK = "127.0.0.1"
 _WORKERS_PORT = "workers_port"
-_LIST, _RUNNING = "list_of_members", "running"
-_FULL_SECONDS = 0.5
-"""Between two looks whether there is room for one more node."""
 _ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737)."""
 _OF_ONE_NODE = {"data_dir", "faults", "log_to", "output", "profile", "workers"}
@@ -110,77 +106,16 @@ class _Rendezvous(DynamicRendezvousHandler):
         return RendezvousInfo(round_.store, round_.rank, round_.world_size, told)
 
 
-class LiveRendezvous(_Rendezvous):
-    """The rendezvous of a live recovery: a node that comes later joins the workers that train, who need not stop.
+def join(meeting: Meeting, address: str, join_seconds: int) -> RendezvousHandler:
+    """Reach the place where the nodes of this launch meet, by torch's rendezvous.
 
-    Each round has a list of members, in a part of the store that no other round has. A later node joins the newest list
-    that still counts, and takes no part in torch's round.
-    """
-
-    lists: PrefixStore
-    place: str
-    """Where the lists are, as `store_at` takes it."""
-    address: str
-    """This node's own."""
-    is_host = False
-    """Whether the store ends with this launcher."""
-    members_at = ""
-    """Where the list of this node's workers is."""
-    is_late = False
-    """Whether this node came when the others were training."""
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """See torch. Raises RendezvousError and DistError as torch's does."""
-        joined = self._join_running()
-        self.is_late = joined is not None
-        if joined is not None:
-            name, node = joined
-            round_ = RendezvousInfo(self.lists, node, node + 1, RendezvousStoreInfo(self.address, 0))
-        else:
-            round_ = super().next_rendezvous()
-            if round_.rank == 0:
-                round_.store.set(_LIST, str(self.lists.add("count", 1)))
-            name = round_.store.get(_LIST).decode()
-            if round_.rank == 0:
-                self.lists.set(_RUNNING, name)
-        self.members_at = f"{self.place}/{name}"
-        assert round_.bootstrap_store_info is not None
-        of_list = PrefixStore(name, self.lists)
-        return RendezvousInfo(of_list, round_.rank, round_.world_size, round_.bootstrap_store_info)
-
-    def _join_running(self) -> tuple[str, int] | None:
-        """The list that counts, a number for this node; None where there is none. Waits while no node is missing."""
-        while self.lists.check([_RUNNING]):
-            name = self.lists.get(_RUNNING).decode()
-            members = Members(PrefixStore(name, self.lists))
-            notes = members.read()
-            if notes.over:
-                return None
-            if len(notes.nodes) < self.settings.max_nodes:
-                return name, members.number_of_new_node()
-            time.sleep(_FULL_SECONDS)
-        return None
-
-
-def join(meeting: Meeting, address: str, join_seconds: int, is_live: bool = False) -> RendezvousHandler:
-    """Reach the place where the nodes of this launch meet; as the host, or with no endpoint, make that place here.
-
-    `address`: this node's own. `join_seconds`: how long to wait for the least number of nodes, and for the host.
-    `is_live`: return a LiveRendezvous. Raises RendezvousLost, and UserError (4) where the host's port is in use.
+    `address`: this node's own. `join_seconds`: how long to wait for the least number of nodes, and for the host. Raises
+    what `reach` does.
     """
     assert meeting.launch_id is not None
+    store = reach(meeting)
     try:
-        if meeting.endpoint is None:
-            store = store_on(listen_at(_LOOPBACK, 0), _READ_SECONDS)
-        else:
-            host, _, port = meeting.endpoint.rpartition(":")
-            if meeting.is_host:
-                listening = listen_at(address_served(host), int(port), remedy="give another with --rdzv-endpoint")
-                store = store_on(listening, _READ_SECONDS)
-            else:
-                _await_answer(meeting.endpoint)
-                store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
-        handler = (LiveRendezvous if is_live else _Rendezvous).from_backend(
+        handler = _Rendezvous.from_backend(
             meeting.launch_id,
             store,
             C10dRendezvousBackend(store, meeting.launch_id),
@@ -191,13 +126,27 @@ def join(meeting: Meeting, address: str, join_seconds: int, is_live: bool = Fals
             keep_alive_interval=1,
             keep_alive_max_attempt=3,
         )
-        if isinstance(handler, LiveRendezvous):
-            prefix = f"ddp/{meeting.launch_id}"
-            handler.lists, handler.place = PrefixStore(prefix, store), f"{store.host}:{store.port}/{prefix}"
-            handler.address, handler.is_host = address, meeting.is_host
-        assert isinstance(handler, RendezvousHandler)
-        return handler
     except (RendezvousError, DistError) as error:
+        raise RendezvousLost(meeting.endpoint, error) from None
+    assert isinstance(handler, RendezvousHandler)
+    return handler
+
+
+def reach(meeting: Meeting) -> TCPStore:
+    """The store at which the nodes of this launch meet; as the host, or with no endpoint, it is made here.
+
+    Raises RendezvousLost, and UserError (4) where the host's port is in use.
+    """
+    try:
+        if meeting.endpoint is None:
+            return store_on(listen_at(_LOOPBACK, 0), _READ_SECONDS)
+        host, _, port = meeting.endpoint.rpartition(":")
+        if meeting.is_host:
+            listening = listen_at(address_served(host), int(port), remedy="give another with --rdzv-endpoint")
+            return store_on(listening, _READ_SECONDS)
+        _await_answer(meeting.endpoint)
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_READ_SECONDS))
+    except DistError as error:
         raise RendezvousLost(meeting.endpoint, error) from None
 
 
@@ -225,24 +174,30 @@ def facts_of_nodes(request: Request) -> dict[str, str]:
     return {**facts_of(request), "experiment file": request.source_sha256, **options}
 
 
-def require_same_request(nodes: WorkerGroup, facts: Mapping[str, str], is_late: bool = False) -> None:
+def note_request(store: Store, node: int, facts: Mapping[str, str]) -> None:
+    """Let the other nodes compare what this one is to train (`facts_of_nodes`) with what they are."""
+    store.set(f"ddp/request/{node}", json.dumps(facts))
+
+
+def require_same_request(nodes: WorkerGroup, facts: Mapping[str, str], compared: Iterable[int] | None = None) -> None:
     """Raises UserError on every node where a fact differs between the nodes that have met. Waits for all of them.
 
     `nodes`: how torch's agent notes a round of the rendezvous; its store is the same for all nodes of the round.
-    `facts`: those of this node (`facts_of_nodes`). `is_late`: this node came when the others were training; it alone
-    compares, and with node 0, which need not be there any more.
+    `facts`: those of this node (`facts_of_nodes`). `compared`: the nodes with which this one is compared, where these
+    are not all of the round.
     """
     # torch declares these as None, which they are until the nodes have met.
     store, node_rank, count = cast("tuple[Store, int, int]", (nodes.store, nodes.group_rank, nodes.group_world_size))
-    store.set(f"ddp/request/{node_rank}", json.dumps(facts))
-    compared = (0, node_rank) if is_late else range(count)
-    seen = {node: json.loads(store.get(f"ddp/request/{node}")) for node in compared}
-    for name, first in seen[0].items():
+    note_request(store, node_rank, facts)
+    everybody = sorted({node_rank, *(range(count) if compared is None else compared)})
+    seen = {node: json.loads(store.get(f"ddp/request/{node}")) for node in everybody}
+    chief = everybody[0]
+    for name, first in seen[chief].items():
         other = [str(node) for node, theirs in seen.items() if theirs.get(name) != first]
         if other:
             have = f"node {other[0]} has" if len(other) == 1 else f"nodes {', '.join(other)} have"
             raise UserError(
-                f"{have} another {name} than node 0: start every node with the same code and the same command"
+                f"{have} another {name} than node {chief}: start every node with the same code and the same command"
             )
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
-from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder
+from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder, node_of
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.seat import Seat
 from ddp_core.distributed.stop import StopRequest
@@ -126,14 +126,14 @@ class LiveRecovery:
         held.give_to(trainer)
         self._held = None
         job, step = trainer.job, held.at.step
-        change = Change.between(self._trained_with, self._seat.members)
+        change = Change.between(self._trained_with, self._seat.members, self._seat.leaving)
         self._trained_with = self._seat.members
         pause = time.monotonic() - self._left_at
         newest = job.metrics.go_on(
             step,
             membership=self._seat.number,
             ranks=len(self._seat.members),
-            lost=change.lost,
+            lost=sorted([*change.lost, *change.left]),
             joined=change.joined,
             pause=round(pause, 3),
         )
@@ -160,20 +160,28 @@ class Change:
 
     lost: list[int]
     """The ranks that were lost, as they were in the group before."""
+    left: list[int]
+    """The ranks whose node was asked to leave, as they were in the group before."""
     joined: list[int]
     """The ranks of new processes."""
     ranks: int
     """How many there are now."""
 
     @classmethod
-    def between(cls, before: Sequence[str], now: Sequence[str]) -> Self:
-        """The change from the members of one group to those of the next, each in the order of their ranks."""
-        lost = [rank for rank, name in enumerate(before) if name not in now]
-        return cls(lost, [rank for rank, name in enumerate(now) if name not in before], len(now))
+    def between(cls, before: Sequence[str], now: Sequence[str], leaving: Collection[int] = ()) -> Self:
+        """The change from the members of one group to those of the next, each in the order of their ranks.
+
+        `leaving`: the nodes that were asked to leave.
+        """
+        gone = [rank for rank, name in enumerate(before) if name not in now]
+        left = [rank for rank in gone if node_of(before[rank]) in leaving]
+        joined = [rank for rank, name in enumerate(now) if name not in before]
+        return cls([rank for rank in gone if rank not in left], left, joined, len(now))
 
     def in_words(self, step: int) -> str:
         """As people are told it; `step` is the last one that was done."""
         parts = [f"{_ranks(self.lost)} lost"] if self.lost else []
+        parts += [f"{_ranks(self.left)} left"] if self.left else []
         parts += [f"{_ranks(self.joined)} joined"] if self.joined else []
         who = "1 rank goes on" if self.ranks == 1 else f"{self.ranks} ranks go on"
         return f"{' and '.join(parts) or 'met again'} after step {step}; {who}"

@@ -21,6 +21,7 @@ from ddp_core.base.user_code import no_way_out
 from ddp_core.checkpoint import Checkpointer, Fence, Ranks, sweep
 from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.reports import die_with_launcher, report_end, report_error, tell_caller
+from ddp_core.distributed.seat import stop_file
 from ddp_core.distributed.stop import StopRequest
 from ddp_core.distributed.world import World
 from ddp_core.experiment.blame import shortage, unforeseen
@@ -106,7 +107,13 @@ def run(request: Request, world: World) -> None:
     Raises Stopped after a request to stop, UserError for what the user can mend, and whatever the model raised.
     """
     launched = world.report_dir is not None
-    stop = StopRequest(request.options.stop_signal, request.options.max_seconds, launched=launched, last=True)
+    stop = StopRequest(
+        request.options.stop_signal,
+        request.options.max_seconds,
+        launched=launched,
+        last=True,
+        confirmed_by=None if world.member is None or world.report_dir is None else stop_file(world.report_dir),
+    )
     with ExitStack() as heard:
         # It is heard from its first use on, until this process leaves.
         listen = cache(lambda: heard.enter_context(stop))

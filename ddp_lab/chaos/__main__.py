@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drill", default="standard", metavar="NAME|FILE", help=known_drills)
     parser.add_argument("--seed", type=int, help="of the random nodes and times; a fresh one by default, printed")
     parser.add_argument("--nodes", type=int, help="default: the drill's own, 3")
+    parser.add_argument("--recovery", choices=("restart", "live"), help="of `ddp train`; default: the drill's own")
     parser.add_argument("--backend", choices=("auto", "docker", "local"), default="auto")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("DDP_OUTPUT", "outputs")))
     parser.add_argument("--data-dir", type=Path, default=Path(os.environ.get("DDP_DATA", "data")))
@@ -51,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"drill {drill.name} is for one node")
         if known.nodes < 2:
             raise UserError("a drill needs two nodes or more")
+    if known.recovery is not None:
+        if drill.spot is not None:
+            raise UserError(f"drill {drill.name} is of live recovery alone")
+        drill = drill.model_copy(update={"recovery": known.recovery})
     seed = secrets.randbelow(10**6) if known.seed is None else known.seed
     return carry_out(drill, seed, known.backend, known.output, known.data_dir, known.verbose)
 
@@ -59,9 +64,10 @@ def carry_out(drill: Drill, seed: int, wanted: str, output: Path, data: Path, ve
     """Train the undisturbed run where there is none, then carry out the drill and judge it; returns the exit code."""
     settings = tuple(word for setting in drill.settings for word in ("--set", setting))
     planned = plan(drill.experiment, settings)
-    if drill.spot is not None and wanted == "docker":
-        raise UserError(f"drill {drill.name}: ranks come and go with local processes only: --backend local")
-    backend = choose_backend("local" if drill.spot is not None else wanted)
+    # Only a process can be stopped before it has joined the others; a container is started when it is to come.
+    backend = choose_backend("local" if drill.spot is not None and wanted == "auto" else wanted)
+    if drill.spot is not None and backend.name == "containers":
+        drill = drill.with_ranks_as_nodes()
     undisturbed = _undisturbed(drill, planned, backend, settings, output, data)
     cluster = _breakable(backend, drill)
     spec = Spec(drill.experiment, "ddp", drill.nodes, drill.nproc_per_node, drill.train_options(), output, data)
@@ -114,7 +120,6 @@ def _breakable(backend: Backend, drill: Drill) -> Breakable:
 def _runner(drill: Drill, seed: int, cluster: Breakable, spec: Spec) -> Runner:
     if drill.spot is None:
         return Runner(drill, seed, cluster, spec, say)
-    assert isinstance(cluster, BreakableProcesses)
     return SpotRunner(drill, seed, cluster, spec, say)
 
 

@@ -152,6 +152,14 @@ class BreakableContainers(ContainerBackend):
         container.start()
         self._listen(name, container, since)
 
+    def scale(self, count: int) -> None:
+        """`docker compose up --scale node=COUNT`: start further nodes beside those that there are."""
+        before = set(self._containers)
+        self._compose("up", "--detach", "--no-build", "--no-recreate", "--scale", f"node={count}", "node")
+        self._find("node")
+        for name in self._containers.keys() - before:
+            self._listen(name, self._containers[name], None)
+
     def take_down(self) -> None:
         """`docker compose down`: the nodes save and leave, then all containers and the network are removed."""
         self._compose("--profile", "cluster", "down", "--timeout", str(_GRACE_SECONDS))

@@ -67,9 +67,9 @@ class FaultSpec(BaseModel):
 
 
 class SpotSpec(BaseModel):
-    """Ranks of one node leave and come at random.
+    """Ranks of one node, or whole nodes with a rank each, leave and come at random.
 
-    seconds: for how long. every: seconds between two changes, drawn from [low, high]. least: so many ranks stay. share:
+    seconds: for how long. every: seconds between two changes, drawn from [low, high]. least: so many stay. share:
     of the time, to be spent training; less fails the drill.
     """
 
@@ -103,6 +103,8 @@ class Drill(BaseModel):
     timeout: Annotated[float, Field(gt=0)] = 10
     paced: bool = True
     """Whether each step takes 0.05 s longer, so that the run outlasts its faults on any machine."""
+    recovery: Literal["restart", "live"] = "restart"
+    """What `--recovery` is told; with `live` a lost node must cost no step. Always `live` with `spot`."""
     options: tuple[str, ...] = ()
     """Further options of `ddp train`."""
     faults: tuple[FaultSpec, ...] = ()
@@ -113,17 +115,34 @@ class Drill(BaseModel):
         # A drill that breaks nothing by itself says so, with an empty list.
         if ("faults" in self.model_fields_set) == (self.spot is not None):
             raise ValueError("give faults or spot, one of them")
-        if self.spot is not None and (self.nodes > 1 or self.nproc_per_node <= self.spot.least):
-            raise ValueError("spot is for nodes: 1, with an nproc_per_node above its `least`")
+        if self.spot is None:
+            return self
+        if min(self.nodes, self.nproc_per_node) > 1 or self.most_at_once <= self.spot.least:
+            raise ValueError("spot is for nodes: 1 or nproc_per_node: 1, and the other one above its `least`")
         return self
+
+    @property
+    def most_at_once(self) -> int:
+        """With `spot`: how many ranks of the one node, or how many nodes, there are at most."""
+        return self.nproc_per_node if self.nodes == 1 else self.nodes
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a loss must cost no step."""
+        return self.spot is not None or self.recovery == "live"
+
+    def with_ranks_as_nodes(self) -> Drill:
+        """The same drill, with a node of its own for each rank."""
+        return self.model_copy(update={"nodes": self.nodes * self.nproc_per_node, "nproc_per_node": 1})
 
     def train_options(self) -> tuple[str, ...]:
         """What `ddp train` is told beyond experiment, layout and rendezvous."""
         settings = [word for setting in self.settings for word in ("--set", setting)]
-        starts = ("--max-restarts", "50") if self.spot is None else ("--max-restarts", "10000", "--recovery", "live")
+        starts = ("--max-restarts", "50" if self.spot is None else "10000")
+        live = ("--recovery", "live") if self.is_live else ()
         return (
             *settings,
-            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts),
+            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts, *live),
             *("--nnodes", f"1:{self.nodes}", "--timeout", f"{self.timeout:g}"),
             *("--checkpoint-every", str(self.checkpoint_every)),
             *(("--fault", "pace@1") if self.paced else ()),

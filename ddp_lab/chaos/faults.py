@@ -52,11 +52,13 @@ class Action:
     holds_back: frozenset[str] = frozenset()
     """Nodes that are not started again before the fault is over."""
     harmless: bool = False
-    """Whether the run must go on without repeating a step."""
+    """Whether the run must go on as if nothing had happened."""
+    repeats: bool = True
+    """Whether steps may be done again. Where not, one may be, whose state has died with rank 0."""
 
 
-def action(fault: Planned, node: str, cluster: Breakable) -> Action:
-    """The action for a fault on `node` (a node's name, or the whole cluster).
+def action(fault: Planned, node: str, cluster: Breakable, is_live: bool = False) -> Action:
+    """The action for a fault on `node` (a node's name, or the whole cluster); `is_live`: with live recovery.
 
     The runner starts everything again that has ended, once the action no longer holds it back.
     """
@@ -75,7 +77,10 @@ def action(fault: Planned, node: str, cluster: Breakable) -> Action:
         renew()
 
     if kind == "kill":
-        return Action(name, lambda: cluster.kill(node), nothing, fault.duration, victims)
+        goes_on = is_live and node == RENDEZVOUS
+        return Action(name, lambda: cluster.kill(node), nothing, fault.duration, victims, goes_on, not is_live)
+    if kind == "stop" and is_live:
+        return Action(name, lambda: cluster.stop_one(node), nothing, fault.duration, victims, repeats=False)
     if kind == "stop":
         return Action(name, lambda: cluster.stop_one(node), renew, fault.duration, frozenset(cluster.nodes()))
     pairs: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
@@ -89,4 +94,5 @@ def action(fault: Planned, node: str, cluster: Breakable) -> Action:
     }
     begin_it, end_it = pairs[kind]
     held = victims if kind in ("partition", "disk-full", "down") else frozenset()
-    return Action(name, begin_it, end_it, fault.duration, held, harmless=kind in ("slow", "throttle"))
+    repeats = not is_live or kind not in ("pause", "partition", "oom")
+    return Action(name, begin_it, end_it, fault.duration, held, kind in ("slow", "throttle"), repeats)

@@ -78,7 +78,7 @@ class Runner:
             return
         self._until(lambda: self._is_due(fault) and self._is_whole(), f"{self._moment(fault)} with all nodes training")
         node = self._name(fault)
-        deed = action(fault, node, self.cluster)
+        deed = action(fault, node, self.cluster, self.drill.is_live)
         entry = FaultReport(deed.name, self.progress.step)
         self.report.faults.append(entry)
         self.say(f"{deed.name} at step {self.progress.step}")
@@ -114,6 +114,8 @@ class Runner:
         self._note(deed, node, entry, moment)
         repeated = recovery(self.progress.records, moment)
         entry.outcome = "a false alarm: steps were repeated" if deed.harmless and repeated else "recovered"
+        if not deed.repeats and (entry.steps_lost or 0) > 1:
+            entry.outcome = "steps were repeated"
         seen = "-" if entry.noticed_seconds is None else f"{entry.noticed_seconds:.1f} s"
         self.say(f"{deed.name}: {entry.outcome}, noticed after {seen}, steps lost {entry.steps_lost}")
 

@@ -1,14 +1,15 @@
 """Ranks that come and go as on a market of spare machines: when which of them leave, and what that costs a run.
 
-A rank leaves by SIGKILL. The launcher starts another process in its place at once; the drill stops that one (SIGSTOP)
-before it has joined, and lets it go on when a rank is to come. So the launcher and the workers are the product's own.
+A rank of a single node leaves by SIGKILL. The launcher starts another process in its place at once; the drill stops
+that one (SIGSTOP) before it has joined, and lets it go on when a rank is to come. So the launcher and the workers are
+the product's own. Where each rank has a node of its own, the node is killed, and started again.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +23,7 @@ from ddp_lab.chaos.runner import Runner
 
 @dataclass(frozen=True)
 class Change:
-    """Ranks that leave, or come, at the same time: by their places on the node."""
+    """Ranks that leave, or come, at the same time: by their places on the node, or by their nodes' numbers from 0."""
 
     at_seconds: float
     leaving: tuple[int, ...]
@@ -32,7 +33,7 @@ class Change:
 
 
 def changes(spot: SpotSpec, most: int, seed: int) -> list[Change]:
-    """What the seed brings for a node of at most `most` ranks, all of which are there at first."""
+    """What the seed brings for at most `most` ranks, all of which are there at first."""
     dice, here, now, found = random.Random(seed), set(range(most)), 0.0, list[Change]()
     while (now := now + dice.uniform(*spot.every)) < spot.seconds:
         ranks = dice.choice([count for count in range(spot.least, most + 1) if count != len(here)])
@@ -64,24 +65,22 @@ def pauses(records: Sequence[dict[str, Any]]) -> list[float]:
 class SpotRunner(Runner):
     """Carries out a drill whose ranks come and go. A change waits until the run goes on after the one before."""
 
-    cluster: BreakableProcesses
-
     def break_it(self) -> None:
         """Let ranks leave and come, and tell what it has cost."""
-        spot, most = self.drill.spot, self.drill.nproc_per_node
+        spot, most = self.drill.spot, self.drill.most_at_once
         assert spot is not None
-        self._until(lambda: self.progress.trains, "the first step")
+        self._until(self._is_whole, "the first step of all")
         began, done = time.time(), list[Change]()
         for change in changes(spot, most, self.report.seed):
             self._wait_for(began + change.at_seconds)
             self.say(f"{change.at_seconds:.1f} s, step {self.progress.step}: {change.ranks} ranks from now on")
-            self.cluster.leave(change.leaving)
-            self.cluster.come(change.coming)
+            self._leave(change.leaving)
+            self._come(change.coming)
             done.append(change)
             self._until(partial(self._goes_on, change.ranks), f"{change.ranks} ranks to go on")
         seconds = time.time() - began
         records = [record for record in self.progress.records if began <= record["time"] <= began + seconds]
-        self.cluster.come(range(most))
+        self._come(range(most))
         lost = pauses(records)
         self.report.spot = {
             "seconds": round(seconds, 1),
@@ -96,6 +95,23 @@ class SpotRunner(Runner):
             words = f"{100 * share:.1f} % of the time was spent training, less than {100 * spot.share:g} %"
             self.report.remarks.append(words)
 
+    def _leave(self, places: Collection[int]) -> None:
+        if isinstance(self.cluster, BreakableProcesses) and self.drill.nodes == 1:
+            self.cluster.leave(places)
+            return
+        self._held |= set(map(_node, places))
+        for place in places:
+            self.cluster.kill(_node(place))
+
+    def _come(self, places: Collection[int]) -> None:
+        if isinstance(self.cluster, BreakableProcesses) and self.drill.nodes == 1:
+            self.cluster.come(places)
+            return
+        coming = self._held.intersection(map(_node, places))
+        for name in sorted(coming):
+            self.cluster.start_again(name)
+        self._held -= coming
+
     def _wait_for(self, moment: float) -> None:
         self._until(lambda: time.time() >= moment, "the next change")
 
@@ -108,3 +124,7 @@ class SpotRunner(Runner):
             elif record["kind"] == "step" and "data_wait" in record:
                 newest = None
         return newest is None and ranks_now == ranks
+
+
+def _node(place: int) -> str:
+    return f"node-{place + 1}"

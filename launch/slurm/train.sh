@@ -1,5 +1,5 @@
 # What a job does: it trains, and asks SLURM for another start where the training was stopped or has lost peers.
-# The two .sbatch files beside this file read it in. Nothing in here needs to be edited.
+# The .sbatch files beside this file read it in. Nothing in here needs to be edited.
 
 # Each job writes to a folder of its own, and so does each task of an array. `--resume auto` then finds the job's own
 # run, and not that of another job which waits for its next start. A task of an array needs both numbers for its name:
@@ -8,7 +8,7 @@ job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 
 variant=()
-if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [ -z "$LIVE" ]; then
   read -ra variant < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "${VARIANTS:-/dev/null}")
   if [ ${#variant[@]} = 0 ]; then
     echo "ddp: error: task $SLURM_ARRAY_TASK_ID of this array takes its words from line $SLURM_ARRAY_TASK_ID of the" \
@@ -22,9 +22,12 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 # A signal that asks the job to stop may reach this script, too. It has to stay until the ranks have saved.
 trap : TERM
 
+# The jobs of a live recovery bring nodes to one run, and have its folder in common.
+shared=${LIVE:+$RUN}
+folder=$OUTPUT/${shared:-$job}
 # srun ends with the highest code of all tasks. After an exception on one rank that is 6, which the others end with, and
 # not 2. So each task leaves its own code in this folder.
-codes=$OUTPUT/$job/exit-codes
+codes=$folder/exit-codes${shared:+-$job}
 rm -rf "$codes" && mkdir -p "$codes" || exit 4
 
 # --kill-on-bad-exit=0: when one rank ends, the others still get the time to notice and to save.
@@ -32,7 +35,7 @@ rm -rf "$codes" && mkdir -p "$codes" || exit 4
 # The words of the command line come last, because the last of two equal options counts.
 srun --no-kill --kill-on-bad-exit=0 "${SRUN_OPTIONS[@]}" \
   bash -c 'trap : TERM INT HUP USR1 USR2; "$@"; code=$?; echo $code >"$0/$SLURM_PROCID"; exit $code' "$codes" \
-  "${DDP[@]}" train --layout ddp --output "$OUTPUT/$job" --resume auto "${variant[@]}" "$@"
+  "${DDP[@]}" train --layout ddp --output "$folder" --resume auto "${LIVE[@]}" "${variant[@]}" "$@"
 code=$?
 
 # 75: the training was stopped and has saved. 6: peers were lost. Any other end would only come again.

@@ -58,13 +58,15 @@ class Slurm:
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 
-    def submit(self, line: str, folder: Path, options: str = "", more: str = "") -> Job:
-        """Submit a line of the documentation that begins with sbatch, with further `options`, and with `more` words.
+    def submit(self, line: str, folder: Path, options: str = "", more: str = "", meet: str = "") -> Job:
+        """Submit a line of the documentation that has sbatch, with further `options`, and with `more` words.
 
         The job's output is below `folder`. Its steps are slow until `Job.hurry` is called, or the job starts again.
+        `meet`: what stands for HOST:29400.
         """
         assert line in COMMANDS, f"{PAGE.name} has no `{line}`"
         words = line.replace("sbatch ", f"sbatch --parsable --output {folder}/said-%j {options} ", 1)
+        words = words.replace("HOST:29400", meet)
         hurry = folder / "hurry"
         submitted = self.shell(
             f"{words.replace('digits', TINY)} {more}", OUTPUT=str(folder / "outputs"), SLOW_UNTIL=str(hurry)

@@ -6,14 +6,17 @@ Whatever happens to a job, it ends with the digest of the single process.
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import EXPERIMENT, SECONDS, TINY, Job, Slurm, started
-from tests.support.commands import train, trained
+from ddp_core.distributed.world import free_port
+from ddp_core.observe.metrics import read_metrics
+from tests.cluster.slurm import COMMANDS, EXPERIMENT, SECONDS, TINY, Job, Slurm, started
+from tests.support.commands import forked, train, trained, wait_until
 
 FILES = "launch/slurm"
 BOTH = [f"sbatch {FILES}/task-per-node.sbatch digits", f"sbatch {FILES}/task-per-rank.sbatch digits"]
@@ -181,6 +184,68 @@ def test_a_job_with_no_kill_goes_on_without_a_lost_node(
     job.wait_for(f"Node failure on {without_power}")
     job.hurry()
     assert_finished(job, expected, restarts=0, label="ddp-2x1-cpu")
+
+
+LIVE_NODES = f"MEET=HOST:29400 RUN=my-run sbatch --nodes 3 {FILES}/live.sbatch digits"
+ONE_MORE_NODE = f"MEET=HOST:29400 RUN=my-run sbatch --nodes 1 {FILES}/live.sbatch digits"
+NODE_EACH = f"MEET=HOST:29400 RUN=my-run sbatch --array=1-3 --nodes 1 {FILES}/live.sbatch digits"
+
+
+@pytest.fixture
+def meet() -> Iterator[str]:
+    """Where nodes meet: a rendezvous outside of the jobs, on the controller's machine."""
+    line = "ddp rendezvous --port 29400"
+    assert line in COMMANDS
+    port = free_port()
+    with forked(*line.split()[1:-1], str(port)) as rendezvous:
+        wait_until(lambda: "listening" in rendezvous.said()[0], SECONDS, "the rendezvous listens")
+        yield f"control:{port}"
+
+
+def assert_live(jobs: Sequence[Job], expected: str) -> None:
+    """All jobs have ended well, with the expected weights, and nothing was started again or done twice."""
+    for job in jobs:
+        facts = job.end()
+        assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.said
+        assert "resumed at step" not in job.said
+        assert "start again" not in job.said
+    directory, record = trained(jobs[0].outputs / "my-run")
+    assert (record["status"], record["weights_sha256"]) == ("completed", expected)
+    steps = [each["step"] for each in read_metrics(directory.metrics) if each["kind"] == "step"]
+    assert len(steps) == len(set(steps))
+
+
+def test_a_live_run_loses_no_step_with_a_node_and_another_job_brings_one(
+    slurm: Slurm, expected: str, tmp_path: Path, without_power: str, meet: str
+) -> None:
+    more = "--timeout 10"
+    job = slurm.submit(LIVE_NODES, tmp_path, "--nodelist node[1-3] --export ALL,RANKS=1", more, meet)
+    job.wait_for(AT_WORK)
+    slurm.power("--off", without_power)
+    job.wait_for("lost after step .* 2 ranks go on")
+    late = slurm.submit(ONE_MORE_NODE, tmp_path, "--nodelist node4 --export ALL,RANKS=1", more, meet)
+    job.wait_for("joined after step .* 3 ranks go on")
+    job.hurry()
+    assert_live([job, late], expected)
+
+
+@pytest.mark.slow
+def test_jobs_of_a_node_each_hand_over_when_they_are_asked_to_stop(
+    slurm: Slurm, expected: str, tmp_path: Path, meet: str
+) -> None:
+    array = slurm.submit(NODE_EACH, tmp_path, "--exclude node5 --exclusive --export ALL,RANKS=1", "", meet)
+    jobs = [Job(slurm, f"{array.id}_{task}", array.outputs, tmp_path / "hurry") for task in (1, 2, 3)]
+
+    def said(words: str) -> bool:
+        return any(re.search(words, job.said) for job in jobs)
+
+    wait_until(lambda: said("3 ranks go on") or said(AT_WORK), SECONDS, "three nodes train")
+    assert slurm.call("scancel --signal=TERM JOB", jobs[1].id).code == 0
+    wait_until(lambda: said("left after step .* 2 ranks go on"), SECONDS, "one has left")
+    jobs[1].start_again()
+    wait_until(lambda: said("joined after step .* 3 ranks go on"), SECONDS, "it is back")
+    jobs[0].hurry()
+    assert_live(jobs, expected)
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ import docker
 import pytest
 
 from ddp_core.base.errors import UserError
+from ddp_lab.chaos.drill import parse
 from ddp_lab.cluster.containers import ContainerBackend, engine_version
+from tests.docker.nodes import QUIET, Nodes, Start
 
 ROOT = Path(__file__).parents[2]
 UNNAMED_USER = (4321, 4322)
@@ -105,3 +107,18 @@ def project(image: str, tmp_path: Path) -> Iterator[Project]:
     made = Project(output, data, variables={"DDP_IDENTITY": "detected"})
     yield made
     made.remove()
+
+
+@pytest.fixture
+def start(image: str, tmp_path: Path) -> Iterator[Start]:
+    """A function that starts clusters; fails the test if anything of them is left behind."""
+    started: list[Nodes] = []
+
+    def one(content: dict[str, object], *options: str, **settings: Any) -> Nodes:
+        started.append(Nodes(tmp_path, parse(QUIET | content), *options, **settings))
+        return started[-1]
+
+    yield one
+    for nodes in started:
+        nodes.cluster.stop()
+        assert nodes.cluster.left_behind() == []

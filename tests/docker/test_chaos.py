@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
 
-from ddp_lab.chaos.containers import BreakableContainers
-from ddp_lab.chaos.drill import Drill, parse
 from ddp_lab.chaos.judge import read_ledger, two_writers
-from ddp_lab.chaos.watch import Progress, Words
-from ddp_lab.cluster.cluster import Spec
-from ddp_lab.cluster.verdict import NodeResult, Verdict, judge
-from tests.docker.conftest import ROOT, Project
+from tests.docker.conftest import Project
+from tests.docker.nodes import QUIET, Start, run_drill
 from tests.faults.matrix import AGAIN, LATE, NOTICED, record_row
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]
-
-QUIET: dict[str, object] = {"faults": [], "timeout": 6, "checkpoint_every": 10, "paced": False}
-
-
-def run_drill(place: Path, text: str) -> tuple[dict[str, Any], str]:
-    """Run a drill from its YAML `text`; return its report and its output."""
-    file = place / "quick.yaml"
-    file.write_text(text)
-    words = ["--drill", str(file), "--backend", "docker", "--seed", "1", "--verbose"]
-    places = ["--output", str(place / "outputs"), "--data-dir", str(place / "data")]
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_lab.chaos", *words, *places],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
-    (report,) = (place / "outputs").glob("*/*/drill.json")
-    return json.loads(report.read_text()), done.stdout
 
 
 def test_killed_node_lost_rendezvous_paused_node_and_down_and_up_lose_nothing(image: str, tmp_path: Path) -> None:
@@ -99,67 +71,10 @@ def test_full_disk_ends_with_4_and_goes_on_once_there_is_room(image: str, tmp_pa
     record_row(8, said, {AGAIN: fault["resumed_seconds"]})
 
 
-class Nodes:
-    """A cluster without a drill's script: the test itself breaks the nodes."""
-
-    def __init__(self, place: Path, drill: Drill, *options: str, epochs: int = 6) -> None:
-        self.cluster = BreakableContainers(drill)
-        words = (*drill.train_options(), "--set", f"epochs={epochs}", *options)
-        self.spec = Spec("digits", "ddp", drill.nodes, 1, words, place / "outputs", place / "data")
-        self.progress = Progress(self.spec.output, self.spec.launch_id)
-        self.words = Words()
-        self.cluster.start(self.spec)
-        self.cluster.follow(self.words.hear)
-
-    def until(self, condition: Callable[[], object], seconds: float = 120) -> None:
-        deadline = time.monotonic() + seconds
-        while True:
-            self.progress.look()
-            if condition():
-                return
-            assert time.monotonic() < deadline, "\n".join(said.line for said in self.words.since(0))[-5000:]
-            time.sleep(0.1)
-
-    def at_step(self, step: int) -> None:
-        self.until(lambda: self.progress.step >= step)
-
-    def ended(self) -> bool:
-        return set(self.cluster.exit_codes()) == set(self.cluster.nodes())
-
-    def verdict(self) -> Verdict:
-        self.until(self.ended)
-        results: dict[str, NodeResult] = self.cluster.results()
-        return judge(list(results.values()))
-
-    def said(self) -> str:
-        return "\n".join(f"{said.node} | {said.line}" for said in self.words.since(0))
-
-
-Start = Callable[..., Nodes]
-
-
-@pytest.fixture
-def start(image: str, tmp_path: Path) -> Iterator[Start]:
-    """A function that starts clusters; fails the test if anything of them is left behind."""
-    started: list[Nodes] = []
-
-    def one(content: dict[str, object], *options: str, **settings: Any) -> Nodes:
-        started.append(Nodes(tmp_path, parse(QUIET | content), *options, **settings))
-        return started[-1]
-
-    yield one
-    for nodes in started:
-        nodes.cluster.stop()
-        assert nodes.cluster.left_behind() == []
-
-
 def test_cut_off_minority_exits_6_and_writes_nothing_while_the_others_end_the_run(start: Start) -> None:
     nodes = start({"nodes": 3}, epochs=8)
     nodes.at_step(30)
-    nodes.until(lambda: nodes.progress.first_rank_host() is not None)
-    found = nodes.progress.first_rank_host()
-    assert found is not None
-    (victim,) = [name for name in nodes.cluster.nodes() if nodes.cluster.holds(name, *found)]
+    victim = nodes.of_rank_0()
     began = time.time()
     nodes.cluster.cut_off(victim)
     nodes.until(lambda: nodes.words.first_notice(began, not_from=victim) is not None, 40)

@@ -31,10 +31,10 @@ def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def live_nodes(
-    count: int, output: Path, *words: str, ranks: int = 1, most: int | None = None
+    count: int, output: Path, *words: str, ranks: int = 1, most: int | None = None, pause: float = PAUSE
 ) -> AbstractContextManager[tuple[list[Launch], Callable[[], Launch], Store]]:
     """`nodes`, all of which have come when training begins; `most` may come later."""
-    return nodes(count, output, *words, pause=PAUSE, ranks=ranks, allowed=f"{count}:{most or count}")
+    return nodes(count, output, *words, pause=pause, ranks=ranks, allowed=f"{count}:{most or count}")
 
 
 def node_of(rank: int, launches: Sequence[Launch]) -> Launch:
@@ -49,14 +49,19 @@ def wait_for_words(launches: Sequence[Launch], words: str) -> None:
     wait_until(lambda: any(words in launch.output() for launch in launches), HANG, words)
 
 
+def check_done(output: Path, ended: Sequence[Ended], digest: str) -> dict[str, Any]:
+    """Check that all have come to the end, with every sample trained once; returns the run's record."""
+    assert {end.code for end in ended} == {0}, [end.errors for end in ended]
+    return check_aftermath(output, digest, STEPS)
+
+
 def check_live(output: Path, ended: Sequence[Ended], digest: str) -> dict[str, Any]:
     """Check that the run has ended as if nothing had happened, with no step done twice; returns its record."""
+    record = check_done(output, ended, digest)
     for end in ended:
-        assert end.code == 0, f"{end.output}\n{end.errors}"
         assert "Traceback" not in end.errors
         assert "start again" not in end.errors
         assert "resumed at step" not in end.output
-    record = check_aftermath(output, digest, STEPS)
     directory, _ = trained(output)
     steps = [each["step"] for each in read_metrics(directory.metrics) if each["kind"] == "step"]
     assert len(steps) == len(set(steps))
@@ -139,6 +144,7 @@ def test_a_node_that_is_asked_to_leave_hands_over(tmp_path: Path, digest: str, r
     assert [attempt["layout"]["nnodes"] for attempt in record["attempts"]] == [3, 2]
     for end in ended:
         assert f"node {rank} (rank {rank}) has left, as it was asked to; the others go on" in end.errors
+    assert f"rank {rank} left after step" in ended[0].output + ended[1].output
 
 
 @pytest.mark.slow
@@ -154,8 +160,7 @@ def test_all_nodes_are_asked_to_leave_and_stop_together(tmp_path: Path, digest: 
         assert find_checkpoints(directory.checkpoints)[0].step == watch.step()
         again = [start(), start()]
         ended = [launch.wait() for launch in again]
-    assert [end.code for end in ended] == [0, 0], [end.errors for end in ended]
-    check_aftermath(tmp_path, digest, STEPS)
+    check_done(tmp_path, ended, digest)
 
 
 def test_a_node_comes(tmp_path: Path, digest: str) -> None:
@@ -189,35 +194,24 @@ def test_a_node_comes_to_a_single_one_which_is_lost_then(tmp_path: Path, digest:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_node_is_lost_while_another_one_comes(tmp_path: Path, digest: str, rank: int) -> None:
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, digest: str, rank: int, comes_first: bool) -> None:
     watch = Watch(tmp_path)
-    with live_nodes(2, tmp_path, *LIVE, most=3) as (launches, start, _):
+    with live_nodes(2, tmp_path, *LIVE, most=3 if comes_first else 2) as (launches, start, _):
         watch.wait_for_step(10)
         victim = node_of(rank, launches)
         (other,) = (launch for launch in launches if launch is not victim)
         before = pids([other])
-        late = start()
-        wait_until(late.workers, HANG, "the new node has a worker")
-        victim.kill()
-        wait_until(lambda: other.output().count("2 ranks go on") + late.output().count("2 ranks go on"), HANG, "two")
+        if comes_first:
+            late = start()
+            wait_until(late.workers, HANG, "the new node has a worker")
+            victim.kill()
+        else:
+            victim.kill()
+            late = start()
+        wait_until(lambda: sum("2 ranks go on" in each.output() for each in (other, late)), HANG, "two ranks")
         assert pids([other]) == before
         ended = [launch.wait() for launch in (other, late)]
-    check_live(tmp_path, ended, digest)
-
-
-@pytest.mark.slow
-def test_a_lost_node_comes_back(tmp_path: Path, digest: str) -> None:
-    watch = Watch(tmp_path)
-    with live_nodes(3, tmp_path, *LIVE) as (launches, start, _):
-        watch.wait_for_step(10)
-        victim = node_of(1, launches)
-        others = [launch for launch in launches if launch is not victim]
-        before = pids(others)
-        victim.kill()
-        back = start()
-        wait_for_words(others, "3 ranks go on")
-        assert pids(others) == before
-        ended = [launch.wait() for launch in (*others, back)]
     check_live(tmp_path, ended, digest)
 
 
@@ -245,8 +239,7 @@ def test_a_stopped_node_is_taken_for_lost_and_joins_again(tmp_path: Path, digest
 def test_nodes_come_while_the_first_ones_begin(tmp_path: Path, digest: str) -> None:
     with nodes(3, tmp_path, *LIVE, pause=PAUSE) as (launches, _, _):
         ended = [launch.wait() for launch in launches]
-    assert [end.code for end in ended] == [0, 0, 0], [end.errors for end in ended]
-    check_aftermath(tmp_path, digest, STEPS)
+    check_done(tmp_path, ended, digest)
 
 
 @pytest.mark.slow
@@ -257,8 +250,7 @@ def test_no_rank_is_left_and_all_start_again(tmp_path: Path, digest: str) -> Non
         for process in [process for launch in launches for process in launch.workers().values()]:
             process.kill()
         ended = [launch.wait() for launch in launches]
-    assert [end.code for end in ended] == [0, 0], [end.errors for end in ended]
-    check_aftermath(tmp_path, digest, STEPS)
+    check_done(tmp_path, ended, digest)
 
 
 @pytest.mark.slow
@@ -270,14 +262,70 @@ def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:
     assert ended[1].errors.endswith("another node has ended this launch; its own message says why\n")
 
 
+def lose(store: Store, launches: Sequence[Launch]) -> None:
+    """End the rendezvous, and wait until all know it."""
+    store.kill()
+    wait_until(lambda: all("train on without it" in launch.errors() for launch in launches), HANG, "the loss is seen")
+
+
+def test_without_the_rendezvous_the_ranks_train_on_and_it_comes_back(tmp_path: Path, digest: str) -> None:
+    watch = Watch(tmp_path)
+    with live_nodes(2, tmp_path, *LIVE, most=3, pause=3 * PAUSE) as (launches, start, store):
+        watch.wait_for_step(10)
+        before = pids(launches)
+        lose(store, launches)
+        watch.wait_for_step(watch.step() + 10)
+        store.start()
+        wait_until(lambda: all("rendezvous is back" in launch.errors() for launch in launches), HANG, "it is back")
+        late = start()
+        wait_for_words(launches, "3 ranks go on")
+        assert pids(launches) == before
+        lost = node_of(1, launches)
+        others = [launch for launch in launches if launch is not lost]
+        lost.kill()
+        wait_for_words(others, "2 ranks go on")
+        ended = [launch.wait() for launch in (*others, late)]
+    check_live(tmp_path, ended, digest)
+
+
 @pytest.mark.slow
-def test_the_rendezvous_is_lost_and_comes_back(tmp_path: Path, digest: str) -> None:
+def test_the_rendezvous_is_lost_for_good(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
     with live_nodes(2, tmp_path, *LIVE) as (launches, _, store):
         watch.wait_for_step(10)
-        store.kill()
-        wait_until(lambda: all("trying again" in launch.errors() for launch in launches), HANG, "the loss is noticed")
-        store.start()
+        lose(store, launches)
         ended = [launch.wait() for launch in launches]
-    assert [end.code for end in ended] == [0, 0], [end.errors for end in ended]
-    check_aftermath(tmp_path, digest, STEPS)
+    check_live(tmp_path, ended, digest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_node", [True, False])
+def test_a_loss_without_the_rendezvous_lets_all_start_again(tmp_path: Path, digest: str, is_node: bool) -> None:
+    watch = Watch(tmp_path)
+    words = [*LENGTH, "--recovery", "live", "--timeout", "5"]
+    with live_nodes(2, tmp_path, *words, ranks=2) as (launches, start, store):
+        watch.wait_for_step(10)
+        lose(store, launches)
+        victim = node_of(2, launches)
+        if is_node:
+            victim.kill()
+        else:
+            victim.workers()[2].kill()
+        left = [launch for launch in launches if launch is not victim or not is_node]
+        wait_until(lambda: all("trying again" in launch.errors() for launch in left), HANG, "all start again")
+        store.start()
+        ended = [launch.wait() for launch in (*left, *([start()] if is_node else []))]
+    check_done(tmp_path, ended, digest)
+
+
+@pytest.mark.slow
+def test_all_stop_when_one_node_is_asked_to_leave_without_the_rendezvous(tmp_path: Path, digest: str) -> None:
+    watch = Watch(tmp_path)
+    with live_nodes(2, tmp_path, *LIVE) as (launches, start, store):
+        watch.wait_for_step(10)
+        lose(store, launches)
+        launches[0].signal(signal.SIGTERM)
+        assert [launch.wait().code for launch in launches] == [75, 75]
+        store.start()
+        ended = [launch.wait() for launch in (start(), start())]
+    check_done(tmp_path, ended, digest)

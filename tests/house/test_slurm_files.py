@@ -15,7 +15,8 @@ from tests.cluster import slurm
 from tests.support.commands import ROOT, ddp
 
 FOLDER = ROOT / "launch" / "slurm"
-TEMPLATES = sorted(FOLDER.glob("*.sbatch"))
+LIVE = FOLDER / "live.sbatch"
+TEMPLATES = sorted({*FOLDER.glob("*.sbatch")} - {LIVE})
 PROGRAMS = {
     "srun": """printf '%s\\n' "$*" >srun.txt
         until [ "$1" = bash ]; do shift; done
@@ -39,6 +40,7 @@ def run(folder: Path, template: Path, *words: str, **variables: str) -> tuple[in
         program.write_text(f"#!/bin/sh\ncd {folder}\n{body}\n")
         program.chmod(0o755)
     usual = {"SLURM_JOB_ID": "7", "CODES": "0 0", "STATE": "RUNNING", "OUTPUT": str(folder / "outputs")}
+    usual |= {"MEET": "host:29400", "RUN": "mine"}
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", template, *words],
@@ -61,7 +63,21 @@ def test_a_job_trains_in_a_folder_of_its_own(template: Path, tmp_path: Path) -> 
     assert srun.endswith(f"ddp train --layout ddp --output {tmp_path}/outputs/7 --resume auto digits --nnodes 2:3")
 
 
-@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.stem)
+@pytest.mark.parametrize("array", [{}, {"SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "2"}])
+def test_jobs_of_a_live_run_have_its_folder_in_common(tmp_path: Path, array: dict[str, str]) -> None:
+    code, srun, _, errors = run(tmp_path, LIVE, "digits", RANKS="3", **array)
+    assert (code, errors) == (0, "")
+    where = "--recovery live --nproc-per-node 3 --nnodes 1:4 --rdzv-endpoint host:29400 --rdzv-id mine"
+    assert srun.endswith(f"ddp train --layout ddp --output {tmp_path}/outputs/mine --resume auto {where} digits")
+
+
+@pytest.mark.parametrize("missing", ["MEET", "RUN"])
+def test_a_live_run_without_a_name_or_a_place_trains_nothing(tmp_path: Path, missing: str) -> None:
+    code, srun, _, errors = run(tmp_path, LIVE, "digits", **{missing: ""})
+    assert (code != 0, srun, missing in errors) == (True, "", True)
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, LIVE], ids=lambda template: template.stem)
 @pytest.mark.parametrize(
     ("codes", "state", "restarts", "code", "again"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed import addresses
-from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
+from ddp_core.distributed.addresses import address_served, give_up_silence, gloo_towards, listen_at, store_on
 from ddp_core.distributed.process_group import process_group
 from ddp_core.distributed.world import World
 from ddp_core.launch.meeting import Meeting, join
@@ -159,3 +160,17 @@ def _encrypted(_: int) -> str:
 def test_gloo_cannot_encrypt() -> None:
     # docs/explanation/security.md says so. When this fails, torch can: change the page.
     assert "unsupported gloo device" in ask(_encrypted, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux tells of a process's connections there")
+def test_connections_to_a_port_fail_when_its_machine_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        port = server.getsockname()[1]
+        with (
+            socket.create_connection(server.getsockname()) as ours,
+            socket.create_connection(elsewhere.getsockname()) as other,
+        ):
+            give_up_silence(port, 10)
+            limits = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (ours, other)]
+            assert limits == [10_000, 0]
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

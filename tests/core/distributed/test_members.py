@@ -67,11 +67,30 @@ def test_a_node_that_leaves_has_nothing_to_wait_for(store: dist.TCPStore) -> Non
     assert members.read().waiting == frozenset()
 
 
-def test_later_nodes_have_numbers_of_their_own(store: dist.TCPStore) -> None:
+def test_nodes_have_numbers_of_their_own(store: dist.TCPStore) -> None:
+    assert [Members(store).number_of_new_node() for _ in range(2)] == [0, 1]
+    assert Members(store).nodes_come() == 2
     members = begun(store)
     assert [members.number_of_new_node(), members.number_of_new_node()] == [2, 3]
-    begun(store)
-    assert members.number_of_new_node() == 4
+
+
+def test_an_empty_store_gets_what_launchers_know_and_new_nodes_wait_for_all_of_them(store: dist.TCPStore) -> None:
+    one, two = Members(store), Members(store)
+    newer = Membership(4, ("0.0@1", "0.0@3"))
+    assert one.renew(Membership(3, ("0.0@1",)), nodes=3)
+    assert one.read().now.number == 3
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError):
+        one.number_of_new_node()
+    assert two.renew(newer, nodes=5)
+    assert one.renew(FIRST, nodes=2)
+    assert two.read().now == newer
+    assert two.read().left == {}
+    one.give_numbers_again()
+    two.give_numbers_again()
+    assert [one.number_of_new_node(), two.number_of_new_node()] == [5, 6]
+    assert not one.renew(Membership(4, ("0.0@1",)), nodes=2)
+    assert two.read().now == newer
 
 
 def test_the_first_word_says_how_it_ended(store: dist.TCPStore) -> None:

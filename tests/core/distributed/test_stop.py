@@ -265,6 +265,16 @@ def test_what_is_ignored_at_the_start_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_signal_that_the_launcher_must_confirm_counts_once_it_has(tmp_path: Path) -> None:
+    confirmed = tmp_path / "stop"
+    with StopRequest(confirmed_by=str(confirmed)) as stop_request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop_request.requested
+        confirmed.touch()
+        assert stop_request.requested
+        assert stop_request.reason == "SIGTERM"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(), DDP, SPAWN], ids=["single", "torchrun", "spawn"])
 def test_nohup_outlives_its_terminal(tmp_path: Path, layout: tuple[str, ...]) -> None:

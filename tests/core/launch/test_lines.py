@@ -86,3 +86,15 @@ def test_a_refused_connection_is_no_end_but_silence_is_believed_sooner(
         wait_until(is_silent, SOON, "silence")
         assert not ours.closed
         ours.close()
+
+
+def test_who_has_never_been_heard_is_silent_only_after_a_while_of_listening(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher is busy for seconds, with the start of its workers, before it listens."""
+    monkeypatch.setattr(lines, "_SILENT_SECONDS", 0.2)
+    ours = Lines(0, "127.0.0.1", members)
+    time.sleep(0.3)
+    assert not ours.silent({1})
+    wait_until(lambda: ours.silent({1}) == {1}, SOON, "silence")
+    ours.close()

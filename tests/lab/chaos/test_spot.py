@@ -59,7 +59,8 @@ def test_mistakes_in_a_drill_of_ranks_that_come_and_go_are_named(drill: dict[str
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [(["--nodes", "2"], "is for one node"), (["--backend", "docker"], "--backend local")]
+    ("words", "expected"),
+    [(["--nodes", "2"], "is for one node"), (["--recovery", "restart"], "is of live recovery alone")],
 )
 def test_where_ranks_cannot_come_and_go_it_is_said(
     words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -68,11 +69,18 @@ def test_where_ranks_cannot_come_and_go_it_is_said(
     assert expected in capsys.readouterr().err
 
 
+def test_each_rank_can_have_a_node_of_its_own() -> None:
+    drill = parse({"spot": {"least": 2}, "nodes": 1, "nproc_per_node": 4}).with_ranks_as_nodes()
+    assert (drill.nodes, drill.nproc_per_node, drill.most_at_once) == (4, 1, 4)
+    assert "--recovery live --nnodes 1:4" in " ".join(drill.train_options())
+
+
 @pytest.mark.slow
-def test_ranks_come_and_go_and_the_weights_are_the_undisturbed_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 3), (3, 1)])
+def test_ranks_come_and_go_and_the_weights_are_the_undisturbed_ones(tmp_path: Path, nodes: int, ranks: int) -> None:
     file = tmp_path / "short.yaml"
     file.write_text(
-        "settings: [epochs=8]\nnodes: 1\nnproc_per_node: 3\ncheckpoint_every: 100\n"
+        f"settings: [epochs=8]\nnodes: {nodes}\nnproc_per_node: {ranks}\ncheckpoint_every: 100\n"
         "spot: {seconds: 8, every: [0.5, 2], share: 0}\n"
     )
     words = ["--drill", file, "--output", tmp_path / "outputs", "--seed", "1"]
