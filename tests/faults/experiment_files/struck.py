@@ -3,12 +3,14 @@
 STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
 it is the process 1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process
 that takes its place has another name, and lives.
-BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
+STRUCK_PAUSE is how long each update takes, in seconds. BatchNorm, an average, momenta and a schedule are what a step
+may leave half changed.
 """
 
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ def save(*arguments: Any, **named: Any) -> None:
 
 
 usual_save, torch.save = torch.save, save
+register_optimizer_step_pre_hook(lambda *_: time.sleep(float(os.environ.get("STRUCK_PAUSE", "0"))))
 register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
 register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
 
