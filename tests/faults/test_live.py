@@ -216,7 +216,6 @@ def test_callbacks_that_may_see_too_much_are_refused(tmp_path: Path, reason: str
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--shard", "optimizer"], "only copy of its part"),
         (["--reduction", "plain"], "exact reduction"),
         (["--launcher", "spawn"], "replaces no process"),
     ],
@@ -226,3 +225,14 @@ def test_where_it_cannot_be_had_it_is_refused(tmp_path: Path, words: list[str], 
     assert ended.code == 2
     assert reason in ended.errors
     assert "use --recovery restart" in ended.errors
+
+
+def test_with_shards_all_start_again_and_the_user_is_told(tmp_path: Path) -> None:
+    words = ["--recovery", "live", "--shard", "optimizer", "--fault", "kill@6:1", "--set", "epochs=2"]
+    ended = ddp(*train_words(tmp_path, *words))
+    assert ended.code == 0, ended.errors
+    assert ended.errors.count("with --shard optimizer each part is on one rank alone") == 1
+    assert "starting the workers again from the last checkpoint" in ended.errors
+    directory, record = trained(tmp_path)
+    check_ledger(directory, 16)
+    assert record["options"]["recovery"] == "restart"
