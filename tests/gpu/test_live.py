@@ -40,6 +40,8 @@ def check(output: Path, ends: Ends, kills: list[str], ranks: int) -> None:
         ["1.0 backward 22"],
         ["1.0 update 10"],
         ["0.0 backward 22"],
+        ["1.0 exchange 11"],
+        ["0.0 exchange 11"],
         ["0.0 updated 16"],
         ["1.0 evaluation 5"],
         ["0.0 save 3"],
@@ -58,7 +60,7 @@ def test_they_still_live_when_the_watchdog_would_have_ended_them(tmp_path: Path,
     """By default the watchdog ends a process a minute after a collective has failed in it."""
     os.environ["STRUCK_PAUSE"] = "4"
     try:
-        check(tmp_path, ends, ["1.0 backward 10"], min(torch.cuda.device_count(), 6))
+        check(tmp_path, ends, ["1.0 exchange 5"], min(torch.cuda.device_count(), 6))
     finally:
         del os.environ["STRUCK_PAUSE"]
 
