@@ -42,7 +42,9 @@ OWN_LOOPS = [
     "ddp_core.distributed.world",
     "ddp_core.adapters.dealing",
 ]
-OTHERS_LOOPS = [f"ddp_core.adapters.{name}" for name in ("lightning", "fabric", "accelerate", "transformers")]
+OTHERS_LOOPS = [
+    f"ddp_core.adapters.{name}" for name in ("lightning", "fabric", "accelerate", "transformers", "torchft")
+]
 """Their methods are called by the loops alone."""
 
 BEGINNING = """\
@@ -55,7 +57,7 @@ What the names of `ddp_core` take, return and raise. This page is made from the 
   for: `import ddp_core` alone loads no torch.
 - [In an experiment's file](#in-an-experiments-file): what such a file may need beside these.
 - [In your own loop, and in those of others](#in-your-own-loop-and-in-those-of-others): what else the sampler, the
-  reduction and the checkpoints offer, and the adapters for Lightning, Accelerate and the Hugging Face Trainer.
+  reduction and the checkpoints offer, and the adapters for Lightning, Accelerate, the Hugging Face Trainer and torchft.
 
 A name that is not on this page is private: it may change without notice. `UserError` is
 `ddp_core.base.errors.UserError`: a mistake that its one line helps to mend; the number in `UserError (3)` is the

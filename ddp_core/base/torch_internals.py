@@ -204,11 +204,15 @@ def nccl_failure(device: torch.device) -> str | None:
     return next((failure for failure in failures if failure != "SUCCESS"), None)
 
 
-def abort_process_groups(patience: float) -> None:
-    """End all process groups without waiting for their collectives; return after `patience` seconds at the latest."""
+def abort_process_groups(patience: float) -> bool:
+    """End all process groups without waiting for their collectives; returns whether that took less than `patience` s.
+
+    Else it goes on in the background.
+    """
     ending = threading.Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
     ending.start()
     ending.join(patience)
+    return not ending.is_alive()
 
 
 def writes_to(tensor: torch.Tensor) -> int:

@@ -173,7 +173,7 @@ class CommunicationOptions(Frozen):
         default="restart",
         description="What a lost process of ddp means for the others. restart: all start again from the newest "
         "checkpoint. live: the others go on with the same global batch and repeat no step, and a new process or node "
-        "joins them; a node that is asked to stop leaves them. On the CPU, with the exact reduction.",
+        "joins them; a node that is asked to stop leaves them. With the exact reduction; with shards it is a restart.",
     )
 
 

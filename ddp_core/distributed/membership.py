@@ -56,6 +56,11 @@ def node_of(name: str) -> int:
     return int(name.partition("@")[2])
 
 
+def local_rank_of(name: str) -> int:
+    """The local rank with which the process of this name was started."""
+    return int(name.partition(".")[0])
+
+
 def place_among(now: Membership, name: str) -> tuple[int, int]:
     """The number of ranks on each node, and the local rank of this member.
 

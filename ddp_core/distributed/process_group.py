@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
+from ddp_core.distributed.live_nccl import end_this_process, ended_if_stuck, let_watchdogs_spare
 from ddp_core.distributed.members import store_at
 from ddp_core.distributed.world import World
 
@@ -33,6 +34,8 @@ _HEARING_SECONDS = 1.0
 """The longest wait for the store in which no handler of a signal can run."""
 _LOOKING_SECONDS = 0.0005
 """Between two looks at a device that has not finished."""
+_ASKING_SECONDS = 0.25
+"""Between two looks whether the others have gone on without this rank."""
 _ABORTING_SECONDS = 5.0
 
 
@@ -42,6 +45,8 @@ class Collectives:
 
     world: World
     device: torch.device
+    is_left_behind: Callable[[], bool] | None = field(default=None, init=False)
+    """Whether the others go on in another group, as one of them was lost; asked while this rank waits for NCCL."""
     _abandoned: bool = field(default=False, init=False)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -91,34 +96,62 @@ class Collectives:
         """Wait until the device has come to this event. Raises DistBackendError where NCCL fails meanwhile.
 
         torch's own waits, such as for the value of a CUDA tensor, do not end where a kernel of NCCL waits for a peer
-        that is gone.
+        that is gone. NCCL itself notices a peer's end on a network alone, and not between the GPUs of a machine.
         """
         if not self._uses_nccl:
             event.synchronize()
             return
-        while not event.query():
+        asked = time.monotonic()
+        while True:
+            # In this sequence: what ends NCCL's kernels without their work is an abort, which follows the failure.
+            is_done = event.query()
             if failure := nccl_failure(self.device):
                 raise dist.DistBackendError(f"NCCL met a {failure} while this rank waited for its device")
+            if is_done:
+                return
+            if self.is_left_behind is not None and time.monotonic() - asked > _ASKING_SECONDS:
+                if self.is_left_behind():
+                    raise dist.DistBackendError("another rank was lost while this rank waited for its device")
+                asked = time.monotonic()
             time.sleep(_LOOKING_SECONDS)
+
+    def await_all(self, event: torch.cuda.Event) -> None:
+        """Wait until every rank's device has come to this event, each with NCCL as it should be.
+
+        That NCCL's kernels have ended here proves nothing by itself: where another rank aborts, it lets the kernels of
+        its peers run to their end, on parts that it has never sent. See docs/explanation/live-recovery.md. Raises
+        DistBackendError, and what gloo raises, where a rank is lost.
+        """
+        self.await_event(event)
+        if self._uses_nccl:
+            self.barrier()
+
+    def never_stuck(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which ranks connect or part; of a live recovery none stays in it for ever (`ended_if_stuck`)."""
+        is_limited = self.world.is_live and self._uses_nccl
+        return ended_if_stuck(self.world.place) if is_limited else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
         """Where the block raises, end NCCL's collectives without waiting for them; nothing can be sent afterwards.
 
         Destroying the process group would wait for collectives that a lost peer never joins, and so would the device.
+        In a live recovery a process whose device cannot be freed ends, as it could not go on.
         """
         try:
             yield
         except BaseException:
             if self._uses_nccl and not self._abandoned:
                 self._abandoned = True
-                abort_process_groups(_ABORTING_SECONDS)
+                if not abort_process_groups(_ABORTING_SECONDS) and self.world.is_live:
+                    end_this_process(f"{self.world.place}: NCCL does not end, so this process does")
             raise
 
     def end(self) -> None:
         """Destroy the process group, unless it was abandoned."""
         if not self._abandoned:
-            dist.destroy_process_group()
+            with self.never_stuck():
+                dist.destroy_process_group()
 
     @property
     def _uses_nccl(self) -> bool:
@@ -148,7 +181,8 @@ def process_group(
     TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
     the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
     wrong gradients (2) or wait for ever (0). The watchdog first waits for a minute (four times
-    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`.
+    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC), in which the rank says what happened: see `Collectives.await_event`. In a live
+    recovery the process must go on instead, so there `let_watchdogs_spare` sets other values.
 
     Raises UserError where a peer is missing, a rank is taken twice, the network interface does not exist, or nccl was
     asked for where ranks share a GPU.
@@ -161,16 +195,20 @@ def process_group(
         try:
             store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
             backends = agreed_backend(store, world, device, backend)
-            dist.init_process_group(
-                backend=backends,
-                store=store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timedelta(seconds=timeout),
-                # NCCL connects now, and each further group when it is made, on all ranks in one sequence. Else it would
-                # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
-                device_id=device if "nccl" in backends else None,
-            )
+            # NCCL connects now, and each further group when it is made, on all ranks in one sequence. Else it would
+            # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
+            connects = "nccl" in backends
+            if connects and world.is_live:
+                let_watchdogs_spare()
+            with ended_if_stuck(world.place) if connects and world.is_live else contextlib.nullcontext():
+                dist.init_process_group(
+                    backend=backends,
+                    store=store,
+                    rank=world.rank,
+                    world_size=world.world_size,
+                    timeout=timedelta(seconds=timeout),
+                    device_id=device if connects else None,
+                )
         except dist.DistError as error:
             raise UserError(
                 f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
@@ -189,8 +227,7 @@ def process_group(
 def local_device(world: World, device_type: str) -> torch.device:
     """This rank's device: a GPU of its own, or one that it shares where it sees fewer GPUs than ranks."""
     if device_type == "cuda":
-        number = world.rank if world.nodes_share_gpus else world.local_rank
-        device = torch.device("cuda", number % torch.cuda.device_count())
+        device = torch.device("cuda", world.device_number % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

@@ -125,6 +125,14 @@ class Seat:
         # A third of the time of a Path. The file may still ask this of the group before.
         return os.path.exists(file) and Path(file).read_text() == str(self.number)  # noqa: PTH110
 
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether there is a newer membership, so that this group has lost a member. Asks the store."""
+        try:
+            return must_leave(self.number, self._members.now())
+        except dist.DistError:
+            self._give_up(_NO_ANSWER)
+
     def _placed(self, now: Membership) -> World:
         self.members = now.members
         # The launcher must know it also where the store is lost before it has read of this group.

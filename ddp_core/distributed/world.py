@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.distributed.launchers import Node, nodes_place, ranks_place
+from ddp_core.distributed.membership import local_rank_of
 
 __all__ = ["World", "free_port", "node_here"]
 
@@ -75,6 +76,21 @@ class World:
     def place(self) -> str:
         """'rank 3 (node 1)', for messages."""
         return f"rank {self.rank} (node {self.node_rank})"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the other processes go on where one is lost."""
+        return self.member is not None
+
+    @property
+    def device_number(self) -> int:
+        """Which of the GPUs that it sees this process takes.
+
+        In a live recovery local ranks change, and no process goes to another one's GPU for that.
+        """
+        if self.nodes_share_gpus:
+            return self.rank
+        return self.local_rank if self.member is None else local_rank_of(self.member)
 
     @property
     def serves_store(self) -> bool:

@@ -34,7 +34,7 @@ from ddp_core.distributed.stop import asking_signals, describe_signal, stopped_u
 from ddp_core.experiment.request import Request
 from ddp_core.launch.agent import Agent, WouldRepeat
 from ddp_core.launch.decision import FINISHING_SECONDS
-from ddp_core.launch.live import require_live
+from ddp_core.launch.live import with_recovery
 from ddp_core.launch.live_agent import HandedOver, LiveAgent
 from ddp_core.launch.live_meeting import LiveRendezvous, join_live
 from ddp_core.launch.meeting import Meeting, RendezvousLost, facts_of_nodes, join, leaves_when_cut_off, own_address
@@ -62,8 +62,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     it is `python -m PACKAGE` with the package of that function.
     """
     require_open_files(request.layout.world_size, request.options.workers)
-    if request.options.recovery == "live":
-        require_live(request)
+    request = with_recovery(request)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -24,18 +25,28 @@ _TOGETHER_SECONDS = 0.2
 _POLL_SECONDS = 0.05
 
 
-def require_live(request: Request) -> None:
-    """Raises UserError (2) where the workers of this request cannot go on without a lost one."""
+def with_recovery(request: Request) -> Request:
+    """The request with the recovery that it can have: a live one becomes a restart, and the user is told, with shards.
+
+    Raises UserError (2) where the workers of this request cannot go on without a lost one for another reason.
+    """
     layout, options = request.layout, request.options
+    if options.recovery == "restart":
+        return request
     obstacles = {
-        "it has been tried on CPUs only, so far": layout.device != "cpu",
-        f"with --shard {layout.shard} a lost process has the only copy of its part": layout.shard != "none",
         "only with the exact reduction do fewer processes compute the same bits": options.reduction != "exact",
         "--launcher spawn replaces no process": options.launcher == "spawn",
     }
     found = next((words for words, is_so in obstacles.items() if is_so), None)
     if found is not None:
         raise UserError(f"--recovery live cannot be had here: {found}; use --recovery restart")
+    if layout.shard == "none":
+        return request
+    tell_user(
+        f"--recovery live: with --shard {layout.shard} each part is on one rank alone, and is lost with it; where a "
+        "rank is lost, all start again from the newest checkpoint, as with --recovery restart"
+    )
+    return replace(request, options=options.model_copy(update={"recovery": "restart"}))
 
 
 class LiveWorkers:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_core.base.torch_internals import timeout_of
 
+from .exchange import carries_host_memory
 from .ordered_sum import OrderedSum
 
 Transfer = Generator[None, None, Tensor]
@@ -187,6 +188,23 @@ class Channel:
             return out
 
         self.submit(transfer(), out).wait()
+
+    def on_any(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag whether it is set on any rank; a collective of a group of several ranks.
+
+        In host memory where the group can, so that the host waits for no CUDA device.
+        """
+        group = self.group
+        assert group is not None
+        device = torch.device("cpu") if carries_host_memory(group) else self.device
+        found = torch.tensor(flags, dtype=torch.uint8, device=device)
+
+        def reduce() -> Tensor:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            return found
+
+        self.submit(in_one_phase(reduce), found).wait()
+        return [bool(each) for each in found.tolist()]
 
     def close(self) -> None:
         """End the threads, then the process group, unless an error has already ended all groups.

@@ -19,8 +19,7 @@ from ddp_core.base.seeds import share_of
 from ddp_core.base.torch_internals import foreach_copy_, keep_static_graph_from_reducing, rebuild_buckets
 from ddp_core.base.user_code import our_code
 
-from .communication import Channel, Transfer, in_one_phase
-from .exchange import carries_host_memory
+from .communication import Channel, Transfer
 from .flat import Gradients, fill_, flat_groups, scale_gradients_, views_of
 from .tree import GradientTree, Subtree, add_, are_siblings
 
@@ -128,24 +127,11 @@ class ContiguousShares:
             foreach_copy_(sums, parts)
 
     def _used_anywhere(self, subtrees: Sequence[Subtree]) -> list[bool]:
-        """For each parameter, whether any micro-batch of any rank has a gradient for it.
-
-        In host memory where the group can, so that the host waits for no CUDA device.
-        """
-        group = self._channel.group
-        assert group is not None
-        device = torch.device("cpu") if carries_host_memory(group) else self._channel.device
+        """For each parameter, whether any micro-batch of any rank has a gradient for it."""
         own = zip(*(subtree.tensors for subtree in subtrees), strict=True)
         seen = [any(gradient is not None for gradient in gradients) for gradients in own]
         # A rank without a micro-batch has no subtree.
-        used = torch.tensor(seen or [False] * len(self._gradients.parameters), dtype=torch.uint8, device=device)
-
-        def reduce() -> Tensor:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-            return used
-
-        self._channel.submit(in_one_phase(reduce), used).wait()
-        return [bool(each) for each in used.tolist()]
+        return self._channel.on_any(seen or [False] * len(self._gradients.parameters))
 
 
 @dataclass

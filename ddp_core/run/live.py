@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.checkpoint import Superseded, find_checkpoints, newest_valid
 from ddp_core.distributed.membership import Regroup, goes_back_to_checkpoint, newest_holder, node_of
@@ -45,6 +47,7 @@ class LiveRecovery:
         self._trained_with: tuple[str, ...] = ()
         """The members with which this process has trained last."""
         self._is_leaving, self._left_at = False, time.monotonic()
+        self._is_built = False
 
     @property
     def comes_late(self) -> bool:
@@ -53,11 +56,27 @@ class LiveRecovery:
 
     def place(self, stop: StopRequest) -> World | None:
         """This process's place in the next group; None where nobody takes it in any more. See `Seat.take`."""
+        self._is_built = False
         return self._seat.take(lambda: stop.requested)
 
     def makes_room(self) -> bool:
         """Whether all ranks are to leave at the end of the step, to let a new one in."""
         return self._seat.makes_room
+
+    def is_left_behind(self) -> bool:
+        """Whether there is a newer group than this process's own; asks the store."""
+        return self._seat.is_left_behind
+
+    def await_built(self, collectives: Collectives) -> None:
+        """Wait until all ranks have sent what building a trainer sends: from then on its weights are a state to hold.
+
+        DDP sends the first weights of rank 0 to all, and NCCL may have left this undone when DDP is built.
+        """
+        if collectives.device.type == "cuda":
+            built = torch.cuda.Event()
+            built.record()
+            collectives.await_all(built)
+        self._is_built = True
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -90,7 +109,7 @@ class LiveRecovery:
 
     def hold(self, trainer: Trainer) -> None:
         """Keep the state of a trainer that was closed, where this rank leaves its group."""
-        if self._is_leaving:
+        if self._is_leaving and self._is_built:
             self._held = HeldState.of(trainer)
 
     def newest(self, collectives: Collectives, directory: RunDirectory) -> HeldState | None:

@@ -147,6 +147,7 @@ def _train(
         samples = len(parts.splits.train)
         if live is not None:
             require_told_once(parts.callbacks, parts.observers)
+            collectives.is_left_behind = live.is_left_behind
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
         directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
@@ -202,11 +203,14 @@ def _train(
                         *training.enter_context(_observers(record, parts.model, collectives, console, first_step)),
                     ],
                 )
-                trainer = build_trainer(job)
+                with collectives.never_stuck():
+                    trainer = build_trainer(job)
                 if live is not None:
                     # Called when the trainer is closed.
                     stack.callback(live.hold, trainer)
                 stack.enter_context(closing(trainer))
+                if live is not None:
+                    live.await_built(collectives)
                 record.state, record.guard = trainer.state, trainer.guard.figures
                 if trainer.chain is not None:
                     begun_with = trainer.chain.start_digest()

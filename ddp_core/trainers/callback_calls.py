@@ -15,6 +15,7 @@ import torch
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.user_code import user_code
+from ddp_core.checkpoint.state import StateTensors
 from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.job import Job
@@ -89,7 +90,10 @@ class CallbackCalls(StepObserver):
         """What another process needs to know to call the callbacks in the place of rank 0."""
         if not self._job.collectives.world.is_first or not self.has_any:
             return self._shared
-        return Told(self._step, tuple(self._called), self._asked, self._state.states_of_callbacks())
+        states = self._state.states_of_callbacks()
+        if self._job.device.type == "cuda":
+            states = StateTensors(states).state_on_cpu()  # each rank has another GPU
+        return Told(self._step, tuple(self._called), self._asked, states)
 
     def share(self) -> None:
         """Let the other ranks know, in a live recovery where rank 0 has callbacks; to be called by all ranks."""

@@ -35,6 +35,7 @@ class DistributedTrainer(Trainer):
 
     loss_copies = 1
     """By how much the reduction divides its sums, so that the loss is weighted with it."""
+    _is_set_up = False
 
     def __init__(self, job: Job) -> None:
         if job.experiment.sync_batch_norm:
@@ -43,6 +44,7 @@ class DistributedTrainer(Trainer):
         self.module: nn.Module
         self.reduction: ExactReduction | PlainReduction | PlainRounds
         self.set_up()
+        self._is_set_up = True
         self.module.train()
 
     def set_up(self) -> None:
@@ -97,8 +99,9 @@ class DistributedTrainer(Trainer):
 
     def retrain(self) -> None:
         """Make DDP and the reduction anew, for what is trained now."""
-        self.drop()
-        self.set_up()
+        with self.job.collectives.never_stuck():
+            self.drop()
+            self.set_up()
 
     def clip_gradients(self, max_norm: float) -> None:
         """Limit the norm of the whole gradient: with shards, the ranks sum their parts of it."""
@@ -120,7 +123,8 @@ class DistributedTrainer(Trainer):
 
     def close(self) -> None:
         """End the communication threads, then drop DDP: its reducer must be gone before the process group is."""
-        self.drop()
+        with self.job.collectives.never_stuck():
+            self.drop()
 
     def drop(self) -> None:
         """Let go of DDP and the reduction."""
@@ -140,6 +144,8 @@ class DistributedTrainer(Trainer):
             find_unused_parameters=settings.find_unused_parameters,
             # The exact reduction carries batch-norm statistics itself.
             broadcast_buffers=settings.broadcast_buffers and not self.exact,
+            # Later the ranks have the same weights, which no message may spoil that a lost rank never sends.
+            init_sync=not (self.exact and self._is_set_up),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from ddp_core.checkpoint.state import StateTensors
 from ddp_core.distributed.membership import Held
 from ddp_core.trainers.callback_calls import Told, newest_told
 from ddp_core.trainers.step_chain import Noted, merged
@@ -26,7 +27,7 @@ class HeldState:
     """The state of the last moment to which an unfinished step can go back.
 
     Its tensors are those of the trainer that it comes from, which must not train on; sent to another rank, they are
-    copies.
+    copies. From a GPU they are copied to host memory: another rank has another GPU, and the new trainer needs the room.
     """
 
     at: Held
@@ -46,9 +47,10 @@ class HeldState:
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
         """What this trainer holds; to be called when it is closed."""
+        state = trainer.state.committed()
         return cls(
             at=Held(*trainer.state.committed_at),
-            state=trainer.state.committed(),
+            state=state if trainer.device.type == "cpu" else StateTensors(state).state_on_cpu(),
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,

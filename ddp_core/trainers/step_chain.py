@@ -108,7 +108,8 @@ class StepChain(StepObserver):
 
     def notes(self) -> list[Noted]:
         """The steps that the file may not have when a rank of a live recovery is lost, as far as this rank knows."""
-        return [*self._newest, *(noted._replace(report=self._reports.get(noted.step)) for noted in self._noted)]
+        own = [each._replace(own=each.own.cpu(), report=self._reports.get(each.step)) for each in self._noted]
+        return [*self._newest, *own]
 
     def take_over(self, notes: Sequence[Noted]) -> None:
         """Take what the ranks of a live recovery together know; all of them, before `begin`."""
@@ -246,7 +247,7 @@ class StepChain(StepObserver):
 
     def _line(self, noted: Noted) -> dict[str, Any]:
         report = noted.report
-        assert report is not None, "a live recovery is for CPUs, where the losses of each step are read in it"
+        assert report is not None, "in a live recovery the losses of each step are read in it"
         batches, count = self._trainer.batches, self._trainer.cut.count(report.samples)
         digits = [f"{number:016x}" for number in noted.own.numpy().view(np.uint64).tolist()]
         return {

@@ -104,10 +104,12 @@ class StepLosses:
         if self._collectives.device.type == "cuda":
             # The host runs one step ahead of the device and no more. That keeps the device busy. A request to stop, or
             # a lost peer, would otherwise be met only after all steps that the host has asked for since it last read
-            # the losses.
+            # the losses. In a live recovery it does not run ahead: an update may not follow an exchange that failed.
             before, self._event = self._event, torch.cuda.Event()
             self._event.record()
-            if before is not None:
+            if self._collectives.world.is_live:
+                self._collectives.await_all(self._event)
+            elif before is not None:
                 self._collectives.await_event(before)
         if self._requests is None:
             return self._stop
@@ -141,16 +143,17 @@ class StepLosses:
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def steps_between_reading(options: Options, state: TrainState, device: torch.device) -> int:
+def steps_between_reading(options: Options, state: TrainState, device: torch.device, is_live: bool = False) -> int:
     """After how many steps the host reads the losses: `log_every` on CUDA, where reading makes it wait for the device.
 
-    1 on the CPU, and wherever a LossGate cannot hold an update back: with an optimizer that is not one of torch's fused
-    ones, and where bad steps are to be skipped. A schedule of the experiment's own goes on after a bad loss; nobody
-    sees that, since the run ends where the loss is read, before anything is saved.
+    1 on the CPU, in a live recovery, which waits all the same, and wherever a LossGate cannot hold an update back: with
+    an optimizer that is not one of torch's fused ones, and where bad steps are to be skipped. A schedule of the
+    experiment's own goes on after a bad loss; nobody sees that, since the run ends where the loss is read, before
+    anything is saved.
     """
     groups = state.optimizer.param_groups
     holds_back = type(state.optimizer) in _FUSED and all(group.get("fused") for group in groups)
-    if device.type == "cpu" or options.on_nan == "skip" or not holds_back:
+    if device.type == "cpu" or is_live or options.on_nan == "skip" or not holds_back:
         return 1
     return options.log_every
 

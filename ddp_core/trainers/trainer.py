@@ -101,7 +101,7 @@ class Trainer(ABC):
             require_scalable(self.model)
         self.state = self._fresh_state()
         self.trained = TrainedParameters(self.model)
-        self._read_every = steps_between_reading(job.options, self.state, job.device)
+        self._read_every = steps_between_reading(job.options, self.state, job.device, job.makes_room is not None)
         self._gate = LossGate(self.state.optimizer, job.device) if self._read_every > 1 else None
         held_back = None if self._gate is None else self._gate.closed
         self.update = WeightUpdate(job.experiment, self.state, self.steps_per_epoch, self.clip_gradients, held_back)

@@ -216,7 +216,6 @@ def test_callbacks_that_may_see_too_much_are_refused(tmp_path: Path, reason: str
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--shard", "optimizer"], "only copy of its part"),
         (["--reduction", "plain"], "exact reduction"),
         (["--launcher", "spawn"], "replaces no process"),
     ],
@@ -263,3 +262,14 @@ def test_each_process_reads_the_data_once_and_a_new_one_before_it_joins(tmp_path
     assert record["data"]["parts"] == 1, "also where the newest rank 0 has not read the files"
     (digested,) = [line for line in ended.output.splitlines() if "data: digested" in line]
     assert "1 file" in digested
+
+
+def test_with_shards_all_start_again_and_the_user_is_told(tmp_path: Path) -> None:
+    words = ["--recovery", "live", "--shard", "optimizer", "--fault", "kill@6:1", "--set", "epochs=2"]
+    ended = ddp(*train_words(tmp_path, *words))
+    assert ended.code == 0, ended.errors
+    assert ended.errors.count("with --shard optimizer each part is on one rank alone") == 1
+    assert "starting the workers again from the last checkpoint" in ended.errors
+    directory, record = trained(tmp_path)
+    check_ledger(directory, 16)
+    assert record["options"]["recovery"] == "restart"

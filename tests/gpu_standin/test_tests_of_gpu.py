@@ -11,6 +11,7 @@ from tests.support.standin_cuda import environment
 
 FILES = {
     "test_input.py": "",
+    "test_live.py": "not still_live",
     "test_layouts.py": "fp32",
     "test_page.py": "",
     "test_replicas.py": "not bf16 and not tf32",

@@ -100,6 +100,7 @@ def test_a_contender_that_fails_is_named() -> None:
         ("whole_run", "bare script"),
         ("guard", "ResNet-18, ddp x 2"),
         ("recovery", "worker joins, live"),
+        pytest.param("recovery", "worker joins, torchft", marks=pytest.mark.extras("torchft")),
         ("live_cost", "% of a step"),
         ("chain", "bytes_per_step"),
         ("forgeries", "of 2 found"),

@@ -66,12 +66,11 @@ def test_a_block_without_imports_gets_those_of_the_first_block() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.extras("basedpyright", "mypy", "lightning", "accelerate", "transformers", "torchdata")
+@pytest.mark.extras("basedpyright", "mypy", "lightning", "accelerate", "transformers", "torchdata", "torchft")
 def test_every_example_is_green() -> None:
     shown, _ = checkable(examples())
-    assert {f"docs/tutorials/exact-with-{name}.md" for name in ("lightning", "accelerate", "hf-trainer")} <= {
-        each.page for each in shown
-    }
+    peers = ("lightning", "accelerate", "hf-trainer", "torchft")
+    assert {f"docs/tutorials/exact-with-{name}.md" for name in peers} <= {each.page for each in shown}
     assert red(shown) == []
 
 

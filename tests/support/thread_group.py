@@ -192,8 +192,12 @@ def use_threads(patch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     )
     patch.setattr("ddp_core.reduction.collectives.dist", COLLECTIVES)
     patch.setattr("ddp_core.reduction.agreement.dist", SimpleNamespace(all_gather_object=_all_gather_object))
-    patch.setattr("ddp_core.reduction.contiguous.dist", SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp))
-    patch.setattr("ddp_core.reduction.contiguous.carries_host_memory", lambda _: True)
+    ends = {name: getattr(dist, name) for name in ("is_initialized", "destroy_process_group")}
+    patch.setattr(
+        "ddp_core.reduction.communication.dist",
+        SimpleNamespace(all_reduce=_all_reduce, ReduceOp=dist.ReduceOp, **ends),
+    )
+    patch.setattr("ddp_core.reduction.communication.carries_host_memory", lambda _: True)
     patch.setattr("ddp_core.reduction.communication.own_group", ThreadGroup.own)
     patch.setattr("ddp_core.sharding.updates.dist", SimpleNamespace(all_gather_object=_all_gather_object))
     patch.setattr(

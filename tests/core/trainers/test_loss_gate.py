@@ -153,6 +153,7 @@ def test_losses_are_read_rarely_where_the_device_holds_updates_back(
     state.average = WeightAverage(model, 0.9)
     state.schedule = torch.optim.lr_scheduler.ConstantLR(state.optimizer)
     assert steps_between_reading(asked, state, device) == steps
+    assert steps_between_reading(asked, state, device, is_live=True) == 1
 
 
 @pytest.mark.parametrize(("value", "on_nan"), [(math.inf, "stop"), (math.nan, "skip")])

@@ -3,12 +3,14 @@
 STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
 it is the process 1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process
 that takes its place has another name, and lives.
-BatchNorm, an average, momenta and a schedule are what a step may leave half changed.
+STRUCK_PAUSE is how long each update takes, in seconds. BatchNorm, an average, momenta and a schedule are what a step
+may leave half changed.
 """
 
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_core import Callback, Moment
 from ddp_core.config.experiment import Component, Evaluation, Experiment, Optimizer, Schedule
 from ddp_core.data.splits import InMemory, Splits, content_digest
+from ddp_core.trainers.step_losses import StepLosses
 
-POINTS = ("forward", "backward", "update", "updated", "evaluation", "save", "later")
+POINTS = ("forward", "backward", "exchange", "update", "updated", "evaluation", "save", "later")
+HAS_SENT = [False]
+"""Whether this process has sent all that it sends beside gradients, but not run the step's last backward."""
 LEFT = dict.fromkeys(POINTS, -1)
 """How many times this process may still come to each point; below 0: always."""
 
@@ -30,6 +35,8 @@ def pass_by(point: str) -> None:
         # Meanwhile it goes on: it waits for others, or is in its update.
         threading.Timer(0.0017, die).start()
     elif LEFT[point] == 0:
+        # Where only gradients are missing, all else has arrived by then.
+        time.sleep(1.0 if point == "exchange" else 0.0)
         die()
 
 
@@ -45,8 +52,15 @@ class Struck(nn.Module):
         if self.training:
             pass_by("later")
         if inputs.requires_grad:
-            inputs.register_hook(lambda _: pass_by("backward"))
+            inputs.register_hook(pass_backward)
         return inputs
+
+
+def pass_backward(_: Tensor) -> None:
+    pass_by("backward")
+    if HAS_SENT[0]:
+        HAS_SENT[0] = False
+        pass_by("exchange")
 
 
 def network() -> nn.Module:
@@ -65,7 +79,14 @@ def save(*arguments: Any, **named: Any) -> None:
     pass_by("save")
 
 
+def send(*arguments: Any, **named: Any) -> None:
+    usual_send(*arguments, **named)
+    HAS_SENT[0] = True
+
+
 usual_save, torch.save = torch.save, save
+usual_send, StepLosses.send = StepLosses.send, send  # type: ignore[method-assign]
+register_optimizer_step_pre_hook(lambda *_: time.sleep(float(os.environ.get("STRUCK_PAUSE", "0"))))
 register_optimizer_step_pre_hook(lambda *_: pass_by("update"))
 register_optimizer_step_post_hook(lambda *_: pass_by("updated"))
 

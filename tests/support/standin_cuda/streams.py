@@ -71,7 +71,7 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
         self._is_timed = enable_timing
         self._time: float | None = None
-        self._was_asked, self._copies = True, 0
+        self._was_asked, self._copies, self._waits = True, 0, False
         self.device: torch.device | None = None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -79,6 +79,7 @@ class Event:
         if self.device is not None and self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
         self.device, self._time, self._copies = stream.device, time.perf_counter(), WORLD.issued
+        self._waits = WORLD.waits_for_peer
         self._was_asked = False
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -87,6 +88,8 @@ class Event:
     def query(self) -> bool:
         """Whether the device has come so far: not where one asks for the first time."""
         _refuse_while_recording()
+        if self._waits and WORLD.waits_for_peer:
+            return False
         before, self._was_asked = self._was_asked, True
         if before:
             WORLD.deliver(self._copies)

@@ -54,6 +54,10 @@ class World:
     """How many copies to the host have been queued."""
     later: list[tuple[int, Any, Any]] = field(default_factory=list)
     """Copies to the host that the device has not made yet: number, destination, values."""
+    waits_for_peer: bool = False
+    """Whether the devices wait for a message of a peer that is gone: see lost_peers."""
+    aborts: int = 0
+    """How often the process has aborted its groups."""
     here: Here = field(default_factory=Here)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -104,8 +108,14 @@ class World:
                 self.later.append((self.issued, plain, plain.clone()))
                 plain.data.fill_(torch.nan if plain.is_floating_point() else 1)
 
+    def refuse_endless_wait(self) -> None:
+        """Raises RuntimeError where the host would wait for ever, since the device waits for a peer that is gone."""
+        if self.waits_for_peer:
+            raise RuntimeError("the host waits for a device that waits for ever: NCCL's peer is gone")
+
     def deliver(self, up_to: int | None = None) -> None:
         """Somebody has waited for the device, or for its first copies to the host."""
+        self.refuse_endless_wait()
         with self.lock:
             due = [each for each in self.later if up_to is None or each[0] <= up_to]
             self.later = [each for each in self.later if up_to is not None and each[0] > up_to]
