@@ -37,8 +37,8 @@ def train(output: Path, kills: Sequence[str], devices: int = 3, left: str = "") 
 @pytest.mark.parametrize(
     ("kills", "left"),
     [
-        # After each loss a process counts anew. The peers have had all that goes over gloo. First nothing but the launcher's word wakes them; at the second
-        # loss NCCL's kernels end on rubbish, as if all were well.
+        # The peers have had all that goes over gloo. First nothing but the launcher's word wakes them; at the second
+        # loss NCCL's kernels end on rubbish, as if all were well. After each loss a process counts anew.
         pytest.param(["2.0 exchange 5", "1.0 exchange 8"], "turns", id="in-an-exchange"),
         pytest.param(["0.0 exchange 11"], "", id="rank-0-in-an-exchange", marks=pytest.mark.slow),
         pytest.param(["0.0 exchange 11"], "rubbish", id="rank-0-and-others-abort-first", marks=pytest.mark.slow),
