@@ -1,6 +1,6 @@
 """What a live recovery asks of NCCL and torch's threads beside it: that they spare the ranks which go on.
 
-The variables are those of torch's ProcessGroupNCCL.cpp, 2.11 to 2.13. Not run on a GPU yet.
+The variables are those of torch's ProcessGroupNCCL.cpp as of 2.13. Not run on a GPU yet.
 """
 
 from __future__ import annotations
