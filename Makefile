@@ -81,7 +81,7 @@ image-sizes: setup ## What makes up an image, by layer and by package: IMAGE=sam
 image-test: setup
 	docker compose build test
 
-test: setup ## Fast tests: no Docker, no network, under three minutes
+test: setup ## Fast tests: no Docker, no network, some minutes
 	$(NO_GPU) $(BIN)/python -m pytest @tests/fast.args
 
 test-oldest: setup ## The fast tests on the oldest torch that pyproject.toml admits
