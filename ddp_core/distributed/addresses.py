@@ -27,6 +27,8 @@ _LOOPBACK = "127.0.0.1"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _WAITING = 1024
 """Ranks that may try to connect at the same moment."""
+_SILENT_SECONDS = 10.0
+"""After so long without a sign of life from the machine of a store, the store counts as lost."""
 
 
 def address_towards(host: str, port: int = 9) -> str:
@@ -110,7 +112,7 @@ def store_on(listening: socket.socket, timeout: float) -> dist.TCPStore:
     )
 
 
-def give_up_silence(port: int, seconds: float) -> None:
+def give_up_silence(port: int, seconds: float = _SILENT_SECONDS) -> None:
     """Let this process's connections to a port of whatever machine fail once that machine is silent for so long.
 
     torch's store waits for an answer without a limit, also where its machine has no network or power any more. The

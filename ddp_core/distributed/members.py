@@ -23,8 +23,6 @@ _NOW = "members/now"
 _NOTES = "members/notes"
 _NODES = "members/nodes"
 _KNOWN_NODES = "members/known-nodes"
-_SILENT_SECONDS = 10.0
-"""After so long without a sign of life from the machine of the store, the store counts as lost."""
 _CONNECTING_SECONDS = 1.0
 _LOGS: tuple[Log, ...] = ("asked", "ended", "leaving", "launchers", "finished", "over")
 
@@ -195,10 +193,14 @@ def store_at(place: str, timeout: float) -> dist.Store:
     `timeout`, in seconds, limits every wait. Raises torch's DistError where the store does not answer.
     """
     host, port, prefix = _parts(place)
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-    give_up_silence(port, _SILENT_SECONDS)
-    return dist.PrefixStore(prefix, store)
+    return dist.PrefixStore(prefix, connected_store(host, port, timeout))
+
+
+def connected_store(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """A store elsewhere, which counts as lost once nothing comes from its machine; as `store_at` otherwise."""
+    store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    give_up_silence(port)
+    return store
 
 
 def store_again_at(place: str, timeout: float) -> dist.Store:

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -25,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ddp_core.distributed.addresses import give_up_silence
-from ddp_core.distributed.members import Members
+from ddp_core.distributed.members import Members, connected_store
 from ddp_core.distributed.membership import Membership, name_of, node_of
 from ddp_core.launch.meeting import Meeting, note_request, reach
 
@@ -39,7 +38,6 @@ _FULL_SECONDS = 0.5
 """Between two looks whether there is room for one more node."""
 _SEARCH_SECONDS = 0.5
 _ANSWER_SECONDS = 30
-_SILENT_SECONDS = 10.0
 
 
 class LiveRendezvous(RendezvousHandler):
@@ -57,8 +55,8 @@ class LiveRendezvous(RendezvousHandler):
         self._facts, self._count, self._join_seconds = facts, count, join_seconds
         self._prefix = f"ddp/{meeting.launch_id}"
         self._host, self._port = store.host, store.port
-        self._store = store
-        self._lists = self._lists_in(store)
+        give_up_silence(store.port)
+        self._lists = PrefixStore(self._prefix, store)
         self._name = ""
         self.node = -1
         """This node's number."""
@@ -66,10 +64,6 @@ class LiveRendezvous(RendezvousHandler):
         """Whether this node came when the others were training."""
         self.first: tuple[int, ...] = ()
         """The nodes that began with this list; of a late node, one that trains already."""
-
-    def _lists_in(self, store: TCPStore) -> PrefixStore:
-        give_up_silence(self._port, _SILENT_SECONDS)
-        return PrefixStore(self._prefix, store)
 
     @property
     def members_at(self) -> str:
@@ -166,13 +160,11 @@ class LiveRendezvous(RendezvousHandler):
     def find_again(self) -> bool:
         """Connect to the store anew, after somebody listens at its place again; returns whether it answers."""
         try:
-            limit = timedelta(seconds=_ANSWER_SECONDS)
-            store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=limit)
-            lists = self._lists_in(store)
+            lists = PrefixStore(self._prefix, connected_store(self._host, self._port, _ANSWER_SECONDS))
             lists.check([_NEWEST])
         except DistError:
             return False
-        self._store, self._lists = store, lists
+        self._lists = lists
         return True
 
     def renew(self, offered: Membership, nodes: int) -> Members | None:
