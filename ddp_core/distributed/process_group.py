@@ -128,8 +128,7 @@ class Collectives:
 
     def never_stuck(self) -> contextlib.AbstractContextManager[None]:
         """A block in which ranks connect or part; of a live recovery none stays in it for ever (`ended_if_stuck`)."""
-        is_limited = self.world.is_live and self._uses_nccl
-        return ended_if_stuck(self.world.place) if is_limited else contextlib.nullcontext()
+        return _never_stuck(self.world, self._uses_nccl)
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
@@ -200,7 +199,7 @@ def process_group(
             connects = "nccl" in backends
             if connects and world.is_live:
                 let_watchdogs_spare()
-            with ended_if_stuck(world.place) if connects and world.is_live else contextlib.nullcontext():
+            with _never_stuck(world, connects):
                 dist.init_process_group(
                     backend=backends,
                     store=store,
@@ -222,6 +221,10 @@ def process_group(
             # reducer must be gone before the group is.
             gc.collect()
             collectives.end()
+
+
+def _never_stuck(world: World, uses_nccl: bool) -> contextlib.AbstractContextManager[None]:
+    return ended_if_stuck(world.place) if world.is_live and uses_nccl else contextlib.nullcontext()
 
 
 def local_device(world: World, device_type: str) -> torch.device:
