@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 
 from tests.support.commands import search_path, wait_until
 
-JOIN_MS, HEARTBEAT_MS = 100, 5000
-"""How long torchft's lighthouse waits for a replica that is silent: as in torchft's own tests, and its default."""
+JOIN_MS = 100
+"""Milliseconds that torchft's lighthouse waits for replicas that live and have not come to a step; its tests' value."""
+HEARTBEAT_MS = 5000
+"""After so many milliseconds of silence it takes a replica for dead; its default."""
 _WAIT = 60.0
 
 
@@ -56,7 +58,7 @@ class Replica:
         return [Step(float(when), int(step), int(count)) for when, step, count in rows]
 
     def wait_for(self, replicas: int, since: float = 0.0) -> Step:
-        """The first step after a moment that so many replicas have made."""
+        """The first step after the moment `since` in which so many replicas took part."""
         found: list[Step] = []
 
         def has_come() -> bool:

@@ -1,4 +1,4 @@
-"""The parts of the code that multiplies matrices which copy columns of the right matrix to the stack.
+"""Writes the part of `chain_code` that copies columns of the right matrix to the stack.
 
 There the numbers of a row of 16 columns (or eight) lie side by side, and rows lie one behind the other. R8 is where the
 columns begin in the matrix, and R9 are the bytes from a term to the next; `copied` and `turned` make both those of the
