@@ -43,14 +43,15 @@ RANKS = 3
 LENGTH = ["--set", "epochs=400", "--timeout", str(TIMEOUT), "--max-restarts", "3"]
 PAUSE = 0.006
 LIVE = ["--recovery", "live"]
+RESTART = ["--recovery", "restart"]
 QUICK = ("worker joins, live", "worker joins, torchft")
 FIRST_STRIKE = 14
 """The guard rehearses the resume from the checkpoint of step 4, and waits for its verdict in step 12 at the latest."""
 
 
-def one_node(output: Path, strike: Callable[[Launch], object], *words: str) -> tuple[float, int]:
+def one_node(output: Path, strike: Callable[[Launch], object], *way: str) -> tuple[float, int]:
     """Seconds and steps that a fault in a launch of one node costs."""
-    with Launch(*train_words(output, *LENGTH, *words, ranks=RANKS), pause=PAUSE) as launch:
+    with Launch(*train_words(output, *LENGTH, *(way or RESTART), ranks=RANKS), pause=PAUSE) as launch:
         return _strike(Watch(output), lambda: strike(launch))
 
 
@@ -91,9 +92,9 @@ def _pause(watch: Watch, number: int) -> tuple[float, int]:
     return after["time"] - before["time"], max(0, int(before["step"] - change["step"]))
 
 
-def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object], *words: str) -> tuple[float, int]:
+def three_nodes(output: Path, strike: Callable[[list[Launch], Any], object], *way: str) -> tuple[float, int]:
     """Seconds and steps that a fault costs in a launch of three nodes that may go on with fewer."""
-    with nodes(3, output, *LENGTH, *words, pause=PAUSE) as (launches, _, store):
+    with nodes(3, output, *LENGTH, *(way or RESTART), pause=PAUSE) as (launches, _, store):
         return _strike(Watch(output), lambda: strike(launches, store))
 
 

@@ -169,11 +169,12 @@ class CommunicationOptions(Frozen):
     max_restarts: Annotated[int, CommandLine(metavar="N")] = Field(
         default=3, ge=0, description="How many times the processes are started again after some were lost."
     )
-    recovery: Literal["restart", "live"] = Field(
-        default="restart",
-        description="What a lost process of ddp means for the others. restart: all start again from the newest "
-        "checkpoint. live: the others go on with the same global batch and repeat no step, and a new process or node "
-        "joins them; a node that is asked to stop leaves them. With the exact reduction; with shards it is a restart.",
+    recovery: Literal["auto", "live", "restart"] = Field(
+        default="auto",
+        description="What a lost process of ddp means for the others. live: the others go on with the same global "
+        "batch and repeat no step, and a new process or node joins them; a node that is asked to stop leaves them. "
+        "restart: all start again from the newest checkpoint. auto: live on CPUs where the reduction is exact, and "
+        "each rank has the whole state; else restart, also with callbacks.",
     )
 
 

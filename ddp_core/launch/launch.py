@@ -62,7 +62,7 @@ def launch(request: Request, meeting: Meeting, entry: Entry) -> int:
     it is `python -m PACKAGE` with the package of that function.
     """
     require_open_files(request.layout.world_size, request.options.workers)
-    request = with_recovery(request)
+    request = with_recovery(request, meeting.max_nodes)
     with ExitStack() as stack:
         for number in (*asking_signals(request.options.stop_signal), signal.SIGINT):
             # This process only leaves afterwards, and its exit code says how the launch ended. A handler in Python
@@ -174,6 +174,8 @@ def _run_node(
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
             agent = (LiveAgent if is_live else Agent)(spec, logs, reports, nursery, heard, facts)
+            if isinstance(agent, LiveAgent):
+                agent.patience = request.options.timeout
             return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -50,6 +51,8 @@ class LiveAgent(Agent):
     launcher serves the store that the nodes meet at.
     """
 
+    patience = math.inf
+    """Seconds after which a silent process counts as lost."""
     _live: LiveWorkers | None = None
     _leaves_on: signal.Signals | None = None
     _leaves_until = 0.0
@@ -69,6 +72,8 @@ class LiveAgent(Agent):
         Path(stop_file(self._reports)).unlink(missing_ok=True)
         rendezvous = cast(LiveRendezvous, worker_group.spec.rdzv_handler)
         self._compared = rendezvous.first
+        self._silent_since: dict[int, float] = {}
+        self._killed: set[int] = set()
         self._live = LiveWorkers(rendezvous, worker_group.spec.local_world_size, self._reports)
         return super()._start_workers(worker_group)
 
@@ -123,7 +128,7 @@ class LiveAgent(Agent):
         notes = live.decide()
         if notes.over == "broken":
             return self._all_start_again()
-        self._kill_stopped(live, notes, node)
+        self._kill_silent(live, notes, node)
         return WorkerState.HEALTHY
 
     def _look_without_store(self, live: LiveWorkers, codes: Mapping[int, int]) -> WorkerState | None:
@@ -165,13 +170,20 @@ class LiveAgent(Agent):
                 worker_group.workers[local_rank].id = start_again(self, local_rank)
         return True
 
-    def _kill_stopped(self, live: LiveWorkers, notes: Notes, node: str) -> None:
-        """Kill workers that are stopped (SIGSTOP) when the others wait for them."""
-        processes = workers_of(self)
-        for local_rank in live.silent(notes):
-            if is_stopped(processes[local_rank].pid):
-                tell_user(f"rank {live.ranks([local_rank])[local_rank]} ({node}) is stopped; it is killed now")
-                processes[local_rank].kill()
+    def _kill_silent(self, live: LiveWorkers, notes: Notes, node: str) -> None:
+        """Kill workers that the others have left and wait for: stopped ones (SIGSTOP), and those that hang."""
+        processes, now = workers_of(self), time.monotonic()
+        silent = {processes[local_rank].pid: local_rank for local_rank in live.silent(notes)}
+        self._silent_since = {pid: self._silent_since.get(pid, now) for pid in silent}
+        for pid, local_rank in silent.items():
+            # A worker that is only slow finds the others gone at its next exchange, and leaves by itself.
+            hangs = now - self._silent_since[pid] > self.patience
+            if pid in self._killed or not (hangs or is_stopped(pid)):
+                continue
+            what = f"has not come to the others for {self.patience:g} s" if hangs else "is stopped"
+            tell_user(f"rank {live.ranks([local_rank])[local_rank]} ({node}) {what}; it is killed now")
+            processes[local_rank].kill()
+            self._killed.add(pid)  # a disk that does not answer may keep it alive for a while
 
     def _leave(self, live: LiveWorkers, codes: Mapping[int, int], asked_by: signal.Signals) -> None:
         """Take this node's workers out of the group at the end of their step.

@@ -139,10 +139,10 @@ class Drill(BaseModel):
         """What `ddp train` is told beyond experiment, layout and rendezvous."""
         settings = [word for setting in self.settings for word in ("--set", setting)]
         starts = ("--max-restarts", "50" if self.spot is None else "10000")
-        live = ("--recovery", "live") if self.is_live else ()
+        recovery = ("--recovery", "live" if self.is_live else "restart")
         return (
             *settings,
-            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts, *live),
+            *("--reduction", "exact", "--ledger", "--log-every", "1", *starts, *recovery),
             *("--nnodes", f"1:{self.nodes}", "--timeout", f"{self.timeout:g}"),
             *("--checkpoint-every", str(self.checkpoint_every)),
             *(("--fault", "pace@1") if self.paced else ()),

@@ -74,7 +74,9 @@ def measure(setting: Setting) -> Measurements:
             for step in load.killed_after_alone
         ],
         "without_restart": [_outcome(_train(setting, *_kill(step), "--max-restarts", "0"), step) for step in without],
-        "with_restart": [_outcome(_train(setting, *_kill(step)), step) for step in with_restart],
+        "with_restart": [
+            _outcome(_train(setting, *_kill(step), "--recovery", "restart"), step) for step in with_restart
+        ],
     }
 
 

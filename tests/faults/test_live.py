@@ -45,10 +45,10 @@ def ends_of(output: Path) -> Ends:
     return Ends({name: record[name] for name in DIGESTS}, (directory.path / CHAIN).read_text())
 
 
-def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str) -> Ended:
+def train(output: Path, kills: Sequence[str], ranks: int = 3, *words: str, hangs: str = "") -> Ended:
     live = ["--recovery", "live", "--timeout", "20", *KEPT]
     full = train_words(output, *live, *words, ranks=ranks, experiment=STRUCK)
-    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills)}, timeout=HANG / 2)
+    return ddp(*full, env={"STRUCK_KILLS": ",".join(kills), "STRUCK_HANGS": hangs}, timeout=HANG / 2)
 
 
 def check_end(output: Path, ended: Ended, ends: Ends) -> dict[str, Any]:
@@ -164,6 +164,16 @@ def test_no_restarts_are_left(tmp_path: Path) -> None:
     ended = train(tmp_path, ["1.0 update 10"], 3, "--max-restarts", "0")
     assert ended.code == 6
     assert "rank 1 (node 0) was killed (SIGKILL)" in ended.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["1.0 forward 20", "0.0 evaluation 5"])
+def test_a_worker_that_hangs_is_replaced(tmp_path: Path, ends: Ends, kill: str) -> None:
+    ended = train(tmp_path, [kill], 3, "--timeout", "3", hangs="yes")
+    check_end(tmp_path, ended, ends)
+    assert f"rank {kill[0]} (node 0) has not come to the others for 3 s; it is killed now" in ended.errors
+    assert ended.errors.count("was killed (SIGKILL); the others go on") == 1
+    assert "no step repeated" in ended.output
 
 
 @pytest.mark.slow

@@ -29,11 +29,12 @@ from tests.support.commands import ddp, trained, wait_until
 from tests.support.processes import HANG
 
 PAUSE = 0.002
+RESTART = ("--recovery", "restart")
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     watch = Watch(tmp_path)
-    with Launch(*train_words(tmp_path, "--fault", "kill@30:1"), pause=PAUSE) as launch:
+    with Launch(*train_words(tmp_path, *RESTART, "--fault", "kill@30:1"), pause=PAUSE) as launch:
         wait_until(lambda: "killed" in launch.errors(), HANG, "the loss is noticed")
         noticed = now() - watch.when_struck("kill@30:1")
         recovered = watch.wait_for_new_step(watch.when_struck("kill@30:1"))
@@ -54,7 +55,7 @@ def test_a_killed_worker_is_replaced(tmp_path: Path, digest: str) -> None:
 
 def test_a_killed_worker_is_named_where_its_peer_left_sooner(tmp_path: Path, digest: str) -> None:
     file = Path(DOTS).with_name("dots_dying_slowly.py")
-    ended = ddp(*train_words(tmp_path, experiment=file), timeout=HANG)
+    ended = ddp(*train_words(tmp_path, *RESTART, experiment=file), timeout=HANG)
     assert ended.code == 0
     assert ended.errors == (
         "ddp: rank 0 (node 0) was killed (SIGKILL)\n"
@@ -70,7 +71,7 @@ def test_twenty_kills_are_twenty_recoveries(tmp_path: Path) -> None:
     length = ["--set", f"epochs={epochs}"]
     expected = undisturbed(tmp_path / "undisturbed", *length)
     watch = Watch(tmp_path / "run")
-    words = train_words(tmp_path / "run", *length, "--max-restarts", "30", ranks=3)
+    words = train_words(tmp_path / "run", *RESTART, *length, "--max-restarts", "30", ranks=3)
     with Launch(*words, pause=PAUSE) as launch:
         watch.wait_for_step(1)
         for number in range(20):
@@ -135,7 +136,8 @@ def test_workers_leave_with_their_launcher(tmp_path: Path, digest: str, when: st
 @pytest.mark.slow
 def test_a_stopped_worker_is_replaced(tmp_path: Path, digest: str) -> None:
     watch, timeout, fault = Watch(tmp_path), 3, "pause@30:1"
-    with Launch(*train_words(tmp_path, "--fault", fault, "--timeout", str(timeout)), pause=PAUSE) as launch:
+    words = train_words(tmp_path, *RESTART, "--fault", fault, "--timeout", str(timeout))
+    with Launch(*words, pause=PAUSE) as launch:
         wait_until(lambda: "is stopped" in launch.errors(), HANG, "the silence is noticed")
         noticed = now() - watch.when_struck(fault)
         recovered = watch.wait_for_new_step(watch.when_struck(fault))

@@ -1,4 +1,4 @@
-"""Nodes that die, stop and come back, and a rendezvous that is lost: one launch per node, over loopback."""
+"""Nodes that die, stop and come back, and a lost rendezvous, with --recovery restart: a launch per node, over loopback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import HANG
 
 pytestmark = pytest.mark.slow
 EPOCHS = 60
-LENGTH = ["--set", f"epochs={EPOCHS}"]
+LENGTH = ["--set", f"epochs={EPOCHS}", "--recovery", "restart"]
 PAUSE = 0.006
 
 
@@ -203,7 +203,7 @@ def test_killed_workers_of_two_nodes_are_replaced_every_time(tmp_path: Path, dig
 
 
 def test_an_exception_on_one_node_ends_both(tmp_path: Path) -> None:
-    with nodes(2, tmp_path, "--fault", "raise@13:1", pause=PAUSE) as (launches, _, _):
+    with nodes(2, tmp_path, *LENGTH, "--fault", "raise@13:1", pause=PAUSE) as (launches, _, _):
         ended = sorted((launch.wait() for launch in launches), key=lambda end: end.code)
     assert [end.code for end in ended] == [2, 6]
     assert ended[0].errors.endswith("ddp: error: rank 1 (node 1): RuntimeError: scripted fault raise@13:1\n")

@@ -2,7 +2,7 @@
 
 STRUCK_KILLS in the environment names processes and where in their work they are killed (SIGKILL): with "1.0 update 20"
 it is the process 1.0 on node 0 of a live recovery, when it begins its 20th update; "1.0@1" is one on node 1. A process
-that takes its place has another name, and lives.
+that takes its place has another name, and lives. With STRUCK_HANGS it is not killed, but hangs.
 STRUCK_PAUSE is how long each update takes, in seconds. BatchNorm, an average, momenta and a schedule are what a step
 may leave half changed.
 """
@@ -41,6 +41,8 @@ def pass_by(point: str) -> None:
 
 
 def die() -> None:
+    while os.environ.get("STRUCK_HANGS"):
+        time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
