@@ -180,7 +180,7 @@ def test_a_job_with_no_kill_goes_on_without_a_lost_node(
     job = slurm.submit(line, tmp_path, "--nodelist node[1-3]", "--nproc-per-node 1 --timeout 10")
     job.wait_for(AT_WORK)
     slurm.power("--off", without_power)
-    job.wait_for("resumed at step")
+    job.wait_for("lost after step .* 2 ranks go on")
     job.wait_for(f"Node failure on {without_power}")
     job.hurry()
     assert_finished(job, expected, restarts=0, label="ddp-2x1-cpu")
