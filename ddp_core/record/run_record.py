@@ -114,7 +114,7 @@ class RunRecord:
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
-            **({} if self.world.member is None else {"membership": self.world.membership}),
+            **({"membership": self.world.membership} if self.world.is_live else {}),
             "experiment_sha256": loaded.experiment.digest(),
             **changes.attempt,
         }

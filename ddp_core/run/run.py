@@ -74,7 +74,7 @@ def worker_main(words: Sequence[str]) -> int:
         if world.report_dir is not None:
             die_with_launcher(world.report_dir)
         request = Request.from_json(Path(file).read_text(encoding="utf-8"))
-        if world.member is None:
+        if not world.is_live:
             request = request.for_nodes(world.nnodes)
     except UserError as error:
         return report_error(error)
@@ -112,12 +112,12 @@ def run(request: Request, world: World) -> None:
         request.options.max_seconds,
         launched=launched,
         last=True,
-        confirmed_by=None if world.member is None or world.report_dir is None else stop_file(world.report_dir),
+        confirmed_by=stop_file(world.report_dir) if world.is_live and world.report_dir is not None else None,
     )
     with ExitStack() as heard:
         # It is heard from its first use on, until this process leaves.
         listen = cache(lambda: heard.enter_context(stop))
-        if world.member is None:
+        if not world.is_live:
             _train(request, world, stop, listen)
             return
         live = LiveRecovery(world, request.options.timeout)
