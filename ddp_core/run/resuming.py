@@ -181,12 +181,11 @@ def open_record(
                 if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
                     raise
         record.compare_fingerprints(collectives)
-        by_rank_0(collectives, record.start)
+        record.attempt = by_rank_0(collectives, record.start)
         if world.is_first:
             clear_heartbeats(directory.path)
             assert record.fence is not None
             console.log_to(directory.log, record.fence.check)
-        record.attempt = collectives.broadcast(record.attempt)
         yield record
 
 
