@@ -103,6 +103,14 @@ def describe(state: Any) -> Shapes:
     return StateTensors(state).shapes
 
 
+def in_host_memory(state: Any, device: torch.device) -> Any:
+    """A state of what runs on `device`, as other processes can take it: from a GPU copied, since each has its own GPU.
+
+    Raises as `StateTensors` does.
+    """
+    return state if device.type == "cpu" else StateTensors(state).state_on_cpu()
+
+
 def _is_key(key: Any) -> bool:
     return type(key) in _KEYS or (type(key) is tuple and all(map(_is_key, key)))
 

@@ -1,11 +1,12 @@
 """What is looked at on a freshly built model before it is trained: that every layout begins with the same weights.
 
-A builder is called twice, and gives the same weights both times (`built_alike`). What a first forward makes is made
-before anything looks at the parameters: a lazy layer (torch.nn.LazyLinear) has none until it has seen a batch, and the
-optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is kept in a buffer that the first
-forward fills, which changes a buffer and yet makes nothing that depends on the layout (`fill_tables`). Every rank of
-every layout runs the same forwards on the same samples, in evaluation mode, and the random numbers that come afterwards
-are as if it had not. Then ranks compare what they have built (`require_same_model`).
+In a process's first group a builder is called twice, and gives the same weights both times (`built_alike`). What a
+first forward makes is made before anything looks at the parameters: a lazy layer (torch.nn.LazyLinear) has none until
+it has seen a batch, and the optimizer needs them (`make_real`); a table, such as a rotary embedding's sines, is kept in
+a buffer that the first forward fills, which changes a buffer and yet makes nothing that depends on the layout
+(`fill_tables`). Every rank of every layout runs the same forwards on the same samples, in evaluation mode, and the
+random numbers that come afterwards are as if it had not. Then ranks compare what they have built
+(`require_same_model`).
 """
 
 from __future__ import annotations

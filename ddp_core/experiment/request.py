@@ -160,15 +160,19 @@ class BuiltExperiment:
 
 
 def build_parts(
-    loaded: LoadedExperiment, data_dir: Path, device: torch.device | str = "cpu", splits: Splits | None = None
+    loaded: LoadedExperiment,
+    data_dir: Path,
+    device: torch.device | str = "cpu",
+    splits: Splits | None = None,
+    is_known: bool = False,
 ) -> BuiltExperiment:
     """Everything that the experiment's functions build, the model with its initial weights (from the seed) on `device`.
 
-    `splits`: the data, where they are there already. Raises UserError.
+    `splits`: the data, where they are there already. `is_known`: as for `build_model`. Raises UserError.
     """
     if splits is None:
         splits = build_splits(loaded, data_dir)
-    model = build_model(loaded, device, splits)
+    model = build_model(loaded, device, splits, is_known)
     optimizer = optimizer_of(loaded, model)
     callbacks, observers = callbacks_of(loaded)
     loss = resolve(loaded, "loss", loaded.experiment.loss)
@@ -186,14 +190,18 @@ def build_parts(
     )
 
 
-def build_model(loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None) -> nn.Module:
+def build_model(
+    loaded: LoadedExperiment, device: torch.device | str, splits: Splits | None = None, is_known: bool = False
+) -> nn.Module:
     """The model with its initial weights, which follow from the seed, on `device`.
 
     With `splits`, its lazy layers and the tables in its buffers are made from the first samples; else they are left.
-    Raises UserError, also where the weights follow from something else, as far as a second call shows it.
+    Raises UserError, also where the weights follow from something else, as far as a second call shows it; there is no
+    second call where this `is_known`.
     """
     experiment = loaded.experiment
-    model = built_alike(experiment.model.name, partial(_new_model, loaded))
+    make = partial(_new_model, loaded)
+    model = make() if is_known else built_alike(experiment.model.name, make)
     if splits is not None:
         make_real(model, experiment, splits)
     with user_code("your model"):

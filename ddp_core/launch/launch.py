@@ -44,8 +44,8 @@ from ddp_core.record.directory import RunDirectory, find_launch
 
 _CUT_OFF_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
-_LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.05
-"""Between two looks at the workers; with a live recovery, others wait for what is seen."""
+_LOOKING_SECONDS, _LIVE_SECONDS = 0.1, 0.001
+"""Between two looks at the workers; in a live recovery, each look waits for news itself."""
 
 
 class _Ended(UserError):

@@ -23,6 +23,8 @@ _ANSWER_SECONDS = 30
 _TOGETHER_SECONDS = 0.2
 """Whoever asks several nodes to leave asks them within this time; where none is left, all stop together."""
 _POLL_SECONDS = 0.05
+_CHANGING_SECONDS = 0.005
+"""Between two looks whether somebody has noted something, where a change is under way."""
 
 
 def with_recovery(request: Request, most_nodes: int = 1) -> Request:
@@ -116,6 +118,20 @@ class LiveWorkers:
     def next_turn(self, local_rank: int) -> None:
         """Give the next worker with this local rank another name."""
         self._turns[local_rank] += 1
+
+    def await_news(self) -> None:
+        """Wait for a moment; not so long where a change is under way, and somebody notes something.
+
+        Raises DistError where the store is lost.
+        """
+        until = time.monotonic() + _POLL_SECONDS
+        while (left := until - time.monotonic()) > 0:
+            if self._search is not None or not self._is_unsettled:
+                time.sleep(left)
+            elif self._members.count() == self._seen:
+                time.sleep(_CHANGING_SECONDS)
+            else:
+                return
 
     def look(self) -> bool:
         """Whether there may be something to decide; cheap."""

@@ -98,8 +98,9 @@ class LiveAgent(Agent):
         way that ends all.
         """
         processes = workers_of(self)
-        codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
         try:
+            live.await_news()
+            codes = {rank: code for rank, process in processes.items() if (code := process.poll()) is not None}
             if live.is_without_store:
                 return self._look_without_store(live, codes)
             return self._look_with_store(worker_group, live, codes)

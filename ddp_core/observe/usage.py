@@ -56,17 +56,20 @@ class Totals(_Used):
 
 
 class Usage:
-    """One rank's usage, counted from its creation or from the last `restart`."""
+    """One rank's usage, counted from its `start`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._asks_driver = device.type == "cuda"
         self._shares: list[float] = []
         self._step_memory, self._steps = 0, 0
-        self.restart()
+        self._has_started = False
 
-    def restart(self) -> None:
-        """Count from now on; the peak of memory is kept."""
+    def start(self) -> None:
+        """Count from now on; does nothing where that has begun already, in an earlier group of a live recovery."""
+        if self._has_started:
+            return
+        self._has_started = True
         if self._device.type == "cuda":
             self._memory_at_start = torch.cuda.memory_allocated(self._device)
         else:

@@ -84,8 +84,11 @@ class RunRecord:
         """Note which ranks compute on something else than rank 0; a collective, before `start`."""
         self.fingerprint = of_all_ranks(collectives.gather(self.fingerprint))
 
-    def start(self) -> None:
-        """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory."""
+    def start(self) -> int:
+        """Write run.json, or take it over; from now on no earlier rank 0 can write in this directory.
+
+        Returns the number of this attempt.
+        """
         self.fence = Fence.take(self.directory.path)
         self._errors_before = {
             (file.name, file.stat().st_mtime_ns) for file in self.directory.path.glob("error-rank-*.txt")
@@ -114,7 +117,7 @@ class RunRecord:
             "layout": request.layout.model_dump(),
             "started_at": _utc(self.started),
             "restart_count": self.world.restart_count,
-            **({} if self.world.member is None else {"membership": self.world.membership}),
+            **({"membership": self.world.membership} if self.world.is_live else {}),
             "experiment_sha256": loaded.experiment.digest(),
             **changes.attempt,
         }
@@ -155,6 +158,7 @@ class RunRecord:
                 "environment": describe_environment(),
             }
         )
+        return self.attempt
 
     def _note_fork(self, fork: Fork, parent: Mapping[str, Any]) -> None:
         """Say what the fork changes, and what of its parent keeps it from a promise."""

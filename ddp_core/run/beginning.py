@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from ddp_core.base.determinism import choose_kernels
 from ddp_core.base.process import keep_freed_memory, return_large_blocks
@@ -23,8 +25,10 @@ from ddp_core.experiment.source import Source, collect, require_same_source
 from ddp_core.numerics.kernels import portable_kernels
 from ddp_core.numerics.limits import rules_of
 from ddp_core.observe.metrics import Console
+from ddp_core.observe.usage import Usage
 from ddp_core.record.data import agreed_digest, digest_data
 from ddp_core.record.environment import facts_of
+from ddp_core.run.resuming import ChosenRun
 from ddp_core.sharding import Sharding
 from ddp_core.trainers.own_metrics import OwnMetrics
 from ddp_core.trainers.passes import Passes
@@ -46,23 +50,33 @@ class Beginning(NamedTuple):
 
 @dataclass
 class Kept:
-    """What a worker has read for its first group, and need not read again for another one."""
+    """What a worker has found out for its first group, and need not find out again for another one."""
 
     splits: Splits | None = None
     digest: DataDigest | None = None
     source: Source | None = None
+    """The user's code, once the model was built twice and the metrics were tried, which comes out the same again."""
+    run: ChosenRun | None = None
+    usage: Usage | None = None
     seconds: float = 0.0
     """How long a process takes to build everything that has nothing yet."""
 
     def prepare(self, request: Request) -> None:
-        """Read the data before there is a group, so that the others need not wait for it. Raises UserError.
+        """Do before there is a group what needs none, so that the others need not wait for it. Raises UserError.
 
-        The model is built once, since its builder may import what takes long, and is dropped.
+        The model is dropped. Metrics that cannot be tried on the CPU are tried in the group.
         """
         began = time.perf_counter()
+        device = torch.device("cpu")
         with _kernels(request):
-            self.splits = build_parts(request.loaded, Path(request.options.data_dir)).splits
-            self.digest = digest_data(self.splits)
+            parts = build_parts(request.loaded, Path(request.options.data_dir), device)
+            self.splits, self.digest = parts.splits, digest_data(parts.splits)
+            with suppress(Exception):
+                _own_metrics(request, parts, device, is_known=False)
+                self.source = collect(request.loaded)
+        if request.layout.device == device.type:
+            self.usage = Usage(device)
+            self.usage.start()
         self.seconds = time.perf_counter() - began
 
 
@@ -110,13 +124,10 @@ def _build_the_same(
     """
     check_promise(request)
     collectives.require_same(**facts_of(request))
-    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, kept.splits)
+    is_known = kept.source is not None
+    parts = build_parts(request.loaded, Path(request.options.data_dir), collectives.device, kept.splits, is_known)
     require_same_model(collectives, parts.model)
-    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
-    if own_metrics is not None and parts.splits.test is not None:
-        passes = Passes(request.loaded.experiment, parts.loss, collectives.device)
-        forward = partial(passes.outputs_and_loss, parts.model)
-        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
+    own_metrics = _own_metrics(request, parts, collectives.device, is_known)
     # All modules of the user are imported by now.
     source = kept.source or collect(request.loaded)
     require_same_source(collectives, source)
@@ -127,3 +138,13 @@ def _build_the_same(
     digest = agreed_digest(splits, collectives, console.say, request.options, kept.digest)
     kept.splits, kept.digest, kept.source = parts.splits, digest, source
     return parts, own_metrics, source, digest
+
+
+def _own_metrics(request: Request, parts: BuiltExperiment, device: torch.device, is_known: bool) -> OwnMetrics | None:
+    """The experiment's metrics, as they are counted, once they were tried; not where it `is_known` that they work."""
+    own_metrics = None if parts.metrics is None else OwnMetrics.of(parts.metrics)
+    if own_metrics is not None and parts.splits.test is not None and not is_known:
+        passes = Passes(request.loaded.experiment, parts.loss, device)
+        forward = partial(passes.outputs_and_loss, parts.model)
+        try_metrics(parts.model, forward, own_metrics, parts.splits.test, parts.splits.collate)
+    return own_metrics

@@ -104,8 +104,9 @@ class LiveRecovery:
                 raise
             _let_go(error)
         self._is_leaving = False
-        gc.collect()
         self._seat.leave(-1 if self._held is None else self._held.at.step)
+        # The room is for the next model. Meanwhile the launchers decide who trains it.
+        gc.collect()
 
     def hold(self, trainer: Trainer) -> None:
         """Keep the state of a trainer that was closed, where this rank leaves its group."""

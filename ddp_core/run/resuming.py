@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,6 +56,27 @@ def by_rank_0(collectives: Collectives, choose: Callable[_P, _Choice], *words: _
     if failure is not None:
         raise failure
     return choice  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """The run that all ranks work on."""
+
+    directory: RunDirectory
+    weights: InitialWeights | None
+    """Those of step 0; None for random ones."""
+    fork: Fork | None
+    """Where it branches off, if it is new and does."""
+
+
+def choose_run(request: Request, source: Source, samples: int, data: DataDigest, world: World) -> ChosenRun:
+    """The run to continue, or a new one. Raises UserError as the functions below do.
+
+    `source`: the user's code today. `samples`: the number of training samples. `data`: their digest.
+    """
+    directory = choose_directory(request, source, samples, world)
+    weights = choose_weights(request, directory)
+    return ChosenRun(directory, weights, choose_fork(request, directory, samples, data))
 
 
 def choose_directory(request: Request, source: Source, samples: int, world: World) -> RunDirectory:
@@ -159,12 +181,11 @@ def open_record(
                 if world.launch_id is None or directory.read().get("launch_id") != world.launch_id:
                     raise
         record.compare_fingerprints(collectives)
-        by_rank_0(collectives, record.start)
+        record.attempt = by_rank_0(collectives, record.start)
         if world.is_first:
             clear_heartbeats(directory.path)
             assert record.fence is not None
             console.log_to(directory.log, record.fence.check)
-        record.attempt = collectives.broadcast(record.attempt)
         yield record
 
 

@@ -49,9 +49,7 @@ from ddp_core.run.rehearsing import FreshProcess
 from ddp_core.run.resuming import (
     by_rank_0,
     choose_checkpoint,
-    choose_directory,
-    choose_fork,
-    choose_weights,
+    choose_run,
     open_record,
     resume,
 )
@@ -74,7 +72,7 @@ def worker_main(words: Sequence[str]) -> int:
         if world.report_dir is not None:
             die_with_launcher(world.report_dir)
         request = Request.from_json(Path(file).read_text(encoding="utf-8"))
-        if world.member is None:
+        if not world.is_live:
             request = request.for_nodes(world.nnodes)
     except UserError as error:
         return report_error(error)
@@ -112,12 +110,12 @@ def run(request: Request, world: World) -> None:
         request.options.max_seconds,
         launched=launched,
         last=True,
-        confirmed_by=None if world.member is None or world.report_dir is None else stop_file(world.report_dir),
+        confirmed_by=stop_file(world.report_dir) if world.is_live and world.report_dir is not None else None,
     )
     with ExitStack() as heard:
         # It is heard from its first use on, until this process leaves.
         listen = cache(lambda: heard.enter_context(stop))
-        if world.member is None:
+        if not world.is_live:
             _train(request, world, stop, listen)
             return
         live = LiveRecovery(world, request.options.timeout)
@@ -150,13 +148,14 @@ def _train(
             collectives.is_left_behind = live.is_left_behind
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
-        directory = by_rank_0(collectives, choose_directory, request, source, samples, world)
+        chosen = by_rank_0(collectives, lambda: kept.run or choose_run(request, source, samples, data, world))
+        kept.run, directory = chosen, chosen.directory
+        origin = Origin(source, data, chosen.weights, chosen.fork)
         if world.local_rank == 0:
             tell_caller(directory.path)
-        weights = by_rank_0(collectives, choose_weights, request, directory)
-        origin = Origin(source, data, weights, by_rank_0(collectives, choose_fork, request, directory, samples, data))
         each = request.loaded.experiment.steps_per_epoch(samples)
         record = stack.enter_context(open_record(collectives, request, directory, origin, each, console))
+        record.usage = kept.usage = kept.usage or record.usage
         metrics = stack.enter_context(_metrics(record, console))
         with record.outcome(), live.leaving() if live is not None else nullcontext():
             held = live.newest(collectives, directory) if live is not None else None
@@ -228,7 +227,7 @@ def _train(
                     resume(trainer, start, directory, record.notes)
                     if start is None:
                         check_loss(trainer)
-                record.usage.restart()
+                record.usage.start()
                 trainer.train(saved_step)
             result = record.finish(trainer, heartbeat.speed())
             if result is not None:

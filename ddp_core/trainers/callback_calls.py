@@ -15,7 +15,7 @@ import torch
 
 from ddp_core.base.errors import UserError
 from ddp_core.base.user_code import user_code
-from ddp_core.checkpoint.state import StateTensors
+from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.observe.callback import Callback, Moment
 from ddp_core.observe.step import StepBatch, StepObserver, StepReport
 from ddp_core.trainers.job import Job
@@ -90,9 +90,7 @@ class CallbackCalls(StepObserver):
         """What another process needs to know to call the callbacks in the place of rank 0."""
         if not self._job.collectives.world.is_first or not self.has_any:
             return self._shared
-        states = self._state.states_of_callbacks()
-        if self._job.device.type == "cuda":
-            states = StateTensors(states).state_on_cpu()  # each rank has another GPU
+        states = in_host_memory(self._state.states_of_callbacks(), self._job.device)
         return Told(self._step, tuple(self._called), self._asked, states)
 
     def share(self) -> None:

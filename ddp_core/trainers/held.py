@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from ddp_core.checkpoint.state import StateTensors
+from ddp_core.checkpoint.state import in_host_memory
 from ddp_core.distributed.membership import Held
 from ddp_core.trainers.callback_calls import Told, newest_told
 from ddp_core.trainers.step_chain import Noted, merged
@@ -47,10 +47,9 @@ class HeldState:
     @classmethod
     def of(cls, trainer: Trainer) -> Self:
         """What this trainer holds; to be called when it is closed."""
-        state = trainer.state.committed()
         return cls(
             at=Held(*trainer.state.committed_at),
-            state=state if trainer.device.type == "cpu" else StateTensors(state).state_on_cpu(),
+            state=in_host_memory(trainer.state.committed(), trainer.device),
             learning_rate=trainer.state.learning_rate,
             loss=trainer.figures.loss,
             saved_step=trainer.saving.newest_step,

@@ -67,6 +67,14 @@ def test_weights_that_follow_from_more_than_the_seed_are_refused(body: str, tmp_
         build(tmp_path, body)
 
 
+def test_a_model_is_built_once_where_a_second_call_has_shown_all_it_can(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.format(before="", body=""))
+    loaded = load_experiment(str(file))
+    build_model(loaded, "cpu", is_known=True)
+    assert len(loaded.namespace["calls"]) == 1
+
+
 def test_weights_drawn_from_any_global_generator_follow_from_the_seed(tmp_path: Path) -> None:
     body = INIT.format("random.random() + np.random.rand() + float(torch.rand(()))")
     # Another test of this process may have seeded them with a number.

@@ -16,23 +16,29 @@ from ddp_core.observe.usage import RankTotals, Usage, disturbance, of_all
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+def started(device: torch.device) -> Usage:
+    usage = Usage(device)
+    usage.start()
+    return usage
+
+
 def test_cores_are_processor_time_over_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"wall": 5.0, "processor": 2.0}
     clocks = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["processor"])
     monkeypatch.setattr("ddp_core.observe.usage.time", clocks)
-    usage = Usage(CPU)
+    usage = started(CPU)
     now.update(wall=9.0, processor=4.0)
     assert usage.totals()["cpu_utilisation"] == 0.5
-    usage.restart()
-    now.update(wall=10.0)
-    assert usage.totals()["cpu_utilisation"] == 0
+    usage.start()
+    now.update(wall=13.0)
+    assert usage.totals()["cpu_utilisation"] == 0.25, "it has begun to count already"
     assert usage.totals()["gpu_utilisation"] is None
 
 
 def test_memory_is_what_this_process_accounts_for() -> None:
-    before = Usage(CPU).totals()["peak_memory_bytes"]
+    before = started(CPU).totals()["peak_memory_bytes"]
     taken = torch.ones(100_000_000)  # 400 MB, more than this process has freed before
-    grown = Usage(CPU).totals()["peak_memory_bytes"]
+    grown = started(CPU).totals()["peak_memory_bytes"]
     assert 10_000_000 < before < 4_000_000_000
     assert grown >= max(before, taken.nbytes)
 
@@ -44,7 +50,7 @@ def test_the_driver_is_asked_and_then_no_more_where_it_does_not_tell(monkeypatch
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9, 10))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    usage = Usage(CUDA)
+    usage = started(CUDA)
     for _ in range(5):
         usage.step_done()
     for _ in range(4):
@@ -81,7 +87,7 @@ def test_other_programs_have_what_the_ranks_of_a_machine_leave() -> None:
 
 
 def test_a_busy_neighbour_is_counted_and_a_child_is_not() -> None:
-    usage = Usage(CPU)
+    usage = started(CPU)
     deadline = time.monotonic() + 1
     code = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass"
     child = subprocess.Popen([sys.executable, "-c", code])

@@ -56,6 +56,7 @@ def begun(
         record.compare_fingerprints(collectives)
     if start:
         record.start()
+    record.usage.start()
     return record
 
 
