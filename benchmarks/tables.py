@@ -52,7 +52,11 @@ def steps_in_parts() -> str:
 def portable_speeds() -> str:
     """Speeds in one thread with native and portable numerics."""
     rows = [
-        [row["what"].replace(" x ", f" {TIMES} "), *(_speed(row[way], row["unit"]) for way in RECORDED), said(row["ratio"])]
+        [
+            row["what"].replace(" x ", f" {TIMES} "),
+            *(_speed(row[way], row["unit"]) for way in RECORDED),
+            said(row["ratio"]),
+        ]
         for row in results_of("numerics")
     ]
     return _table(["in one thread", "native", "portable", "portable / native"], rows)

@@ -82,8 +82,8 @@ by the same instructions.
 def portable_kernels(rules: int = RULES) -> Iterator[None]:
     """While in the block, torch computes with the portable kernels of these rules, in the whole process.
 
-    Torch then has one thread. Under version 2 as many as it had before compute large products of matrices. Raises
-    UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it is
+    Torch then has one thread; but as many as it had before compute large products of matrices, which version 1 leaves in
+    one, too. Raises UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it is
     called.
     """
     if not limits_hold():
