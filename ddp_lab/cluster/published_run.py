@@ -14,7 +14,7 @@ from ddp_lab.probe.published import Published
 def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
     """One line about a completed run (its run.json); None where nothing is published for what it trained.
 
-    Published is what a shipped experiment, with its own settings ends with, by the table's rules.
+    Published is what a shipped experiment ends with, with its own settings and by the table's rules.
     """
     name = record["experiment"]["name"]
     expected = table.runs.get(name)
