@@ -61,6 +61,7 @@ PAGES: dict[Path, Contents] = {
         {"| `--shard` | a step, of one with |": tables.steps_of_shards, "| a rank of |": tables.memory_of_shards}
     ),
     ROOT / "docs" / "explanation" / "recovery.md": Contents({"| | median |": tables.recoveries}),
+    ROOT / "docs" / "explanation" / "portable-numerics.md": Contents({"| in one thread |": tables.portable_speeds}),
     ROOT / "docs" / "reference" / "audit.md": Contents({"| forgery |": tables.forgeries}),
     ROOT / "README.md": Contents({"| | time |": tables.costs}),
 }

@@ -16,6 +16,7 @@ from benchmarks.compared import (
     whole_run_of,
     whole_time_of,
 )
+from benchmarks.numerics import RECORDED
 from benchmarks.record import NOT_YET, recorded, results_of
 from benchmarks.whole_run import ACCUMULATING, SCRIPT
 
@@ -46,6 +47,23 @@ def steps_in_parts() -> str:
     own = (name for name in names if name.startswith("ours"))
     rows += [[f"{name}: of the best bare loop", *(of_best(case, name) for case in cases)] for name in own]
     return _table(["step, of the bare loop's", *(case["title"] for case in cases)], rows)
+
+
+def portable_speeds() -> str:
+    """Speeds in one thread with native and portable numerics."""
+    rows = [
+        [
+            row["what"].replace(" x ", f" {TIMES} "),
+            *(_speed(row[way], row["unit"]) for way in RECORDED),
+            said(row["ratio"]),
+        ]
+        for row in results_of("numerics")
+    ]
+    return _table(["in one thread", "native", "portable", "portable / native"], rows)
+
+
+def _speed(speed: float, unit: str) -> str:
+    return f"{speed:,.0f} {unit}" if speed >= 1000 else f"{speed:.1f} {unit}"
 
 
 def whole_runs() -> str:

@@ -1,4 +1,4 @@
-"""Makes the published digests of portable numerics, docs/reference/portable-digests.json: `make portable-digests`.
+"""Makes the published digests of portable numerics, docs/reference/portable-digests-2.json: `make portable-digests`.
 
 On a machine with AVX2 it computes the digest of every operation of `ddp probe`, of the weights after short
 trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the

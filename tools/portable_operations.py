@@ -58,7 +58,7 @@ def main() -> int:
         for operation in operations.values():
             with _traced(names):
                 operation()
-        for name, steps in published().training_steps.items():
+        for name, steps in published(rules=RULES).training_steps.items():
             with _traced(names):
                 trained(INSTALLED / f"{name}.py", steps.settings)
     PROVED.write_text("".join(f"{name}\n" for name in sorted(names - REFUSED.keys())), encoding="utf-8")

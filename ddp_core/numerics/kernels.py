@@ -82,9 +82,9 @@ by the same instructions.
 def portable_kernels(rules: int = RULES) -> Iterator[None]:
     """While in the block, torch computes with the portable kernels of these rules, in the whole process.
 
-    Torch then has one thread. Under version 2 as many as it had before compute large products of matrices. Raises
-    UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it is
-    called.
+    Torch then has one thread. As many as it had before compute large products of matrices, but not under version 1.
+    Raises UserError where torch was loaded without the limits. An operation that cannot be had raises UserError when it
+    is called.
     """
     if not limits_hold():
         raise UserError(limits_missed())

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ddp_core.base.errors import UserError
 
-RULES = 1
+RULES = 2
 """Version of what `portable` limits and replaces; whoever changes that so that bits may change, adds a version.
 
-Version 2 also has products of matrices in chains of fused multiply-adds (`products`). It is had by name, `portable-2`.
+Version 2 has products of matrices in chains of fused multiply-adds (`products`). Version 1, which has them from MKL, is
+had by name, `portable-1`.
 """
 
 LIMITS: Mapping[str, str] = {
@@ -25,13 +26,13 @@ LIMITS: Mapping[str, str] = {
     "ATEN_CPU_CAPABILITY": "avx2",
     # oneDNN: convolutions.
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    # MKL: matrix products. Its AVX2 branch gives other bits on CPUs of Intel than on those of AMD.
+    # MKL: products that are not chains. Its AVX2 branch gives other bits on CPUs of Intel than on those of AMD.
     "MKL_CBWR": "COMPATIBLE",
 }
 
 
 def rules_of(numerics: str) -> int | None:
-    """The version of the rules that `native`, `portable` or `portable-2` stands for; None for native."""
+    """The version of the rules that `native`, `portable` or `portable-1` stands for; None for native."""
     if numerics == "native":
         return None
     return int(numerics.partition("-")[2] or RULES)

@@ -164,10 +164,8 @@ class RunRecord:
         """Say what the fork changes, and what of its parent keeps it from a promise."""
         changes = in_words(differing(parent, self.request.loaded.experiment)) or "no setting changed"
         self.notes.append(f"fork of {fork.run} at step {fork.step}: {changes}")
-        self.notes += [
-            not_promised(f"{_UNLIKE_BEFORE} {line}", self.request.options)
-            for line in fingerprint_differences(self.fingerprint, parent["fingerprint"])
-        ]
+        unlike = _unlike_before(self.fingerprint, parent["fingerprint"])
+        self.notes += [not_promised(line, self.request.options) for line in unlike]
         if (broken := broken_promise(parent)) is not None:
             self.notes.append(not_promised(f"the parent of this run has a {broken}", self.request.options))
 
@@ -343,9 +341,9 @@ class Changes:
             changes.attempt["data_changed"] = where
             changes.notes.append(not_promised(f"{_UNLIKE_BEFORE} other data: {where}", request.options))
         changes._note_length(before, request, steps_per_epoch)
-        other = fingerprint_differences(fingerprint, before["fingerprint"])
+        other = _unlike_before(fingerprint, before["fingerprint"])
         changes.fingerprint = bool(other)
-        changes.notes += [not_promised(f"{_UNLIKE_BEFORE} {line}", request.options) for line in other]
+        changes.notes += [not_promised(line, request.options) for line in other]
         return changes
 
     def _note_source(self, directory: RunDirectory, now: Source, request: Request, number: int) -> None:
@@ -382,6 +380,18 @@ class Changes:
                 f"warning: schedule {schedule.name} {sure} on the length of the run, and the first {steps} steps had "
                 f"the rates of the shorter one: the result is not that of one run of {total} steps"
             )
+
+
+def _unlike_before(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Why the steps from here on are not promised those before: a line for each difference of the fingerprints.
+
+    Where it is the rules of portable numerics, the line says how to go on by those before.
+    """
+    lines = [f"{_UNLIKE_BEFORE} {line}" for line in fingerprint_differences(here, there)]
+    ours, theirs = (each.get("numerics_rules") for each in (here, there))
+    if ours is not None and theirs is not None and ours != theirs:
+        lines = [f"{line}; --numerics portable-{theirs} goes on as before" for line in lines]
+    return lines
 
 
 def _utc(moment: float) -> str:

@@ -17,7 +17,7 @@ from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.extras import require
 from ddp_core.cli.entry import asked_by
 from ddp_core.cli.prepare import load_with_settings
-from ddp_core.numerics.limits import RULES, portable_refused_by, rules_of
+from ddp_core.numerics.limits import portable_refused_by, rules_of
 from ddp_core.record.directory import RunDirectory
 from ddp_lab.cluster.cluster import Backend, Cluster, Spec
 from ddp_lab.cluster.gain import explain_gain
@@ -113,11 +113,8 @@ def plan(experiment: str, options: Sequence[str]) -> Planned:
     """What `ddp train` will train. Raises UserError for an unknown experiment, setting or option."""
     asked = asked_by([experiment, *options])
     loaded = load_with_settings(experiment, asked.settings).experiment
-    wanted = asked.numerics or loaded.numerics
-    if portable_refused_by() is not None:
-        return Planned(loaded.digest(), "native")
-    # As a record has it: without the number of the rules that are the rule.
-    return Planned(loaded.digest(), "portable" if rules_of(wanted) == RULES else wanted)
+    rules = rules_of(asked.numerics or loaded.numerics) if portable_refused_by() is None else None
+    return Planned(loaded.digest(), rules)
 
 
 def choose_backend(wanted: str) -> Backend:

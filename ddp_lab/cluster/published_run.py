@@ -14,12 +14,12 @@ from ddp_lab.probe.published import Published
 def beside_published(record: Mapping[str, Any], table: Published) -> str | None:
     """One line about a completed run (its run.json); None where nothing is published for what it trained.
 
-    Published is what a shipped experiment, with its own settings and portable numerics, ends with.
+    Published is what a shipped experiment ends with, with its own settings and by the table's rules.
     """
     name = record["experiment"]["name"]
     expected = table.runs.get(name)
-    options = record["options"]
-    if expected is None or options.get("numerics") != "portable" or options["reduction"] != "exact":
+    is_comparable = record["fingerprint"].get("numerics_rules") == table.rules
+    if expected is None or not is_comparable or record["options"]["reduction"] != "exact":
         return None
     try:
         shipped = load_with_settings(str(INSTALLED / f"{name}.py"), []).experiment

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp_core.config.records import Numerics
 from ddp_core.record.directory import find_runs
 
 
 class Planned(NamedTuple):
-    """What `ddp train` will train: the experiment's digest, and the numerics."""
+    """What `ddp train` will train: the experiment's digest, and by which rules of portable numerics."""
 
     digest: str
-    numerics: Numerics
+    rules: int | None
+    """None: native numerics."""
 
 
 def find_baseline(output: Path, planned: Planned) -> Path | None:
@@ -25,7 +25,7 @@ def find_baseline(output: Path, planned: Planned) -> Path | None:
         if record.get("status") == "completed"
         and record.get("experiment_sha256") == planned.digest
         and (record["layout"]["kind"], record["layout"]["device"]) == ("single", "cpu")
-        and record["options"].get("numerics", "native") == planned.numerics
+        and (record.get("fingerprint") or {}).get("numerics_rules") == planned.rules
     ]
     return found[-1] if found else None
 

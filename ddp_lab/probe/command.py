@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=int,
         choices=sorted(NAMES),
         default=RULES,
-        help=f"by this version of the rules, as --numerics portable-2 trains (default: {RULES})",
+        help=f"by this version of the rules, as --numerics portable-1 trains (default: {RULES})",
     )
     options = parser.parse_args(arguments)
     require_portable_here()

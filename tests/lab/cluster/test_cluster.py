@@ -14,7 +14,6 @@ import pytest
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
-from ddp_core.config.options import Options
 from ddp_core.record.directory import find_runs
 from ddp_lab.cluster import __main__ as command
 from ddp_lab.cluster.cluster import Cluster, Spec, Write
@@ -166,16 +165,16 @@ def write_run(output: Path, name: str, **fields: Any) -> Path:
 
 
 def test_baseline_is_the_newest_completed_single_cpu_run_of_the_same_experiment(tmp_path: Path) -> None:
-    assert find_baseline(tmp_path, Planned("right", "native")) is None
+    assert find_baseline(tmp_path, Planned("right", None)) is None
     write_run(tmp_path, "1")
     expected = write_run(tmp_path, "2")
     write_run(tmp_path, "3", status="failed")
     write_run(tmp_path, "4", experiment_sha256="other")
     write_run(tmp_path, "5", layout=Layout(kind="ddp"))
     write_run(tmp_path, "6", layout=Layout(device="cuda"))
-    portable = write_run(tmp_path, "7", options=Options(numerics="portable").model_dump())
-    assert find_baseline(tmp_path, Planned("right", "native")) == expected
-    assert find_baseline(tmp_path, Planned("right", "portable")) == portable
+    portable = [write_run(tmp_path, f"{6 + rules}", fingerprint={"numerics_rules": rules}) for rules in (1, 2)]
+    assert find_baseline(tmp_path, Planned("right", None)) == expected
+    assert [find_baseline(tmp_path, Planned("right", rules)) for rules in (1, 2, 3)] == [*portable, None]
 
 
 def test_a_launch_finds_its_own_run(tmp_path: Path) -> None:
@@ -277,9 +276,9 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
     record = {
         "experiment": {"name": name},
         "experiment_sha256": command.plan(name, ["--nproc-per-node", "2"]).digest,
-        "options": {"numerics": "portable", "reduction": "exact"},
+        "options": {"reduction": "exact"},
         "weights_sha256": table.runs[name],
-        "fingerprint": {"torch": table.torch},
+        "fingerprint": {"torch": table.torch, "numerics_rules": table.rules},
     }
     assert beside_published(record, table) == (
         f"these are the published weights of {name}: every x86-64 CPU with AVX2 ends with them"
@@ -288,14 +287,17 @@ def test_a_run_is_set_beside_what_is_published_of_its_experiment(name: str) -> N
     assert line is not None
     assert line.startswith(f"NOT the published weights of {name}")
     assert line.endswith("…): `ddp probe` says what differs here")
-    line = beside_published(record | {"weights_sha256": "other", "fingerprint": {"torch": "1.0"}}, table)
+    line = beside_published(
+        record | {"weights_sha256": "other", "fingerprint": record["fingerprint"] | {"torch": "1.0"}}, table
+    )
     assert line is not None
     assert f"made with torch {table.torch}, and this is 1.0;" in line
     for other in (
         {"experiment": {"name": "mine"}},
         {"experiment_sha256": "with other settings"},
-        {"options": {"numerics": "native", "reduction": "exact"}},
-        {"options": {"numerics": "portable", "reduction": "plain"}},
+        {"fingerprint": {"torch": table.torch}},
+        {"fingerprint": {"torch": table.torch, "numerics_rules": 1}},
+        {"options": {"reduction": "plain"}},
     ):
         assert beside_published(record | other, table) is None
 
