@@ -49,7 +49,7 @@ class _Running:
 def ended(
     commands: Mapping[_Key, Sequence[str]], at_a_time: int, limit: float
 ) -> contextlib.closing[Generator[tuple[_Key, Ended], None, None]]:
-    """The commands by their keys, each when it has ended; `at_a_time` of them run, and each for `limit` seconds at most.
+    """Each command's key and how it ended, when it has; `at_a_time` of them run, each for `limit` seconds at most.
 
     They compute in one thread under the limits of portable numerics. These are set from outside: a program that starts
     itself anew, to set them, would leave an emulator. To be used as `with ended(...) as results: for key, how in
