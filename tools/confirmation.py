@@ -27,7 +27,7 @@ from tools.side_by_side import ended
 PARTS = 2
 """Each CPU's share is cut so that two cores end it together."""
 _PATIENCE = 4 * 3600.0
-"""Seconds that one part may take, which are some ten minutes where nothing else runs."""
+"""Seconds that one part may take, which are a quarter of an hour where nothing else runs."""
 
 _Value = TypeVar("_Value")
 Confirmation = Mapping[str, Any]
