@@ -16,7 +16,7 @@ ROUNDS ?= 20
 SLOW ?=
 # `make soak CASES=500`: so many random experiments after the rounds.
 CASES ?= 500
-# `make test-foreign WORKERS=2`: so many of other people's models at a time.
+# `make test-foreign WORKERS=2`: so many of other people's models at a time; of `make portable-runs`, trainings.
 WORKERS ?= 1
 # Further options of `ddp train`, such as OPTIONS="--set epochs=2".
 OPTIONS ?=
@@ -198,9 +198,9 @@ build/site/runs/.trained: $(shell find ddp_core experiments -name '*.py') | setu
 portable-digests: setup ## Make docs/reference/portable-digests-2.json anew (RULES=1: portable-digests.json); CONFIRM=1 asks emulated CPUs, too (Debian: qemu-user)
 	$(NO_GPU) $(BIN)/python -m tools.portable_digests $(if $(CONFIRM),--confirm) $(if $(RULES),--rules $(RULES))
 
-portable-runs: setup ## Train cut experiments under portable-2 and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" (Debian: qemu-user)
-	$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON))
-	$(BIN)/python -m tools.machines_seen
+portable-runs: setup ## Train cut experiments under portable-2 and record their weights: ON="here Haswell Skylake-Client-v4 EPYC-Rome-v2" WORKERS=2 (Debian: qemu-user)
+	@$(NO_GPU) $(BIN)/python -m tools.portable_runs $(if $(ON),--on $(ON)) --workers $(WORKERS); code=$$?; \
+	$(BIN)/python -m tools.machines_seen && exit $$code
 
 uv-lock: setup ## Write uv.lock anew, with the versions of constraints.txt and the hashes of their files (needs the package index)
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-build-isolation -e '.[uv]'

@@ -2,7 +2,8 @@
 
 On a machine with AVX2 it computes the digest of every operation of `ddp probe`, of the weights after short
 trainings, and of those after whole runs of the experiments whose own numerics are portable. `--confirm` then runs the
-probe once on every CPU below, as the emulator qemu-x86_64 shows it, and writes down which digests that CPU reproduces.
+probe once on every emulated CPU, and writes down after each CPU which digests it reproduces. A CPU that has confirmed
+the table with the same code is not asked again, so the command can be interrupted and given once more.
 """
 
 from __future__ import annotations
@@ -12,26 +13,22 @@ import json
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ddp_core.base.errors import UserError
+from ddp_core.base.ending import said_by
+from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import cpu_model
 from ddp_core.experiment.file import INSTALLED, list_experiments, load_experiment
 from ddp_core.numerics.limits import RULES
 from ddp_core.record.directory import find_runs
-from ddp_lab.probe.command import judge, measured
+from ddp_lab.probe.command import measured
 from ddp_lab.probe.operations import all_operations
 from ddp_lab.probe.published import NAMES, Published, Steps, published, release
-from tools.emulation import CPUS, FAULTS, emulator, python_on, version, without_faults
+from tools.confirmation import confirm
 
 ROOT = Path(__file__).parents[1]
-_PATIENCE = 1800.0
-"""Seconds that an emulated CPU may take, which are one or two minutes where nothing else runs."""
 STEPS = {
     "char_transformer": ["max_steps=2"],
     "counter_buffer": ["max_steps=2"],
@@ -46,23 +43,19 @@ STEPS = {
 """The short trainings: settings by experiment, for all that need no download."""
 
 
+@said_by("portable-digests")
 def main() -> int:
-    """Write the table; returns 1 where a whole run or an operation fails."""
+    """Write the table. Raises UserError where a whole run or an operation fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--confirm", action="store_true", help="Also run the probe on emulated CPUs (minutes).")
     parser.add_argument("--rules", type=int, choices=sorted(NAMES), default=RULES, help="The version of the rules.")
     options = parser.parse_args()
     file = ROOT / "docs" / "reference" / NAMES[options.rules]
-    before = published(file) if file.exists() else None
-    try:
-        table = _made(options.rules, before)
-        _write(table, file)
-        if options.confirm:
-            _write(_confirmed(table), file)
-    except UserError as error:
-        print(f"portable-digests: {error}", file=sys.stderr)
-        return 1
-    return 0
+    table = _made(options.rules, published(file) if file.exists() else None)
+    _write(table, file)
+    if options.confirm:
+        confirm(table, lambda confirmed: _write(confirmed, file))
+    return ExitCode.DONE
 
 
 def _made(rules: int, before: Published | None) -> Published:
@@ -129,28 +122,6 @@ def _whole_run(name: str, rules: int) -> str:
         _, record = next(find_runs(Path(scratch)))
         print(f"portable-digests: {name} ends with {record['weights_sha256']}", flush=True)
         return str(record["weights_sha256"])
-
-
-def _confirmed(table: Published) -> Published:
-    """The table with what each emulated CPU reproduces; two of them at a time, as each keeps one core busy."""
-    if emulator() is None:
-        raise UserError("--confirm needs qemu-x86_64 (Debian: apt install qemu-user)")
-    with ThreadPoolExecutor(2) as pool:
-        return replace(table, confirmed_by=tuple(pool.map(partial(_confirmation, table), CPUS)))
-
-
-def _confirmation(table: Published, cpu: str) -> dict[str, Any]:
-    tried = without_faults(table)
-    verdict = judge(tried, *measured(tried, python_on(cpu), limit=_PATIENCE))
-    print(f"portable-digests: {cpu}: {verdict.line}", flush=True)
-    return {
-        "cpu": cpu,
-        "emulator": f"qemu-x86_64 {version()}",
-        "date": _today(),
-        "reproduced": verdict.count - len(verdict.differences),
-        "different": {each.name: each.describe() for each in verdict.differences},
-        "not_tried": FAULTS,
-    }
 
 
 def _write(table: Published, file: Path) -> None:

@@ -3,22 +3,21 @@
     python -m tools.portable_runs [--on here Haswell EPYC-Rome-v2] [--only digits] [--workers 2]
 
 Trainings are cut to what an emulator computes in minutes. Each record has the CPU, the command, the commit and the
-digest of the weights. They go to docs/reference/portable-runs.json, and by `python -m tools.machines_seen` to the page
-of machines seen. The exit code is 1 where a training ends with other weights than a record of the same command and
-torch.
+digest of the weights. They go to docs/reference/portable-runs.json, each as soon as its training has ended, and by
+`python -m tools.machines_seen` to the page of machines seen. What this code has already recorded is not trained again,
+so the command can be interrupted and given once more. The exit code is 1 where a training ends with other weights than
+a record of the same command and torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from typing import Any
 from ddp_core.base.ending import said_by
 from ddp_core.base.errors import ExitCode, UserError
 from ddp_core.base.fingerprint import cpu_model
-from ddp_core.numerics.limits import LIMITS
 from ddp_core.record.directory import find_runs
-from ddp_core.record.environment import describe_code
 from tools.emulation import CPUS, emulator, python_on, version
+from tools.same_code import code_here, is_same
+from tools.side_by_side import Ended, ended
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "docs" / "reference" / "portable-runs.json"
@@ -39,28 +38,28 @@ HERE = "here"
 DIFFERENT = 1
 
 TRAININGS: dict[str, tuple[str, ...]] = {
-    "digits": ("max_steps=40",),
-    "linear_regression": (),
     # Plain SGD ends the emulator (tools.emulation.FAULTS).
     "toy_mlp": ("optimizer.momentum=0.9",),
     "counter_buffer": (),
+    "linear_regression": (),
+    "digits": ("max_steps=40",),
     "char_transformer": ("model.width=32", "max_steps=12"),
     "resnet18_synthetic": (
         *("data.image_size=32", "data.samples=32", "data.pool=32"),
         *("global_batch_size=8", "max_steps=4"),
     ),
 }
-"""The settings of each experiment's training; those without are whole."""
+"""The settings of each experiment's training, the shortest first; those without settings are whole."""
 
-_PATIENCE = 7200.0
-"""Seconds that an emulated training may take."""
+_PATIENCE = 4 * 3600.0
+"""Seconds that a training may take, which are minutes on a quiet machine."""
 
 Record = dict[str, Any]
 
 
 @said_by("portable-runs")
 def main() -> int:
-    """Train, and keep what came out after each training."""
+    """Train what is not recorded yet, and keep what came out after each training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--on", nargs="+", choices=(HERE, *CPUS), default=[HERE], help="this machine, or CPUs that qemu-user emulates"
@@ -70,63 +69,93 @@ def main() -> int:
     options = parser.parse_args()
     if set(options.on) != {HERE} and emulator() is None:
         raise UserError("an emulated CPU needs qemu-x86_64 (Debian: apt install qemu-user)")
-    code = describe_code()  # before the records themselves change the checkout
-    with ThreadPoolExecutor(options.workers) as pool:
-        for record in pool.map(lambda each: trained(*each, code), product(options.only, options.on)):
-            print(f"{record['cpu']}: {record['command']}\n  {record['weights_sha256']}", flush=True)
-            keep(record)
-    others = differences(json.loads(KEPT.read_text(encoding="utf-8")))
+    code = code_here()
+    asked = [pair for pair in product(TRAININGS, options.on) if pair[0] in options.only]
+    new = [pair for pair in asked if not is_recorded(*pair, code)]
+    if len(new) < len(asked):
+        print(f"{len(asked) - len(new)} of {len(asked)} trainings are recorded of this code", flush=True)
+    failed = train(new, options.workers, code)
+    others = differences(recorded())
     for line in others:
         print(line)
+    if failed:
+        raise UserError(f"{failed} of {len(new)} trainings failed, as said above; the others are recorded")
     return DIFFERENT if others else ExitCode.DONE
 
 
+def train(trainings: Sequence[tuple[str, str]], at_a_time: int, code: Mapping[str, Any]) -> int:
+    """Train each experiment on the CPU beside its name, and keep its record; returns how many failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="ddp-portable-") as scratch:
+        outputs = {pair: Path(scratch, *pair) for pair in trainings}
+        commands = {pair: _command(*pair, output) for pair, output in outputs.items()}
+        with ended(commands, at_a_time, _PATIENCE) as results:
+            for (name, cpu), how in results:
+                said = f"{cpu}: {' '.join(words_of(name))}\n  "
+                if how.code != 0:
+                    failed += 1
+                    ending = f"did not end within {_PATIENCE:.0f} s" if how.code is None else f"ended with {how.code}"
+                    print(f"{said}{ending}: {how.last_line}", file=sys.stderr, flush=True)
+                    continue
+                record = _record(name, cpu, outputs[name, cpu], how, code)
+                keep(record)
+                print(f"{said}{record['weights_sha256']}, {how.processor_seconds:.0f} s", flush=True)
+    return failed
+
+
 def words_of(name: str) -> list[str]:
-    """The command's words after `ddp`."""
+    """The command that trains an experiment."""
     settings = [word for each in TRAININGS[name] for word in ("--set", each)]
-    return ["train", name, "--device", "cpu", "--numerics", f"portable-{RULES}", *settings]
+    return ["ddp", "train", name, "--device", "cpu", "--numerics", f"portable-{RULES}", *settings]
 
 
-def trained(name: str, cpu: str, code: Mapping[str, Any]) -> Record:
-    """Train on this machine's own CPU or an emulated one: the record. Raises UserError where that fails."""
+def _command(name: str, cpu: str, output: Path) -> list[str]:
     interpreter = [sys.executable] if cpu == HERE else python_on(cpu)
-    words = words_of(name)
-    with tempfile.TemporaryDirectory(prefix="ddp-portable-") as output:
-        # The limits are set from outside: a program that starts itself anew, to set them, would leave the emulator.
-        try:
-            done = subprocess.run(
-                [*interpreter, "-m", "ddp_core", *words, "--output", output],
-                cwd=ROOT,
-                env=os.environ | dict(LIMITS) | {"OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                timeout=_PATIENCE,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{cpu}: `ddp {' '.join(words)}` did not end within {_PATIENCE:.0f} s") from None
-        if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-            raise UserError(f"{cpu}: `ddp {' '.join(words)}` ended with {done.returncode}: {said}")
-        _, run = next(find_runs(Path(output)))
+    return [*interpreter, "-m", "ddp_core", *words_of(name)[1:], "--output", str(output)]
+
+
+def _record(name: str, cpu: str, output: Path, how: Ended, code: Mapping[str, Any]) -> Record:
+    _, run = next(find_runs(output))
     return {
         "format": FORMAT,
-        "command": " ".join(["ddp", *words]),
         "experiment": name,
         "rules": RULES,
         "weights_sha256": run["weights_sha256"],
-        "cpu": cpu_model() if cpu == HERE else cpu,
-        "emulator": None if cpu == HERE else f"qemu-x86_64 {version()}",
+        "processor_seconds": how.processor_seconds,
         "date": datetime.now(UTC).date().isoformat(),
         "code": dict(code),
-        "versions": {each: run["environment"]["packages"][each] for each in ("torch", "numpy")},
+        **_of_what(name, cpu),
     }
+
+
+def _of_what(name: str, cpu: str) -> Record:
+    """What a record is of: two records that agree in this are of the same training."""
+    return {
+        "command": " ".join(words_of(name)),
+        "cpu": cpu_model() if cpu == HERE else cpu,
+        "emulator": None if cpu == HERE else f"qemu-x86_64 {version()}",
+        "versions": {each: metadata.version(each) for each in ("torch", "numpy")},
+    }
+
+
+def is_recorded(name: str, cpu: str, code: Mapping[str, Any]) -> bool:
+    """Whether this training has been recorded of the same code."""
+    wanted = _of_what(name, cpu)
+    return any(
+        all(each[field] == value for field, value in wanted.items()) and is_same(each["code"], code)
+        for each in recorded()
+    )
+
+
+def recorded() -> list[Record]:
+    """What has been kept."""
+    records: list[Record] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else []
+    return records
 
 
 def keep(record: Record) -> None:
     """Add a record, in the place of an older one of the same command, CPU and torch."""
-    records: list[Record] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else []
-    kept = [each for each in records if _who(each) != _who(record)]
+    kept = [each for each in recorded() if _who(each) != _who(record)]
     KEPT.write_text(json.dumps([*kept, record], indent=1) + "\n", encoding="utf-8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,45 @@ def test_a_later_record_takes_the_place_of_an_earlier_one(tmp_path: Path, monkey
         portable_runs.keep(each)
     kept = json.loads(portable_runs.KEPT.read_text())
     assert [(each["cpu"], each["weights_sha256"][0]) for each in kept] == [("B", "a"), ("A", "b")]
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Trainings are played by processes that write a run's record, but that of `digits` fails; the file of records."""
+
+    def command(name: str, cpu: str, output: Path) -> list[str]:
+        fails = "sys.exit('error: no room')" if name == "digits" else f"print({cpu!r})"
+        return [sys.executable, "-S", "-c", f"import sys; {fails}"]
+
+    monkeypatch.setattr(portable_runs, "KEPT", tmp_path / "runs.json")
+    monkeypatch.setattr(portable_runs, "_command", command)
+    monkeypatch.setattr(portable_runs, "find_runs", lambda output: iter([(output, {"weights_sha256": "a" * 64})]))
+    monkeypatch.setattr(portable_runs, "version", lambda: "7.2.22")
+    monkeypatch.setattr(portable_runs, "is_same", lambda code, here: code == here)
+    return portable_runs.KEPT
+
+
+def test_a_training_that_fails_is_said_and_the_others_are_kept(
+    played: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [("digits", "Haswell"), ("toy_mlp", "Haswell"), ("toy_mlp", "here")]
+    assert portable_runs.train(asked, 1, CODE) == 1
+    assert [(each["experiment"], each["emulator"]) for each in json.loads(played.read_text())] == [
+        ("toy_mlp", "qemu-x86_64 7.2.22"),
+        ("toy_mlp", None),
+    ]
+    assert "digits" in (said := capsys.readouterr().err)
+    assert said.endswith("ended with 1: error: no room\n")
+
+
+def test_what_the_same_code_has_recorded_is_known(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    portable_runs.train([("toy_mlp", "Haswell")], 1, CODE)
+    assert portable_runs.is_recorded("toy_mlp", "Haswell", CODE)
+    assert not portable_runs.is_recorded("toy_mlp", "here", CODE)
+    assert not portable_runs.is_recorded("digits", "Haswell", CODE)
+    assert not portable_runs.is_recorded("toy_mlp", "Haswell", CODE | {"commit": "d" * 40})
+    monkeypatch.setitem(portable_runs.TRAININGS, "toy_mlp", ("max_steps=1",))
+    assert not portable_runs.is_recorded("toy_mlp", "Haswell", CODE), "another cut is another training"
 
 
 def test_each_shipped_experiment_that_needs_no_download_is_trained() -> None:
