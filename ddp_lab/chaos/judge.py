@@ -113,7 +113,8 @@ def two_writers(run: Path) -> tuple[int, int] | None:
     last = 0
     for entry in parse_lines((run / "metrics.jsonl").read_bytes()):
         if entry.get("kind") == "resume":
-            last = entry["step"]
+            # A new rank 0 may be the first to tell of the step from which it goes on.
+            last = min(last, entry["step"])
         elif entry.get("kind") == "step":
             if entry["step"] <= last:
                 return last, entry["step"]

@@ -1,4 +1,4 @@
-"""Nodes that die, stop and come back, and a lost rendezvous, with --recovery restart: a launch per node, over loopback."""
+"""Nodes that die, stop and come back, and a lost rendezvous, with --recovery restart: one launch per node."""
 
 from __future__ import annotations
 

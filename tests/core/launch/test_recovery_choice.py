@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddp_core import Callback
+from ddp_core.cli.prepare import load_with_settings
 from ddp_core.config.layout import Layout
 from ddp_core.config.options import Options
-from ddp_core.cli.prepare import load_with_settings
 from ddp_core.experiment.request import Evaluated, Request
 from ddp_core.launch.live import with_recovery
 

@@ -208,6 +208,16 @@ def test_a_sample_trained_twice_or_never_fails_the_drill(tmp_path: Path, undistu
     assert "epoch 0 has 3 samples, others 4" in report.ledger
 
 
+def test_a_new_rank_0_may_be_the_first_to_tell_of_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    told = [("step", 5), ("resume", 6), ("step", 6), ("step", 7)]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"kind": kind, "step": step, "time": 1}) + "\n" for kind, step in told))
+    assert two_writers(tmp_path) is None
+    with metrics.open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 7, "time": 2}) + "\n")
+    assert two_writers(tmp_path) == (7, 7)
+
+
 def test_a_stale_writer_shows_in_the_metrics(tmp_path: Path, undisturbed: Path) -> None:
     run = make_run(tmp_path / "stale")
     assert two_writers(run) is None
