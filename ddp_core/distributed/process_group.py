@@ -45,7 +45,7 @@ class Collectives:
 
     world: World
     device: torch.device
-    is_left_behind: Callable[[], bool] | None = field(default=None, init=False)
+    is_left_behind: Callable[[], bool] | None = None
     """Whether the others go on in another group, as one of them was lost; asked while this rank waits for NCCL."""
     _abandoned: bool = field(default=False, init=False)
 
@@ -170,12 +170,18 @@ class Collectives:
 
 @contextlib.contextmanager
 def process_group(
-    world: World, device: torch.device, timeout: float, backend: str = "auto", even_alone: bool = False
+    world: World,
+    device: torch.device,
+    timeout: float,
+    backend: str = "auto",
+    even_alone: bool = False,
+    is_left_behind: Callable[[], bool] | None = None,
 ) -> Iterator[Collectives]:
     """The process group of this launch, ended on every way out; yields the collectives.
 
     One process needs no group, unless it wraps its model in DistributedDataParallel all the same: `even_alone`.
-    `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait.
+    `backend`: see `agreed_backend`. `timeout`, in seconds, limits every wait. `is_left_behind`: in a live recovery,
+    whether the others go on in another group, since one of this group's ranks was lost before all had met.
 
     TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: NCCL's watchdog ends a process whose collective has failed,
     the last resort for a rank that cannot be woken in another way. Its other values would let such a rank go on with
@@ -192,7 +198,7 @@ def process_group(
     # gloo asks for the interface whenever a group is made, also for the groups that are made in this block.
     with gloo_towards(world.store_host, world.nnodes > 1):
         try:
-            store = _meet(world, timeout) if world.world_size > 1 else dist.HashStore()
+            store = _meet(world, timeout, is_left_behind) if world.world_size > 1 else dist.HashStore()
             backends = agreed_backend(store, world, device, backend)
             # NCCL connects now, and each further group when it is made, on all ranks in one sequence. Else it would
             # connect in the first step, from two threads, and ranks that begin with unlike groups wait for ever.
@@ -212,7 +218,7 @@ def process_group(
             raise UserError(
                 f"{world.place}: the process group did not start: {_first_line(error)}", ExitCode.PEERS_LOST
             ) from None
-        collectives = Collectives(world, device)
+        collectives = Collectives(world, device, is_left_behind)
         try:
             with collectives.abandoned_on_error():
                 yield collectives
@@ -268,7 +274,7 @@ def agreed_backend(store: dist.Store, world: World, device: torch.device, backen
     return "cpu:gloo,cuda:gloo" if sharing or backend == "gloo" else "cpu:gloo,cuda:nccl"
 
 
-def _meet(world: World, timeout: float) -> dist.Store:
+def _meet(world: World, timeout: float, is_left_behind: Callable[[], bool] | None = None) -> dist.Store:
     """The store of this launch, once every rank has come, each exactly once."""
     limit = timedelta(seconds=timeout)
     address, port = world.store_host, world.store_port
@@ -299,7 +305,7 @@ def _meet(world: World, timeout: float) -> dist.Store:
         )
     names = [f"present/{rank}" for rank in range(world.world_size)]
     try:
-        _await(store, names, timeout)
+        _await(store, names, timeout, is_left_behind)
     except dist.DistError:
         raise UserError(
             f"{world.place}: {_absent(store, names)} of {world.world_size} did not come within {timeout:.0f} s: "
@@ -309,15 +315,21 @@ def _meet(world: World, timeout: float) -> dist.Store:
     return store
 
 
-def _await(store: dist.Store, names: list[str], timeout: float) -> None:
-    """Wait until the store has all names, in short waits: a signal's handler runs between them, not while one lasts."""
+def _await(
+    store: dist.Store, names: list[str], timeout: float, is_left_behind: Callable[[], bool] | None = None
+) -> None:
+    """Wait until the store has all names, in short waits: a signal's handler runs between them, not while one lasts.
+
+    Raises DistStoreError where the time is over, or the others go on without this group (`is_left_behind`).
+    """
     deadline = time.monotonic() + timeout
+    short = _HEARING_SECONDS if is_left_behind is None else _ASKING_SECONDS
     while True:
         left = deadline - time.monotonic()
         try:
-            return store.wait(names, timedelta(seconds=min(max(left, 0.001), _HEARING_SECONDS)))
+            return store.wait(names, timedelta(seconds=min(max(left, 0.001), short)))
         except dist.DistStoreError:
-            if left <= _HEARING_SECONDS:
+            if left <= short or (is_left_behind is not None and is_left_behind()):
                 raise
 
 

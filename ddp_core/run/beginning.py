@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,16 +81,18 @@ class Kept:
 
 
 @contextmanager
-def begun(request: Request, world: World, kept: Kept | None = None) -> Iterator[Beginning]:
+def begun(
+    request: Request, world: World, kept: Kept | None = None, is_left_behind: Callable[[], bool] | None = None
+) -> Iterator[Beginning]:
     """A block in which this worker has met the others, with kernels and numerics as the request has them.
 
-    `kept` is filled, and used where it is full. Raises UserError on every rank where the ranks have another version of
-    ddp_core, request, code or data.
+    `kept` is filled, and used where it is full. `is_left_behind`: see `process_group`. Raises UserError on every rank
+    where the ranks have another version of ddp_core, request, code or data.
     """
     require_open_files(world.world_size, request.options.workers)
     with ExitStack() as stack:
         stack.enter_context(_kernels(request))
-        collectives = stack.enter_context(_meet(request, world))
+        collectives = stack.enter_context(_meet(request, world, is_left_behind))
         console = stack.enter_context(closing(Console(world.rank, world.world_size)))
         yield Beginning(collectives, console, *_build_the_same(request, collectives, console, kept or Kept()))
 
@@ -104,7 +106,9 @@ def _kernels(request: Request) -> Iterator[None]:
         yield
 
 
-def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]:
+def _meet(
+    request: Request, world: World, is_left_behind: Callable[[], bool] | None
+) -> AbstractContextManager[Collectives]:
     """The process group of all workers, on this process's own device."""
     options, layout = request.options, request.layout
     device = local_device(world, layout.device)
@@ -112,7 +116,8 @@ def _meet(request: Request, world: World) -> AbstractContextManager[Collectives]
         return_large_blocks()
     else:
         keep_freed_memory()
-    return process_group(world, device, options.timeout, options.backend, even_alone=layout.kind == "ddp")
+    even_alone = layout.kind == "ddp"
+    return process_group(world, device, options.timeout, options.backend, even_alone, is_left_behind)
 
 
 def _build_the_same(

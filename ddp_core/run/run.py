@@ -141,11 +141,12 @@ def _train(
     """
     began, kept = time.perf_counter(), Kept() if live is None else live.kept
     with ExitStack() as stack:
-        collectives, console, parts, own_metrics, source, data = stack.enter_context(begun(request, world, kept))
+        collectives, console, parts, own_metrics, source, data = stack.enter_context(
+            begun(request, world, kept, None if live is None else live.is_left_behind)
+        )
         samples = len(parts.splits.train)
         if live is not None:
             require_told_once(parts.callbacks, parts.observers)
-            collectives.is_left_behind = live.is_left_behind
         # Until here a request to stop ends the process: there is nothing to save, and no trace of the run.
         listen()
         chosen = by_rank_0(collectives, lambda: kept.run or choose_run(request, source, samples, data, world))

@@ -189,6 +189,14 @@ def test_a_wait_for_the_device_ends_when_the_others_have_gone_on(monkeypatch: py
         ours.await_event(cast(Any, event))
 
 
+def test_ranks_that_meet_do_not_wait_for_one_without_which_the_others_go_on() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started, left_behind = time.monotonic(), iter([False, False, True])
+    with pytest.raises(dist.DistStoreError):
+        process_group._await(store, ["present/1"], 60, lambda: next(left_behind))
+    assert time.monotonic() - started < 30
+
+
 @pytest.mark.usefixtures("done")
 def test_ranks_agree_only_when_their_devices_have_come_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     event: Any = Event()
