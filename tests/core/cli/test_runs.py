@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddp_core.numerics.limits import RULES
 from tests.support.commands import ROOT, ddp, forked, train, trained, wait_until
 from tests.support.processes import HANG, free_port
 
@@ -54,7 +55,7 @@ def test_the_record_holds_what_a_reader_needs(tmp_path: Path) -> None:
     assert {"train_loss", "samples_per_second", "seconds"} <= record["result"].keys()
     assert len(record["weights_sha256"]) == len(record["data_sha256"]) == 64
     assert {"python", "cpu", "packages", "code"} <= record["environment"].keys()
-    assert record["fingerprint"]["threads"] == 1
+    assert record["fingerprint"]["numerics_rules"] == RULES
     assert record["started_at"] <= record["finished_at"]
 
 
