@@ -101,12 +101,25 @@ def begin(pods: Pods, output: Path) -> list[Container]:
     return nodes
 
 
-def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_goes_on(
+def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_joins_the_other(
     prepare: Start, output: Path, single: str
 ) -> None:
     pods = prepare(*SLOWLY)
     nodes = begin(pods, output)
     pods.stop(nodes[1])
+    assert ends(nodes[1]) == [75], said(*nodes)
+    replacement = pods.start(1)
+    assert ends(nodes[0], replacement) == [0, 0], said(*nodes, replacement)
+    assert record_in(output)["weights_sha256"] == single
+    assert "left after step" in said(nodes[0])
+
+
+def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go_on(
+    prepare: Start, output: Path, single: str
+) -> None:
+    pods = prepare(*SLOWLY)
+    nodes = begin(pods, output)
+    pods.stop(nodes[0])
     assert ends(*nodes) == [75, 75], said(*nodes)
     assert record_in(output)["status"] == "stopped"
     # The replacement of the second pod looks for the first one before that is there again.
