@@ -241,7 +241,7 @@ def test_a_container_comes_and_another_goes(swarm: Swarm, stack_file: Path, expe
         started.await_steps(25)
         started.scale(2)
         started.await_ranks(2)
-        assert "joined after step" in started.said()
+        wait_until(lambda: "joined after step" in started.said(), SECONDS, "the second container joins")
         started.scale(1)
         record = started.await_status("completed")
     assert (record["weights_sha256"], record["layout"]["label"]) == (expected, "ddp-1x1-cpu")
