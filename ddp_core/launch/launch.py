@@ -173,9 +173,8 @@ def _run_node(
                 local_addr=address,
             )
             logs = DefaultLogsSpecs(log_dir=str(Path(scratch) / "logs"))
-            agent = (LiveAgent if is_live else Agent)(spec, logs, reports, nursery, heard, facts)
-            if isinstance(agent, LiveAgent):
-                agent.patience = request.options.timeout
+            kind = partial(LiveAgent, request.options.timeout) if is_live else Agent
+            agent = kind(spec, logs, reports, nursery, heard, facts)
             return _run_agent(agent, handler, reports, meeting, request.options.timeout, join_seconds)
         except RendezvousLost:
             # This process goes on. After any other end it leaves.

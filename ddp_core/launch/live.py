@@ -27,7 +27,7 @@ _CHANGING_SECONDS = 0.005
 """Between two looks whether somebody has noted something, where a change is under way."""
 
 
-def with_recovery(request: Request, most_nodes: int = 1) -> Request:
+def with_recovery(request: Request, most_nodes: int) -> Request:
     """The request with the recovery that it can have, `live` or `restart`, on up to `most_nodes` nodes.
 
     `auto` becomes a restart wherever the workers cannot go on without a lost one, where nobody would be left, and where

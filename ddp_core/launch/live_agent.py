@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Mapping
@@ -48,14 +47,16 @@ class LiveAgent(Agent):
     """As `Agent`; but where a worker is lost, the other ones go on, and a new one joins them.
 
     A signal that asks to stop lets this node leave. All stop on SIGINT, where no other node is left, and where this
-    launcher serves the store that the nodes meet at.
+    launcher serves the store that the nodes meet at. `patience`: seconds after which a silent process counts as lost.
     """
 
-    patience = math.inf
-    """Seconds after which a silent process counts as lost."""
     _live: LiveWorkers | None = None
     _leaves_on: signal.Signals | None = None
     _leaves_until = 0.0
+
+    def __init__(self, patience: float, *of_agent: Any) -> None:
+        super().__init__(*of_agent)
+        self._patience = patience
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """See torch. Raises HandedOver where this node has left the others."""
@@ -178,10 +179,10 @@ class LiveAgent(Agent):
         self._silent_since = {pid: self._silent_since.get(pid, now) for pid in silent}
         for pid, local_rank in silent.items():
             # A worker that is only slow finds the others gone at its next exchange, and leaves by itself.
-            hangs = now - self._silent_since[pid] > self.patience
+            hangs = now - self._silent_since[pid] > self._patience
             if pid in self._killed or not (hangs or is_stopped(pid)):
                 continue
-            what = f"has not come to the others for {self.patience:g} s" if hangs else "is stopped"
+            what = f"has not come to the others for {self._patience:g} s" if hangs else "is stopped"
             tell_user(f"rank {live.ranks([local_rank])[local_rank]} ({node}) {what}; it is killed now")
             processes[local_rank].kill()
             self._killed.add(pid)  # a disk that does not answer may keep it alive for a while
