@@ -94,18 +94,18 @@ def test_the_pods_are_one_training_with_the_weights_of_one_process(
 SLOWLY = ["--kind", "job", "--nproc-per-node", "1", "--fault", "slow@1"]
 
 
-def begin(pods: Pods, output: Path) -> list[Container]:
-    """Start all pods, and wait for the first checkpoint."""
+def begin(prepare: Start, output: Path) -> tuple[Pods, list[Container]]:
+    """Start all pods of a slow training, and wait for the first checkpoint."""
+    pods = prepare(*SLOWLY)
     nodes = [pods.start(index) for index in range(pods.count)]
     eventually(lambda: any(output.glob("*/*/checkpoints/latest.json")), HANG)
-    return nodes
+    return pods, nodes
 
 
 def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_joins_the_other(
     prepare: Start, output: Path, single: str
 ) -> None:
-    pods = prepare(*SLOWLY)
-    nodes = begin(pods, output)
+    pods, nodes = begin(prepare, output)
     pods.stop(nodes[1])
     assert ends(nodes[1]) == [75], said(*nodes)
     replacement = pods.start(1)
@@ -117,8 +117,7 @@ def test_a_pod_of_a_drained_machine_ends_with_75_and_its_replacement_joins_the_o
 def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go_on(
     prepare: Start, output: Path, single: str
 ) -> None:
-    pods = prepare(*SLOWLY)
-    nodes = begin(pods, output)
+    pods, nodes = begin(prepare, output)
     pods.stop(nodes[0])
     assert ends(*nodes) == [75, 75], said(*nodes)
     assert record_in(output)["status"] == "stopped"
@@ -130,8 +129,7 @@ def test_the_first_pod_of_a_drained_machine_stops_both_and_their_replacements_go
 
 
 def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: Path, single: str) -> None:
-    pods = prepare(*SLOWLY)
-    nodes = begin(pods, output)
+    pods, nodes = begin(prepare, output)
     nodes[1].kill()
     replacement = pods.start(1)
     assert ends(nodes[0], replacement) == [0, 0], said(*nodes, replacement)
@@ -139,8 +137,7 @@ def test_a_killed_pod_is_replaced_while_the_other_waits(prepare: Start, output: 
 
 
 def test_the_first_pod_is_killed_and_both_go_on_as_replacements(prepare: Start, output: Path, single: str) -> None:
-    pods = prepare(*SLOWLY)
-    first, second = begin(pods, output)
+    pods, (first, second) = begin(prepare, output)
     first.kill()
     replacement = pods.start(0)
     # The second pod finds the first one's replacement, or ends with 6 and is replaced, too.
