@@ -2,7 +2,7 @@
 
     python -m benchmarks.numerics [--rounds 3] [--ways native portable-1 portable-2] [--quick] [--json PATH]
 
-Three rounds of native numerics and version 2 of the rules take less than ten minutes on two quiet cores.
+Three rounds of native numerics and version 2 of the rules take a quarter of an hour on two quiet cores.
 
 Each round trains every experiment for a few steps with every kind of numerics, in processes of their own that take
 turns, and times single operations. Start-up does not count, nor do evaluations. Ratios are of speeds, to native, as

@@ -30,11 +30,11 @@ class Ended:
     output: str
     errors: str
     processor_seconds: float
-    """Time that processors computed for it and for what it started and waited for."""
+    """Time that processors computed for the command and for what it started and waited for."""
 
     @property
     def last_line(self) -> str:
-        """The last line that it wrote, errors first."""
+        """The last line that the command wrote: of its errors, if there are any."""
         return (self.errors.strip() or self.output.strip() or "nothing was said").splitlines()[-1]
 
 
@@ -68,14 +68,14 @@ def _each_ended(
         while waiting or running:
             for key in list(waiting)[: at_a_time - len(running)]:
                 running[key] = _started(waiting.pop(key), limit)
-            for key, one in list(running.items()):
-                if (how := _how_it_ended(one)) is not None:
+            for key, command in list(running.items()):
+                if (how := _how_it_ended(command)) is not None:
                     del running[key]
                     yield key, how
             time.sleep(_POLL_SECONDS)
     finally:
-        for one in running.values():
-            _end(one.process)
+        for command in running.values():
+            _end(command.process)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -93,17 +93,17 @@ def _started(words: Sequence[str], limit: float) -> _Running:
     return _Running(process, output, errors, time.monotonic() + limit)
 
 
-def _how_it_ended(one: _Running) -> Ended | None:
+def _how_it_ended(command: _Running) -> Ended | None:
     """None while it runs; a process that runs for too long is ended."""
-    pid, status, usage = os.wait4(one.process.pid, os.WNOHANG)
+    pid, status, usage = os.wait4(command.process.pid, os.WNOHANG)
     code: int | None = None
     if pid:
-        code = one.process.returncode = os.waitstatus_to_exitcode(status)
-    elif time.monotonic() < one.deadline:
+        code = command.process.returncode = os.waitstatus_to_exitcode(status)
+    elif time.monotonic() < command.deadline:
         return None
-    _end(one.process)
+    _end(command.process)
     texts = []
-    for file in (one.output, one.errors):
+    for file in (command.output, command.errors):
         file.seek(0)
         texts.append(file.read().decode(errors="replace"))
         file.close()
@@ -111,7 +111,7 @@ def _how_it_ended(one: _Running) -> Ended | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of its session, and wait for it."""
+    """Kill what is left of the process and of all that it has started, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

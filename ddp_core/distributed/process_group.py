@@ -46,7 +46,7 @@ class Collectives:
     world: World
     device: torch.device
     is_left_behind: Callable[[], bool] | None = None
-    """Whether the others go on in another group, as one of them was lost; asked while this rank waits for NCCL."""
+    """Whether the others go on in another group, as one of them was lost; asked while this rank waits for others."""
     _abandoned: bool = field(default=False, init=False)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:

@@ -105,7 +105,7 @@ class LiveRecovery:
             _let_go(error)
         self._is_leaving = False
         self._seat.leave(-1 if self._held is None else self._held.at.step)
-        # The room is for the next model. Meanwhile the launchers decide who trains it.
+        # Frees the memory of the old model for the next one, while the launchers decide which processes train it.
         gc.collect()
 
     def hold(self, trainer: Trainer) -> None:
