@@ -8,6 +8,8 @@ Compose which user the containers run as, so that a later, bare `docker compose 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_build import Build, asked_build, choose_build, installed_version, is_build, nvidia_driver
@@ -54,6 +57,21 @@ def asked_uv() -> str | None:
     if installer == "uv" and program is None:
         raise ValueError("INSTALLER=uv: there is no uv on PATH; install it (`pipx install uv`), or leave INSTALLER out")
     return program
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A block in which no other setup of this directory installs; waits for one that does."""
+    directory = os.open(ROOT, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("setup: waiting for another setup of this directory", flush=True)
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def make_environment(build: Build | None, uv: str | None = None) -> None:
@@ -145,9 +163,10 @@ def main() -> int:
     except ValueError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 2
-    make_dotenv()
     try:
-        make_environment(build, uv)
+        with alone():
+            make_dotenv()
+            make_environment(build, uv)
     except subprocess.CalledProcessError as failure:
         print(
             f"setup: {' '.join(failure.cmd[:4])} ended with {failure.returncode}; see its message above",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -232,6 +233,14 @@ def test_the_build_in_an_environment_is_read_from_what_is_installed(tmp_path: Pa
         ]
 
 
+def as_second(project: Path, setup: Callable[[], subprocess.CompletedProcess[str]]) -> subprocess.CompletedProcess[str]:
+    """A setup that begins while another one of the same directory is under way for a second."""
+    directory = os.open(project, os.O_RDONLY)
+    fcntl.flock(directory, fcntl.LOCK_EX)
+    threading.Timer(1, os.close, [directory]).start()
+    return setup()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ensurepip") is None, reason="this Python makes no environments with pip")
 def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(index: Index, tmp_path: Path) -> None:
@@ -262,6 +271,8 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
     subprocess.run(imported, env=os.environ | hidden, timeout=HANG, check=True)
     for kept in ({}, {"TORCH": "cpu"}):
         assert setup(**kept).stdout == ""
+    waited = as_second(project, lambda: setup(TORCH="cpu"))
+    assert waited.stdout == "setup: waiting for another setup of this directory\n"
     remade = setup(TORCH="cuda")
     assert remade.returncode == 0, remade.stderr
     assert remade.stdout.splitlines()[1:] == ["setup: TORCH=cuda, so torch for CUDA", "setup: done, with torch 2.13.0"]
