@@ -35,7 +35,7 @@ _ALONE_UP_TO = 2**22
 _TILES = 48
 """A part's rows are a multiple of this, which fills tiles of `chain_code`."""
 
-_ROWS = 10 * _TILES
+_ROWS = 22 * _TILES
 """Rows of a large product that are computed at a time."""
 
 _KIND = torch.float32
