@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
+from ddp_core.base.parting import let_go
 
 Given = TypeVar("Given")
 
@@ -61,9 +62,11 @@ class Ranks:
 
     def end(self) -> None:
         """Destroy the process group, unless an error has already ended all groups."""
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        last: list[object] = [self._group]
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+        let_go(last)
 
 
 def told(error: Exception, place: str) -> Exception:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_core.base.errors import ExitCode, UserError
+from ddp_core.base.parting import let_go
 from ddp_core.base.torch_internals import abort_process_groups, nccl_failure
 from ddp_core.distributed.addresses import address_served, gloo_towards, listen_at, store_on
 from ddp_core.distributed.live_nccl import end_this_process, ended_if_stuck, let_watchdogs_spare
@@ -149,8 +150,10 @@ class Collectives:
     def end(self) -> None:
         """Destroy the process group, unless it was abandoned."""
         if not self._abandoned:
+            last: list[object] = [] if self._uses_nccl else [dist.group.WORLD]
             with self.never_stuck():
                 dist.destroy_process_group()
+            let_go(last)
 
     @property
     def _uses_nccl(self) -> bool:

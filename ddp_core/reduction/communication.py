@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.base.parting import let_go
 from ddp_core.base.torch_internals import timeout_of
 
 from .exchange import carries_host_memory
@@ -213,8 +214,11 @@ class Channel:
         """
         self.closed = True
         if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
+            last: list[object] = [self.group]
             dist.destroy_process_group(self.group)
             self.group, self.ordered_sum = None, OrderedSum(None)
+            if self.device.type == "cpu":
+                let_go(last)
 
 
 def own_group(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> dist.ProcessGroup:
