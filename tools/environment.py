@@ -83,6 +83,8 @@ def make_environment(build: Build | None, uv: str | None = None) -> None:
         return
     version = sys.version.split()[0]
     print(f"setup: installing the pinned packages into .venv, Python {version} (minutes, the first time)", flush=True)
+    if ENVIRONMENT.is_symlink():
+        ENVIRONMENT.unlink()  # where it leads may be another project's, and would be cleared
     venv.create(ENVIRONMENT, clear=True, with_pip=True)
     python = str(ENVIRONMENT / "bin" / "python")
     install = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt"]

@@ -258,9 +258,14 @@ def test_setup_installs_what_was_chosen_and_remakes_what_torch_asks_otherwise(in
             words, cwd=project, env=environment, capture_output=True, text=True, timeout=HANG, check=False
         )
 
+    theirs = tmp_path / "theirs" / "kept"
+    theirs.mkdir(parents=True)
+    (project / ".venv").symlink_to(theirs.parent)
     # The machine that runs this test may have a driver, so even the first call says which build it wants.
     made = setup(TORCH="cpu")
     assert made.returncode == 0, made.stderr
+    assert theirs.is_dir()
+    assert not (project / ".venv").is_symlink()
     assert made.stdout.splitlines()[1:] == [
         f"setup: TORCH=cpu, so torch for the CPU from {index.url}/cpu",
         "setup: this torchvision was built for another torch; `import torchvision` works, but its compiled operators "
