@@ -38,8 +38,8 @@ RULES = 2
 """The newest: its table has the operations of the older ones, too."""
 
 _WHY_PROVED = (
-    "the [published digests](portable-numerics.md) are made of them, and other CPUs have confirmed those of version 1. "
-    "Another shape or dtype may take other code"
+    "the [published digests](portable-numerics.md) are made of them, and other CPUs, emulated ones among them, have "
+    "confirmed these. Another shape or dtype may take other code"
 )
 
 
