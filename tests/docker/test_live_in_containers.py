@@ -120,7 +120,7 @@ def test_a_drill_with_live_recovery_loses_no_step(image: str, tmp_path: Path) ->
     report, _ = run_drill(
         tmp_path,
         """
-        settings: [epochs=60]
+        settings: [epochs=40]
         recovery: live
         timeout: 15
         faults:
