@@ -177,7 +177,9 @@ def test_a_job_with_no_kill_goes_on_without_a_lost_node(
     slurm: Slurm, expected: str, tmp_path: Path, without_power: str
 ) -> None:
     line = f"sbatch --nodes 3 --no-kill {FILES}/task-per-node.sbatch digits --nnodes 2:3"
-    job = slurm.submit(line, tmp_path, "--nodelist node[1-3]", "--nproc-per-node 1 --timeout 10")
+    # By itself, a run whose callback slows its steps would start all again.
+    more = "--nproc-per-node 1 --timeout 10 --recovery live"
+    job = slurm.submit(line, tmp_path, "--nodelist node[1-3]", more)
     job.wait_for(AT_WORK)
     slurm.power("--off", without_power)
     job.wait_for("lost after step .* 2 ranks go on")
