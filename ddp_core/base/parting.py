@@ -6,9 +6,9 @@ import threading
 
 
 def let_go(last: list[object]) -> None:
-    """Empty a list of destroyed process groups in a thread; it must hold the last reference to each of them.
+    """Empty this list of destroyed process groups in a thread; the list must hold the last reference to each group.
 
-    Whoever drops the last reference to a group of gloo waits for some milliseconds for each of its connections, one
-    after the other. The process does not end before the thread.
+    The thread that drops the last reference to a group of gloo waits for some milliseconds for each of the group's
+    connections, one after the other. The process does not end before that thread.
     """
     threading.Thread(target=last.clear, name="parting").start()

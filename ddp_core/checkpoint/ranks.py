@@ -62,11 +62,12 @@ class Ranks:
 
     def end(self) -> None:
         """Destroy the process group, unless an error has already ended all groups."""
-        last: list[object] = [self._group]
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
-        let_go(last)
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+            last: list[object] = [group]
+            del group
+            let_go(last)
 
 
 def told(error: Exception, place: str) -> Exception:
