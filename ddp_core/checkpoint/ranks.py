@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar
 import torch.distributed as dist
 
 from ddp_core.base.errors import UserError
-from ddp_core.base.parting import let_go
 
 Given = TypeVar("Given")
 
@@ -65,9 +64,6 @@ class Ranks:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-            last: list[object] = [group]
-            del group
-            let_go(last)
 
 
 def told(error: Exception, place: str) -> Exception:

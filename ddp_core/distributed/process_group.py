@@ -150,10 +150,11 @@ class Collectives:
     def end(self) -> None:
         """Destroy the process group, unless it was abandoned."""
         if not self._abandoned:
-            last: list[object] = [] if self._uses_nccl else [dist.group.WORLD]
+            last: list[object] = [dist.group.WORLD] if self.world.is_live and not self._uses_nccl else []
             with self.never_stuck():
                 dist.destroy_process_group()
-            let_go(last)
+            if last:
+                let_go(last)
 
     @property
     def _uses_nccl(self) -> bool:

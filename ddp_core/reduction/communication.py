@@ -207,17 +207,18 @@ class Channel:
         self.submit(in_one_phase(reduce), found).wait()
         return [bool(each) for each in found.tolist()]
 
-    def close(self) -> None:
+    def close(self, waits: bool = True) -> None:
         """End the threads, then the process group, unless an error has already ended all groups.
 
-        Nothing holds the group any longer: its threads, if it is one of gloo, run until nobody does.
+        Nothing holds the group any longer: its threads, if it is one of gloo, run until nobody does. On a CPU a thread
+        drops the group where nobody `waits` for its connections to close.
         """
         self.closed = True
         if (self._threads is None or self._threads.close()) and self.group is not None and dist.is_initialized():
             last: list[object] = [self.group]
             dist.destroy_process_group(self.group)
             self.group, self.ordered_sum = None, OrderedSum(None)
-            if self.device.type == "cpu":
+            if not waits and self.device.type == "cpu":
                 let_go(last)
 
 

@@ -253,12 +253,15 @@ class ExactReduction:
         clip_gradients_(self._reduced, norm, max_norm)
         return norm
 
-    def close(self) -> None:
-        """End the communication threads and their process group, and give the batch-norm layers their momenta back."""
+    def close(self, waits: bool = True) -> None:
+        """End the communication threads and their process group, and give the batch-norm layers their momenta back.
+
+        Waits until gloo's connections are closed; without `waits`, a thread does so on a CPU.
+        """
         self._statistics.restore()
         self._has_begun, self._run, self.share = False, 0, self._full_share
         self._shares.close()
-        self._channel.close()
+        self._channel.close(waits)
 
     def __enter__(self) -> ExactReduction:
         return self

@@ -128,7 +128,11 @@ class DistributedTrainer(Trainer):
 
     def drop(self) -> None:
         """Let go of DDP and the reduction."""
-        self.reduction.close()
+        if isinstance(self.reduction, ExactReduction):
+            # In a live recovery the others wait.
+            self.reduction.close(waits=self.job.makes_room is None)
+        else:
+            self.reduction.close()
         del self.reduction, self.module
         gc.collect()
 

@@ -371,7 +371,7 @@ class Own:
 
     def __init__(self, net: nn.Module, rank: int = 0, world_size: int = 1) -> None:
         self.gradients, self.reduced = Gradients(net), [next(net.parameters())]
-        self.channel: Any = SimpleNamespace(error=None, close=lambda: self.asked.append("closed"))
+        self.channel: Any = SimpleNamespace(error=None, close=lambda waits: self.asked.append("closed"))
         self.weights_to_compare = None
         self.asked: list[Any] = []
 
