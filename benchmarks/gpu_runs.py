@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.gpu import ARTICLE
+from benchmarks.gpu import ARTICLE, summary_of
 from benchmarks.gpu_lines import NAME, Line, newest, read
 from benchmarks.record import RESULTS, is_stand_in
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "gpu-runs.md"
 BEGIN, END = "<!-- begin: python -m benchmarks.gpu_runs -->", "<!-- end -->"
+_PRODUCTS = {"convolutions": "conv", "other products": "matmul"}
 _NOT_YET = "has not run on a GPU yet"
 
 Lines = Mapping[str, Line]
@@ -25,7 +26,7 @@ Lines = Mapping[str, Line]
 def what_ran(folder: Path = RESULTS) -> list[str]:
     """A line each for the digests, the tests and the benchmark, from the records in `folder`."""
     lines = newest(read(folder / NAME))
-    return [_digests(lines), _tests(lines), _benchmark(folder / "gpu.json")]
+    return [_digests(lines), _tests(lines), _benchmark(lines, folder / "gpu.json")]
 
 
 def failures(lines: Lines) -> list[str]:
@@ -62,10 +63,14 @@ def _tests(lines: Lines) -> str:
     return f"`make test-gpu` {_on(found)}: {', '.join(counts)}."
 
 
-def _benchmark(path: Path) -> str:
+def _benchmark(lines: Lines, path: Path) -> str:
+    """From the benchmark's own record, or from the same contenders in `make gpu-check`."""
     record = json.loads(path.read_text()) if path.exists() else None
     if record is None or is_stand_in(record["machine"]):
-        return f"`make bench-gpu` {_NOT_YET}."
+        timed = [line for line in lines.values() if "images_per_second" in line]
+        if not timed:
+            return f"`make bench-gpu` {_NOT_YET}."
+        return f"`make gpu-check` {_on(timed)}: {summary_of(_speeds(lines))}."
     machine, devices = record["machine"], record["machine"]["gpus"]
     on = f"ran on {len(devices)} x {devices[0]}, torch {machine['torch']}, {record['date'][:10]}"
     return f"`make bench-gpu` {on}: {record['results']['summary']}."
@@ -114,12 +119,22 @@ def _digest_table(lines: Lines) -> Iterator[str]:
             yield f"| {item} | `{line['digest'][:16]}` | {said} |"
 
 
+def _speeds(lines: Lines) -> dict[str, float]:
+    """Images per second by contender. A turn that was traced is none."""
+    timed = (line for item, line in lines.items() if "images_per_second" in line and not item.startswith("trace"))
+    return {line["case"]: line["images_per_second"] for line in timed}
+
+
 def _speed_table(lines: Lines) -> Iterator[str]:
-    speeds = {line["case"]: line["images_per_second"] for line in lines.values() if "images_per_second" in line}
+    speeds = _speeds(lines)
     base = speeds.get(ARTICLE)
     yield from ("", "| ResNet-18, 224x224 | images/s | of the article's loop |", "|---|---|---|")
     for case, speed in speeds.items():
         yield f"| {case} | {speed:.0f} | {f'{speed / base:.2f}' if base else '-'} |"
+    for line in lines.values():
+        if tf32 := line.get("switches", {}).get("tf32"):
+            kinds = (f"{kind} in {'TF32' if tf32[of] == 'tf32' else 'float32'}" for kind, of in _PRODUCTS.items())
+            yield from ("", f"The article's loop has what torch does by default: {', '.join(kinds)}.")
 
 
 def _test_list(lines: Lines) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""The input on a CUDA device: copied and finished ahead, on a stream of its own; evaluation; snapshots for checkpoints.
-
-Not run on a GPU yet.
-"""
+"""The input on a CUDA device: copied and finished ahead, on a stream beside; evaluation; snapshots for checkpoints."""
 
 from __future__ import annotations
 
@@ -28,6 +25,7 @@ from ddp_core.distributed.process_group import Collectives
 from ddp_core.distributed.world import World
 from ddp_core.model.losses import class_hits, cross_entropy
 from ddp_core.trainers.evaluation import evaluate
+from ddp_core.trainers.own_metrics import OwnMetrics
 
 pytestmark = pytest.mark.gpu
 
@@ -149,8 +147,10 @@ def test_evaluation_has_the_figures_of_its_batches() -> None:
         outputs = model(inputs)
         return outputs, targets, cross_entropy(outputs, targets)
 
-    def metrics(outputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-        return {"sum": outputs.double().sum(), "hits": (class_hits(outputs, targets), len(targets))}
+    def hits(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return class_hits(outputs, targets), len(targets)
+
+    metrics = OwnMetrics.of({"sum": lambda outputs, _: outputs.double().sum(), "hits": hits})
 
     alone = Collectives(World(), CUDA)
     settings = Evaluation(samples_per_batch=100)
