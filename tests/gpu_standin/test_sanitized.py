@@ -37,7 +37,7 @@ def _alarms(is_guarded: bool) -> int:
 
     def be_busy() -> None:
         while not is_over.is_set():
-            launch(3, 99, is_write=True)
+            launch(3, -1, is_write=True)
 
     others = [threading.Thread(target=be_busy) for _ in range(3)]
     for other in others:
